@@ -22,7 +22,7 @@ class Batch:
     """A packed batch, what the launch is given, and what it made."""
 
     def __init__(
-        self, lengths_q, lengths_k, kv_heads, group, lines=None, rows=UNIT, around=(0, 0), most=(None, None), **mask
+        self, lengths_q, lengths_k, kv_heads, group, slots=None, rows=UNIT, around=(0, 0), most=(None, None), **mask
     ):
         self.lengths_q, self.lengths_k, self.kv_heads, self.group, self.rows = (
             lengths_q,
@@ -38,7 +38,7 @@ class Batch:
         problem = AttentionProblem(
             batch, self.max_q, self.max_k, self.heads, kv_heads, 64, 64, varlen=True, dtype="float16", **mask
         )
-        keys = 64 * lines if lines else rules.kept_at_once(problem, device_named("h200"))[1]
+        keys = 64 * slots if slots else rules.kept_at_once(problem, device_named("h200"))[1]
         order = rules.order_of(problem, device_named("h200"), keys, self.total_q, self.total_k)
         self.order = order._replace(queries=self.heads * (self.total_q // rows + batch), together=rows // UNIT)
         self.launch()
@@ -65,7 +65,7 @@ class Batch:
         kernel.backward_packed[(programs,)](
             self.out, self.dout, self.lse, self.dlse, *offsets, *self.grads, self.statistics, self.progress, self.entries,
             batch, (batch - 1).bit_length(), self.max_q, self.max_k, total_q, total_k, self.heads, self.kv_heads, o.keys,
-            o.queries, o.longest, o.shift, o.lines, self.progress.numel(), *strides,
+            o.queries, o.longest, o.shift, o.slots, self.progress.numel(), *strides,
             WIDE=False, DIM=DIM, BLOCK_D=DIM, UNIT=UNIT, ROWS=self.rows, CHUNK=CHUNK,
         )  # fmt: skip
         self.work = [dict(zip(NAMES, entry, strict=True)) for entry in self.entries.tolist()]
@@ -81,13 +81,13 @@ def draw(seed):
         lengths_q[0] = lengths_k[-1] = 70
     kv_heads, group = pick.choice(((1, 1), (3, 1), (2, 3), (1, 4)))
     longest = -(-max(lengths_k) // 64) + 1
-    lines = pick.choice((None, longest, longest + 1, longest + 5, 3 * longest))
+    slots = pick.choice((None, longest, longest + 1, longest + 5, 3 * longest))
     return (
         lengths_q,
         lengths_k,
         kv_heads,
         group,
-        lines,
+        slots,
         pick.choice((64, 128)),
         pick.choice(((0, 0), (5, 0), (200, 333))),
     )

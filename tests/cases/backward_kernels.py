@@ -85,7 +85,7 @@ class Kernel:
 
 
 class Spans(Kernel):
-    """With whole stripes dq has the same bits as of one launch, where tiles of keys begin alike: a cut mask meets other tiles,
+    """With whole KV splits dq has the same bits as of one launch, where tiles of keys begin alike: a cut mask meets other tiles,
     which is another order of dq's sums."""
 
     def others_of(self, where, call):

@@ -26,7 +26,7 @@ from cases.gradient import gradients, judged, oracle, upstream
 from tilefold.ops.backward import attention_backward
 from tilefold.ops.call import Call
 from tilefold.plan.backward import attention_backward_hopper
-from tilefold.plan.backward.attention_backward_hopper import KERNEL, kept_bytes, rooms
+from tilefold.plan.backward.attention_backward_hopper import KERNEL, kept_bytes, slots
 from tilefold.plan.backward.attention_backward_reduce import KERNEL as REDUCE
 
 pytestmark = [pytest.mark.no_poison, SM_90]
@@ -148,8 +148,8 @@ def test_many_runs_and_another_kernel(kernel, times, dim, options):
     assert near(first, gradients(tensors, dout, dlse, where, **own, **options))
 
 
-def test_stripes_of_a_long_head():
-    """Two heads of 20000 keys in stripes by the plan's own rule, against the portable kernels."""
+def test_splits_of_a_long_head():
+    """Two heads of 20000 keys in KV splits by the plan's own rule, against the portable kernels."""
     tensors = qkv(1, 20000, 20000, 2, 2, 128, dtype=BF, device=DEVICE)
     dout, dlse = upstream(tensors[0], tensors[2])
     got = DENSE.run(tensors, dout, dlse, keys_at_once=4096)
@@ -209,7 +209,7 @@ def test_graph_and_streams(kernel, kv_heads):
     "dense": [({"heads_at_once": 2, "keys_at_once": 4096},), ({"heads_at_once": 2, "keys_at_once": 1024},)], "reduce": [({},)],
 }))  # fmt: skip
 def test_memory(kernel, changes):
-    """Beside the gradients: room for dS, sums between stripes or fp32 sums of dq, statistics, as the plan says."""
+    """Beside the gradients: room for dS, sums between KV splits or fp32 sums of dq, statistics, as the plan says."""
     tensors = tuple(t.requires_grad_() for t in qkv(1, 4096, 4096, 16, 16, 128, dtype=BF, device=DEVICE))
     plan = kernel.plan(tensors, call={"causal": True}, **changes)
     out = tilefold.attention(*tensors, causal=True, backward_plan=plan)
@@ -218,7 +218,7 @@ def test_memory(kernel, changes):
     assert extra <= plan.scratch_bytes + SPARE
     if kernel is DENSE:
         assert kept_bytes(plan.problem, plan.device, 2, changes["keys_at_once"]) < plan.scratch_bytes
-        assert rooms(plan.problem, plan.device, 2, changes["keys_at_once"]) >= 2
+        assert slots(plan.problem, plan.device, 2, changes["keys_at_once"]) >= 2
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)

@@ -4,14 +4,45 @@ A tile's value is the set of the boxes that went into it; an accumulator's is th
 waits for ever; no buffer and no kept row is written while it is read; every result is made once.  What the results have to be,
 and which functions of a kernel run, a subclass says."""
 
-from simulated import Anything, Launch, Number, Ring, barriers, own_functions, run_threads
+from simulated import Anything, Launch, Number, Ring, barriers, own_classes, own_functions, run_threads
+from tilefold.kernels.hopper import (
+    backward_config,
+    backward_consumer,
+    backward_epilogue,
+    backward_mask,
+    backward_pipeline,
+    backward_producer,
+    backward_scheduler,
+    ds_ring,
+    parts,
+    pipeline,
+    recompute,
+)
 
 FULL, CAUSAL, WINDOW = 0, 1, 2
 DIM, PANELS, SLOTS = 128, 2, 2
 TILES = 2 * SLOTS + 2
-SUM_SLOTS = TILES * PANELS // (PANELS + 1)
 GARBAGE = 77777777  # what lies in memory that nobody wrote
 ZEROS = frozenset(["zeros"])  # what TMA gives past the end
+FUNCTIONS = (
+    (parts, ("load_panels",)),
+    (backward_pipeline, ("first_stage", "next_stage")),
+    (backward_scheduler, ("work_of_number",)),
+    (ds_ring, ("rows_of_split", "place_of_keys", "make_ds_ring", "row_of_pair")),
+    (backward_producer, ("produce_keys", "produce_queries", "produce")),
+    (backward_consumer, ("issue_scores", "first_products", "key_step", "zero_gradient", "consume_keys", "store_keys", "add_pair",
+                         "consume_queries", "consume")),
+)  # fmt: skip
+CLASSES = (
+    (pipeline, ("Stage",)),
+    (backward_config, ("BackwardConfig",)),
+    (backward_mask, ("Lengths", "BackwardMask")),
+    (backward_scheduler, ("BackwardTile", "Drawn", "Counters", "SplitScheduler", "PackedScheduler")),
+    (backward_pipeline, ("BackwardPipeline",)),
+    (ds_ring, ("DsTiles", "DsRing", "PackedDsRing")),
+    (recompute, ("Recompute",)),
+    (backward_epilogue, ("Gradient", "SplitSums")),
+)
 
 
 class Value:
@@ -102,12 +133,14 @@ class Panel(View):
 
 
 class Backward(Launch):
-    """Items drawn from one counter, by so many places at a time.  A subclass has `items`, `batches`, `rooms`, `room_rows`,
-    `group`, `q_units`, `heads`, `functions` (of which modules), `more` (stand-ins beside those here) and `program`."""
+    """Work tiles drawn from one counter, by so many places at a time.  A subclass has `items`, `segments`, `slots`, `slot_rows`,
+    `group`, `q_units`, `heads`, `functions` and `classes` (of which modules), `more` (stand-ins beside those here) and
+    `program`."""
 
-    functions: tuple = ()
+    functions: tuple = FUNCTIONS
+    classes: tuple = CLASSES
     counted = (
-        "await_room",
+        "await_slot",
         "await_keys",
         "await_queries",
     )  # waits for counters in memory, each of which a test leaves out
@@ -126,31 +159,28 @@ class Backward(Launch):
         )  # fmt: skip
         names = self.names(gl) | {
             "UNIT": 64, "PANEL": 64, "STATISTICS": 128, "FULL": FULL, "CAUSAL": CAUSAL, "WINDOW": WINDOW,
-            "tma_store": self.copy_out, "tma_store_wait": lambda pending: self.wait_copies(),
-            "fence_async_shared": lambda: None, "opaque": lambda x: x, "cut_if_needed": lambda s, *args: s,
-            "tiles_of": lambda pool, tiles, dim: Ring(View(pool.items[i * PANELS : (i + 1) * PANELS]) for i in range(tiles)),
-            "await_room": self.await_room, "await_keys": self.await_keys, "await_queries": self.await_queries,
-            "await_copies": lambda: self.wait_copies("written"),
-            "count_keys": lambda progress, batch: self.count(1 + batch),
-            "count_queries": lambda progress, batch, batches: self.count(1 + batches + batch),
+            "FIELDS": 12, "KEYS": 1, "QUERIES": 0, "field": lambda x: Number(x) if type(x) is int else x,
+            "accumulator": lambda columns: Anything(), "tma_store": self.copy_out,
+            "tma_store_wait": lambda pending: self.wait_copies(), "fence_async_shared": lambda: None, "opaque": lambda x: x,
+            "_await": self._await, "_count": self.count, "await_copies": lambda: self.wait_copies("written"),
             "store_accumulator": self.store, **self.more(),
         }  # fmt: skip
-        return own_functions(names, self.functions)
+        own_functions(own_classes(names, self.classes), self.functions)
+        names["BackwardMask"].apply = lambda mask, s, *args: s
+        names["Gradient"].add = lambda out, acc, work: self.store(
+            out.out, acc, work.lengths.seq_k - work.tile * 64, 1, None
+        )
+        if "Counters" not in names:
+            return names
+        names["BackwardPipeline"]._tile = lambda pipe, i: View(pipe.pool.items[i * PANELS : (i + 1) * PANELS])
+        for name in self.counted:
+            own = getattr(names["Counters"], name)
+            setattr(names["Counters"], name, lambda *args, own=own, name=name: getattr(self, name)(own, *args))
+        return names
 
     def more(self):
         """More stand-ins."""
         return {}
-
-    @staticmethod
-    def cast(names, *functions):
-        """What these functions return are scalars, which can be cast."""
-
-        def numbers(found):
-            return tuple(map(numbers, found)) if isinstance(found, tuple) else Number(found)
-
-        for name in functions:
-            names[name] = lambda *args, inner=names[name]: numbers(inner(*args))
-        return names
 
     def draw(self):
         self.progress[0] += 1
@@ -168,7 +198,7 @@ class Backward(Launch):
         self.reading[row] = self.reading.get(row, 0) + 1
 
         def arrive():
-            panel.content = self.kept.get(row) if row < self.rooms * self.room_rows else ZEROS
+            panel.content = self.kept.get(row) if row < self.slots * self.slot_rows else ZEROS
             self.reading[row] -= 1
             barrier.arrive(copied=self.bytes_of(desc))
 
@@ -188,7 +218,7 @@ class Backward(Launch):
             self.memory.later(self.memory.random.random(), lambda: arrive(value))
 
         def arrive(value):
-            if row < self.rooms * self.room_rows:  # past the end nothing is written
+            if row < self.slots * self.slot_rows:  # past the end nothing is written
                 if self.reading.get(row):
                     self.memory.fail(f"row {row} is written while it is read")
                 self.kept[row] = value
@@ -201,20 +231,15 @@ class Backward(Launch):
         self.memory.until(lambda: all(c[key] for c in copies), f"copies {key}")
 
     def count(self, at):
-        self.progress[at] += 1
+        self.progress[int(at)] += 1
 
     def _await(self, at, wanted):
-        self.memory.until(lambda: self.progress[at] >= wanted, f"counter {at} of {wanted}")
+        self.memory.until(lambda: self.progress[int(at)] >= wanted, f"counter {at} of {wanted}")
 
-    def await_room(self, progress, batch, rooms, query_items, batches):
-        if batch >= rooms:
-            self._await(1 + batches + batch - rooms, query_items)
+    def await_slot(self, own, *args):
+        own(*args)
 
-    def await_keys(self, progress, batch, key_items):
-        self._await(1 + batch, key_items)
-
-    def await_queries(self, progress, batch, batches, query_items):
-        self._await(1 + batches + batch, query_items)
+    await_keys = await_queries = await_slot
 
     def product(self, a, b, acc, use_acc=True, is_async=True):
         self.read(*(t for t in (a, b) if isinstance(t, View)))
@@ -246,13 +271,29 @@ class Backward(Launch):
 
     # ------------------------------------------------------------ threads
 
-    def buffers(self, sum_slots=SUM_SLOTS):
-        """Shared memory of a program: pool, statistics, dS, and the barriers in the kernels' order."""
-        memory, ring = self.memory, max(SLOTS, sum_slots)
+    def pipeline(self, names, config, consumers=1):
+        """Shared memory of a program, with a barrier of its own for dout where there are two consumers; and dS on its way."""
+        memory, ring = self.memory, max(config.SLOTS, config.DQ_SLOTS)
         pool = Ring((Panel(memory, f"panel {i}") for i in range(TILES * PANELS)), Anything())
         statistics = Ring(Panel(memory, f"statistics {i}") for i in range(SLOTS))
-        bars = barriers(memory, kv_full=(1, 1), q_full=(ring, 1), do_full=(SLOTS, 1), empty=(ring, 1), done=(1, 1))
-        return pool, statistics, Panel(memory, "dS"), bars
+        empty = "q_empty" if consumers > 1 else "empty"
+        kv_full, q_full, do_full, q_empty, done = barriers(
+            memory,
+            kv_full=(1, 1),
+            q_full=(ring, 1),
+            do_full=(SLOTS, 1),
+            **{empty: (ring, consumers)},
+            done=(1, consumers),
+        )
+        do_empty = barriers(memory, do_empty=(SLOTS, 2))[0] if consumers > 1 else None
+        pipe = names["BackwardPipeline"]("q", "do", "k", "v", "stat", pool, statistics, kv_full, q_full, do_full, q_empty,
+                                         do_empty, done, config)  # fmt: skip
+        return pipe, names["DsTiles"]("kept", Panel(memory, "dS"), self.slots * self.slot_rows)
+
+    def gradients(self, names, written=None, batch=True):
+        """dq, dk and dv by strides of no matter."""
+        return [names["Gradient"](out, 0 if batch else None, 0, 0, None, None, None if out.name == "dq" else written)
+                for out in GRADIENTS]  # fmt: skip
 
     def begin(self, item):
         """Of a consumer's thread."""
@@ -264,5 +305,5 @@ class Backward(Launch):
             run_threads(self.memory, self.program(item))
 
     def run(self, places):
-        self.progress = [0] * (1 + 2 * self.batches)
+        self.progress = [0] * (1 + 2 * self.segments)
         run_threads(self.memory, [self.place] * places)

@@ -1,59 +1,19 @@
 """One launch of the dense backward kernels for sm_90, the narrow one and the wide one, what it has to make, and in what.
 
-Every sum is over the pairs of tiles that see each other, in order, also where it waits in memory between two stripes of keys;
+Every sum is over the pairs of tiles that see each other, in order, also where it waits in memory between two KV splits;
 every piece of work is done once; no tile's P, q or dout is taken for another's."""
 
-from simulated import Number, barriers
-from simulated.backward import (
-    CAUSAL,
-    DIM,
-    FULL,
-    GRADIENTS,
-    PANELS,
-    SLOTS,
-    TILES,
-    WINDOW,
-    ZEROS,
-    Backward,
-    Panel,
-    Value,
-)
-from tilefold.kernels.hopper import (
-    attention_backward,
-    attention_backward_wide,
-    backward_items,
-    backward_parts,
-    backward_ranges,
-    backward_spans,
-    backward_work,
-    parts,
-)
+from simulated import barriers
+from simulated.backward import CAUSAL, CLASSES, DIM, FULL, FUNCTIONS, SLOTS, WINDOW, ZEROS, Backward, Panel, Value
+from tilefold.kernels.hopper import attention_backward_wide
 from tilefold.plan import AttentionProblem
 from tilefold.plan.backward import attention_backward_hopper as rules
 
-SHARED = (
-    (backward_work, ("work_of_item",)),
-    (parts, ("load_panels",)),
-    (backward_parts, ("next_slot", "load_keys", "load_queries", "load_kept")),
-    (backward_ranges, ("keys_of_queries", "queries_of_keys", "stripe_of_queries", "lines_of_head", "line_of_keys",
-                       "whole_tiles")),
-    (backward_items, ("batch_of", "key_item", "query_item", "produce_keys", "_kept_row", "produce_sums")),
-)  # fmt: skip
-NARROW = (
-    (backward_parts, ("wait_tile", "first_products", "key_tile", "finish_keys", "add_kept")),
-    (backward_spans, ("finish_span",)),
-    (attention_backward, ("_produce", "_consume_keys", "_consume_sums", "_consume")),
-)
-WIDE = (
-    (
-        attention_backward_wide,
-        ("_produce", "_give", "_take", "_consume_dv", "_consume_dk", "_consume_sums", "_consume"),
-    ),
-)
+WIDE = ("probabilities", "consume_dv", "gradient", "consume_dk", "consume")
 
 
 class Sum:
-    """The sum of a tile of queries between two stripes: in memory, by one program at a time."""
+    """The sum of a tile of queries between two KV splits: in memory, by one program at a time."""
 
     def __init__(self, run, place):
         self.run, self.place = run, place
@@ -69,45 +29,37 @@ class Sum:
 
 
 class Run(Backward):
-    """One launch; keys in stripes of stripe_units tiles, batches of batch_heads KV heads.  span: None, or tiles of a head of the
-    call some of whose queries it makes.  hold: K and V in registers."""
+    """One launch; KV splits of split_tiles tiles, heads_at_once KV heads.  span: None, or tiles of a head of the call some of
+    whose queries it makes.  hold: K and V in registers."""
 
-    functions = SHARED + NARROW
-
-    def __init__(self, seed, kind, seq_q, seq_k, heads, group, stripe_units, batch_heads, rooms, sum_tiles=2, hold=False,
+    def __init__(self, seed, kind, seq_q, seq_k, heads, group, split_tiles, heads_at_once, slots, query_tiles=2, hold=False,
                  span=None):  # fmt: skip
         super().__init__(seed)
-        self.span, self.hold, self.band = span, hold, (90, 30)
-        self.sum_tiles, self.sum_slots = sum_tiles, TILES * PANELS // (PANELS + sum_tiles)
-        self.kind, self.heads, self.group, self.batch_heads, self.rooms = kind, heads, group, batch_heads, rooms
+        self.span, self.hold, self.band, self.query_tiles = span, hold, (90, 30), query_tiles
+        self.kind, self.heads, self.group, self.heads_at_once, self.slots = kind, heads, group, heads_at_once, slots
         self.seq_q, self.seq_k = seq_q, seq_k
         self.q_units, self.kv_units = -(-seq_q // 64), -(-seq_k // 64)
-        self.stripe_units, self.stripes = stripe_units, -(-self.kv_units // stripe_units)
-        self.batches = heads // group // batch_heads * self.stripes
+        self.split_tiles, self.splits = split_tiles, -(-self.kv_units // split_tiles)
+        self.segments = heads // group // heads_at_once * self.splits
         window = self.band if kind == WINDOW else (-1, -1)
         problem = AttentionProblem(1, seq_q, seq_k, heads, heads // group, 64, 64, causal=kind == CAUSAL, window=window)
-        self.width = rules.line_width(problem, stripe_units * 64)
-        self.room_rows = batch_heads * group * rules.lines(problem, stripe_units * 64) * self.width * 64
-        self.key_items = batch_heads * stripe_units
-        self.delay = min(self.key_items + 5, max(1, rooms - 1) * self.key_items)
-        self.query_items = batch_heads * group * -(-self.q_units // sum_tiles)
-        self.items = self.batches * (self.key_items + self.query_items)
+        self.width = rules.line_width(problem, split_tiles * 64)
+        self.slot_rows = heads_at_once * group * rules.lines(problem, split_tiles * 64) * self.width * 64
+        self.key_items = heads_at_once * split_tiles
+        self.delay = min(self.key_items + 5, max(1, slots - 1) * self.key_items)
+        self.query_items = heads_at_once * group * -(-self.q_units // query_tiles)
+        self.items = self.segments * (self.key_items + self.query_items)
         self.sums = {}
 
-    def more(self):
-        return {
-            "add_rows": lambda out, acc, strides, i_b, i_h, i_n, seq, *rest: self.store(out, acc, seq - i_n * 64, 1, None),
-            "sum_so_far": lambda sums, i_m, row, *args: Sum(self, (int(row), int(i_m))),
-        }  # fmt: skip
-
     def namespace(self):
-        return self.cast(super().namespace(), "key_item", "query_item")
+        names = super().namespace()
+        names["SplitSums"].of = lambda sums, work, tile: Sum(
+            self, (int(work.batch * self.heads + work.head), int(tile))
+        )
+        return names
 
     def units_of_statistics(self):
         return self.span or self.q_units
-
-    def split(self):
-        return self.stripe_units, self.stripes, self.batch_heads
 
     # ------------------------------------------------------------ what is wanted
 
@@ -144,59 +96,57 @@ class Run(Backward):
 
     def store(self, out, acc, rows, stride, dtype, columns=None):
         if int(rows) <= 0:
-            return  # tiles past the end: of keys in the last stripe, of queries in the last pair
-        keys, batch, program = self.local.place
-        names, split = self.local.names, self.split()
-        if keys:
-            key = names["key_item"](batch, program, self.heads // self.group, split)
-        else:
-            key = names["query_item"](batch, program, self.heads, self.group, self.q_units, split, self.sum_tiles)
-        later = 0 if keys else self.local.stored
+            return  # tiles past the end: of keys in the last split, of queries in the last pair
+        work = self.local.work
+        later = self.local.stored if out.name == "dq" else 0
         self.local.stored += 1
         log = tuple(pair for pair in acc.log if pair[0] != ZEROS)
-        self.record((out.name, int(key[2]), int(key[0]) + later), log)
+        self.record((out.name, int(work.head), int(work.tile) + later), log)
 
     # ------------------------------------------------------------ threads
 
-    def sizes(self):
-        """What both partitions are told: lengths, work, order, and a row past the end."""
-        lengths = self.seq_q, self.seq_k, self.q_units, self.kv_units
-        work = self.heads, self.group, self.heads * self.units_of_statistics()
-        return lengths, work, (self.batches, self.delay, self.rooms), self.rooms * self.room_rows
+    def nouns(self, names, consumers=1):
+        """What both partitions share: scheduler, pipeline, mask and ring of dS."""
+        config = names["BackwardConfig"](None, DIM, SLOTS, self.query_tiles, consumers > 1, self.hold)
+        pipe, tiles = self.pipeline(names, config, consumers)
+        lengths = names["Lengths"](self.seq_q, self.seq_k, self.q_units, self.kv_units)
+        scheduler = names["SplitScheduler"](
+            names["Counters"](0, self.segments), lengths, self.heads, self.group, self.split_tiles, self.splits,
+            self.heads_at_once, self.delay, self.slots, self.heads * self.units_of_statistics(), self.span,
+            self.query_tiles)  # fmt: skip
+        ds = names["make_ds_ring"](
+            tiles, self.slots, self.heads_at_once, self.group, self.split_tiles, self.width, self.kind
+        )
+        assert ds.slot_rows == self.slot_rows
+        return scheduler, pipe, names["BackwardMask"](*self.band, self.kind), ds
 
-    def begin_at(self, item, names, first=0):
+    def begin_at(self, item, scheduler, first=0):
         self.begin(item)
-        self.local.names, self.local.stored = names, first
-        self.local.place = names["work_of_item"](item, self.key_items, self.query_items, self.batches, self.delay)
+        drawn = scheduler.locate(item)
+        self.local.work = scheduler.kv_tile(drawn) if drawn.keys else scheduler.query_tile(drawn)
+        self.local.stored = first
+
+    def ends(self, names, config):
+        """Where results go: sums between splits, gradients."""
+        sums = names["SplitSums"](None, self.heads, config, self.splits > 1)
+        return sums, *self.gradients(names, None if self.span is None else 0)
 
     def program(self, item):
         """The two partitions of the program that has drawn an item."""
         names = self.namespace()
-        pool, statistics, ds, bars = self.buffers(self.sum_slots)
-        lengths, work, order, nowhere = self.sizes()
-        zeros = (Number(0),) * 6
-
-        def produce():
-            names["_produce"](
-                "q", "do", "k", "v", "stat", "kept", None, pool, statistics, *bars, lengths, self.band, work, self.split(),
-                self.width, order, self.room_rows, item, nowhere, self.kind, DIM, SLOTS, self.sum_slots, self.sum_tiles,
-                self.span)  # fmt: skip
+        nouns = self.nouns(names)
 
         def consume():
-            self.begin_at(item, names)
-            names["_consume"](
-                *GRADIENTS, None, None, "keep", pool, statistics, ds, *bars, lengths, self.band, work, self.split(), self.width,
-                order, self.room_rows, item, zeros[:3], zeros, nowhere, 1.0, self.kind, DIM, None, None, TILES, SLOTS,
-                self.sum_slots, self.sum_tiles, self.stripes > 1, False, self.hold,
-                None if self.span is None else 0)  # fmt: skip
+            self.begin_at(item, nouns[0])
+            names["consume"](item, *nouns, *self.ends(names, nouns[1].config), 1.0)
 
-        return produce, consume
+        return lambda: names["produce"](item, *nouns), consume
 
     def __call__(self, places):
         self.run(places)
         assert self.made == self.expected()
         assert not self.sums
-        assert self.progress[1:] == [self.key_items] * self.batches + [self.query_items] * self.batches
+        assert self.progress[1:] == [self.key_items] * self.segments + [self.query_items] * self.segments
 
 
 class Exchange(Panel):
@@ -207,34 +157,23 @@ class Exchange(Panel):
 
 
 class Wide(Run):
-    """Two warpgroups an item, P handed from one to the other."""
+    """Two consumers a work tile, P handed from one to the other."""
 
-    functions = SHARED + WIDE
+    functions = (*FUNCTIONS, (attention_backward_wide, WIDE))
+    classes = (*CLASSES, (attention_backward_wide, ("Exchange",)))
 
     def more(self):
-        return super().more() | {"TOGETHER": 2, "schedule_fence_16": lambda p: None}
+        return {"schedule_fence_16": lambda p: None}
 
     def program(self, item):
         """The three partitions of the program that has drawn an item."""
-        names, memory, ring = self.namespace(), self.memory, max(SLOTS, self.sum_slots)
-        pool, statistics, ds, _ = self.buffers()
-        exchange = Exchange(memory, "P")
-        kv_full, given, taken, done = barriers(memory, kv_full=(1, 1), given=(1, 1), taken=(1, 1), done=(1, 2))
-        rings = tuple(barriers(memory, q_full=(ring, 1), q_empty=(ring, 2), do_full=(SLOTS, 1), do_empty=(SLOTS, 2)))
-        lengths, work, order, nowhere = self.sizes()
-
-        def produce():
-            names["_produce"](
-                ("q", "do", "k", "v", "stat", "kept"), None, pool, statistics, kv_full, rings, done, lengths, self.band,
-                work, self.split(), self.width, order, self.room_rows, item, nowhere, self.kind, DIM, SLOTS,
-                self.sum_slots, self.span)  # fmt: skip
+        names = self.namespace()
+        scheduler, pipe, mask, ds = nouns = self.nouns(names, 2)
+        bars = barriers(self.memory, p_full=(1, 1), p_empty=(1, 1))
+        exchange = names["Exchange"](Exchange(self.memory, "P"), *bars)
 
         def consume(number):
-            self.begin_at(item, names, number)  # of a query item each makes one tile
-            names["_consume"](
-                GRADIENTS, None, None, "keep", pool, statistics, exchange, ds, kv_full, rings, given, taken, done, lengths,
-                self.band, work, self.split(), self.width, order, self.room_rows, item, ((Number(0),) * 3,) * 3, nowhere, 1.0,
-                number, self.kind, DIM, None, None, TILES, SLOTS, self.sum_slots, self.stripes > 1, True,
-                None if self.span is None else 0)  # fmt: skip
+            self.begin_at(item, scheduler, number)  # of a work tile for dq each makes one query tile
+            names["consume"](number, item, scheduler, pipe, mask, exchange, ds, *self.ends(names, pipe.config), 1.0)
 
-        return produce, lambda: consume(0), lambda: consume(1)
+        return lambda: names["produce"](item, *nouns), lambda: consume(0), lambda: consume(1)

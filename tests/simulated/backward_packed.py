@@ -6,61 +6,37 @@ zeroed wherever a product reads it; a line is not written before all who read it
 import functools
 
 from packed_batch import Batch
-from simulated import Number
-from simulated.backward import (
-    CAUSAL,
-    DIM,
-    FULL,
-    GRADIENTS,
-    PANELS,
-    SLOTS,
-    TILES,
-    WINDOW,
-    ZEROS,
-    Backward,
-    Pointer,
-)
-from tilefold.kernels.hopper import attention_backward_packed, backward_parts, backward_ranges, parts
+from simulated.backward import CAUSAL, DIM, FULL, PANELS, SLOTS, WINDOW, ZEROS, Backward, Pointer
 
 LEFT, RIGHT = 90, 30
 MASKS = {FULL: {}, CAUSAL: {"causal": True}, WINDOW: {"window": (LEFT, RIGHT)}}
 
 
 @functools.cache
-def batch_of(kind, lengths_q, lengths_k, kv_heads, group, lines, rows):
+def batch_of(kind, lengths_q, lengths_k, kv_heads, group, slots, rows):
     """The batch and its order of work, which the interpreter makes."""
-    return Batch(lengths_q, lengths_k, kv_heads, group, lines, rows, (7, 20), **MASKS[kind])
+    return Batch(lengths_q, lengths_k, kv_heads, group, slots, rows, (7, 20), **MASKS[kind])
 
 
 class Run(Backward):
     """One launch over a batch."""
 
-    functions = (
-        (parts, ("load_panels",)),
-        (backward_parts, ("next_slot", "load_keys", "load_queries", "wait_tile", "first_products", "key_tile",
-                          "finish_keys", "load_kept", "add_kept")),
-        (backward_ranges, ("keys_of_queries", "queries_of_keys", "whole_tiles")),
-        (attention_backward_packed, ("_read_entry", "_lengths_of", "_kept_row", "_keys_of_item", "_produce_keys", "_produce_sums",
-                                     "_produce", "_consume_keys", "_consume_sums", "_consume")),
-    )  # fmt: skip
-
-    def __init__(self, seed, kind, lengths_q, lengths_k, kv_heads, group, lines, sum_tiles=1, hold=False):
+    def __init__(self, seed, kind, lengths_q, lengths_k, kv_heads, group, slots, query_tiles=1, hold=False):
         super().__init__(seed)
-        self.batch = batch_of(kind, tuple(lengths_q), tuple(lengths_k), kv_heads, group, lines, 64 * sum_tiles)
+        self.batch = batch_of(kind, tuple(lengths_q), tuple(lengths_k), kv_heads, group, slots, 64 * query_tiles)
         order = self.batch.order
         self.kind, self.hold, self.order, self.group = kind, hold, order, group
-        self.sum_tiles, self.sum_slots = sum_tiles, TILES * PANELS // (PANELS + sum_tiles)
-        self.items, self.batches, self.rooms = order.keys + order.queries, order.blocks, 1
-        self.room_rows = order.lines * group * order.width * 64
+        self.query_tiles = query_tiles
+        self.items, self.segments, self.slots = order.keys + order.queries, order.blocks, order.slots
+        self.slot_rows = group * order.width * 64
         self.entries = self.batch.entries.flatten().tolist()
 
-    def more(self):
-        return {"FIELDS": 12, "KEYS": 1, "QUERIES": 0, "clear_tile": self.clear}
-
     def namespace(self):
-        return self.cast(super().namespace(), "_read_entry")
+        names = super().namespace()
+        names["BackwardPipeline"].clear = lambda pipe, tile, live: self.clear(pipe.pool, tile, live)
+        return names
 
-    def clear(self, pool, tile, live, dim):
+    def clear(self, pool, tile, live):
         """Zero the rows from `live` on; of what is behind all sequences, which is zero, nothing changes."""
         for panel in pool.items[tile * PANELS : (tile + 1) * PANELS]:
             if panel.content is None:
@@ -134,24 +110,20 @@ class Run(Backward):
     def program(self, item):
         """The two partitions of the program that has drawn an item."""
         names = self.namespace()
-        pool, statistics, ds, bars = self.buffers(self.sum_slots)
-        entries = Pointer(self.entries)
-        room = self.group, self.order.lines, self.order.width
-        packed = self.batch.total_q, self.order.q_places, self.batches, self.batch.heads * self.order.q_places
-        band, nowhere, zero = (LEFT, RIGHT), self.room_rows, Number(0)
-
-        def produce():
-            names["_produce"](
-                "q", "do", "k", "v", "stat", "kept", None, entries, pool, statistics, *bars, band, room, packed, item, nowhere,
-                self.kind, DIM, SLOTS, self.sum_slots, self.sum_tiles)  # fmt: skip
+        config = names["BackwardConfig"](None, DIM, SLOTS, self.query_tiles, False, self.hold, True)
+        pipe, tiles = self.pipeline(names, config)
+        scheduler = names["PackedScheduler"](
+            names["Counters"](0, self.segments), Pointer(self.entries), self.group, self.batch.total_q, self.order.q_places,
+            self.batch.heads * self.order.q_places, self.query_tiles)  # fmt: skip
+        ds = names["PackedDsRing"](tiles, self.group, self.slots, self.order.width)
+        nouns = scheduler, pipe, names["BackwardMask"](LEFT, RIGHT, self.kind), ds
+        sums = names["SplitSums"](None, self.group, config, False)
 
         def consume():
             self.begin(item)
-            names["_consume"](
-                *GRADIENTS, entries, "keep", pool, statistics, ds, *bars, band, room, item, (zero, zero), (zero,) * 4, nowhere,
-                1.0, self.kind, DIM, TILES, SLOTS, self.sum_slots, self.sum_tiles, False, self.hold)  # fmt: skip
+            names["consume"](item, *nouns, sums, *self.gradients(names, batch=False), 1.0)
 
-        return produce, consume
+        return lambda: names["produce"](item, *nouns), consume
 
     def __call__(self, places):
         self.run(places)

@@ -9,11 +9,15 @@ from simulated import Anything, Number, Ring, Turn, barriers, run_threads
 from simulated.backward import FULL, GRADIENTS, WINDOW, Backward, Panel, Value, View
 from tilefold.kernels.hopper import (
     attention_backward_reduce,
-    backward_items,
-    backward_parts,
-    backward_ranges,
-    backward_reduce_parts,
+    backward_epilogue,
+    backward_mask,
+    backward_pipeline,
+    dq_sums,
     parts,
+    pipeline,
+    recompute,
+    reduce_pipeline,
+    reduce_scheduler,
 )
 
 KEYS = 128
@@ -87,21 +91,27 @@ class Run(Backward):
     """seq_q, seq_k; heads of queries, how many share a KV head; dim 64 or 128; sum_slots, order, stagger as in the kernel."""
 
     functions = (
-        (backward_items, ("batch_of", "key_item")),
-        (backward_parts, ("next_slot",)),
-        (backward_ranges, ("queries_of_keys", "whole_tiles", "tiles_of_block")),
         (parts, ("load_panels",)),
-        (backward_reduce_parts, ("walk_of_block", "next_tile", "load_block", "load_tile", "hand_over", "add_parts", "dq_product",
-                                 "reduce_tile")),
-        (attention_backward_reduce, ("_block_of_program", "_produce", "_add", "_consume")),
-    )  # fmt: skip
+        (backward_pipeline, ("first_stage", "next_stage")),
+        (reduce_scheduler, ("own_keys",)),
+        (attention_backward_reduce, ("produce", "add", "step", "consume")),
+    )
+    classes = (
+        (pipeline, ("Stage",)),
+        (backward_mask, ("Lengths", "BackwardMask")),
+        (reduce_scheduler, ("KeyBlock", "OwnKeys", "BlockScheduler")),
+        (reduce_pipeline, ("ReduceConfig", "ReducePipeline")),
+        (dq_sums, ("DqSums",)),
+        (recompute, ("Recompute",)),
+        (backward_epilogue, ("Gradient",)),
+    )
     pairs = 2  # of barriers at which the warpgroups meet, in turns
 
-    def __init__(self, seed, kind, sizes, dim=128, sum_slots=1, order=0, stagger=2, batch_heads=1, slots=2):
+    def __init__(self, seed, kind, sizes, dim=128, sum_slots=1, order=0, stagger=2, heads_at_once=1, slots=2):
         super().__init__(seed)
         self.kind, self.dim, self.sum_slots, self.order, self.stagger = kind, dim, sum_slots, order, stagger
         self.seq_q, self.seq_k, self.heads, self.group = sizes
-        self.queries, self.slots, self.batch_heads = 8192 // dim, slots, batch_heads
+        self.queries, self.slots, self.heads_at_once = 8192 // dim, slots, heads_at_once
         self.q_tiles, self.blocks = -(-self.seq_q // self.queries), -(-self.seq_k // KEYS)
         self.no_tile = self.heads * self.q_tiles
         self.sums, self.adding = {}, 0
@@ -110,25 +120,25 @@ class Run(Backward):
 
     def more(self):
         return {
-            "KEYS": KEYS, "SUM_ROWS": 128, "KEYS_FIRST": 0, "QUERIES_FIRST": 1, "KEYS_LATE": 2,
+            "KEYS": KEYS, "ROWS": 128, "KEYS_FIRST": 0, "QUERIES_FIRST": 1, "KEYS_LATE": 2,
             "narrowed": lambda x, dtype: x, "widened": lambda x: x,
-            "schedule_fence_16": lambda x: None, "wgmma_init": lambda x: x, "meet": self.meet,
-            "views": lambda q, do, k, v, *rest: (*map(self.tiles, (q, do)), Operand(k.items), Operand(v.items)),
-            "place_of_sum": lambda sums, part, layout: Place(part), "add_registers": self.add_registers,
-            "tma_reduce_add": self.add_copy, "tma_store_wait": self.wait_reads,
+            "schedule_fence_16": lambda x: None, "wgmma_init": lambda x: x, "pair_barrier": self.pair_barrier,
+            "add_registers": self.add_registers, "tma_reduce_add": self.add_copy, "tma_store_wait": self.wait_reads,
         }  # fmt: skip
 
     def namespace(self):
-        names = self.cast(super().namespace(), "key_item", "walk_of_block")
-        names["gl"].program_id = lambda axis: self.local.program
+        names = super().namespace()
+        names["gl"].program_id = lambda axis: Number(self.local.program)
+        names["ReducePipeline"].tile = lambda pipe, panels, slot, slots, rows: self.tiles(panels, slots).index(slot)
+        names["DqSums"].begin = lambda sums, part, layout: Place(part)
         return names
 
     def bytes_of(self, desc):
         return {"stat": 8 * self.queries, "k": KEYS * 128, "v": KEYS * 128}.get(desc, self.queries * 128)
 
-    def tiles(self, buffers):
+    def tiles(self, buffers, slots):
         each = self.dim // 64
-        return Ring((Operand(buffers.items[i * each : (i + 1) * each]) for i in range(self.slots)), Anything())
+        return Ring((Operand(buffers.items[i * each : (i + 1) * each]) for i in range(slots)), Anything())
 
     def copy(self, desc, place, barrier, panel):
         panel.fill(frozenset())
@@ -143,8 +153,8 @@ class Run(Backward):
         made = super().product(a, b, acc, use_acc)
         return Product(made.tags, made.log)
 
-    def meet(self, own, turn):
-        first = 2 * (turn % self.pairs)
+    def pair_barrier(self, own, i):
+        first = 2 * (i % self.pairs)
         self.turns[first + 1 - own].arrive()
         self.turns[first + own].sync()
 
@@ -247,34 +257,34 @@ class Run(Backward):
         ds = Ring(Both(buffers(f"dS {i}", 2).items) for i in (0, 1))
         bars = barriers(memory, kv_full=(1, 1), q_full=(slots, 1), do_full=(slots, 1), empty=(slots, 2))
         many = max(1, 2 * self.sum_slots)
-        sums = (
-            Ring((Sums(memory, f"dq {i}", Value()) for i in range(many)), Anything()),
-            *barriers(memory, sum_full=(many, 1), sum_empty=(many, 1)),
-        )
+        buffers = Ring((Sums(memory, f"dq {i}", Value()) for i in range(many)), Anything())
+        ends = barriers(memory, sum_full=(many, 1), sum_empty=(many, 1))
+        sums = names["DqSums"](None, "sums", buffers, *ends, self.sum_slots, self.queries * self.dim)
         self.turns = [Turn(memory, f"meeting {i}") for i in range(4)]
-        lengths = self.seq_q, self.seq_k, -(-self.seq_q // 64), -(-self.seq_k // 64)
-        work, order = (self.heads, self.group, self.q_tiles, self.no_tile), (self.blocks, self.batch_heads)
-        constants = self.kind, self.dim, self.queries
+        config = names["ReduceConfig"](None, self.dim, self.queries, slots, self.order, True, True)
+        pipe = names["ReducePipeline"]("q", "do", "k", "v", "stat", q, do, k, v, ds, statistics, *bars, config)
+        lengths = names["Lengths"](self.seq_q, self.seq_k, -(-self.seq_q // 64), -(-self.seq_k // 64))
+        mask = names["BackwardMask"](*BAND, self.kind)
+        scheduler = names["BlockScheduler"](lengths, self.heads, self.group, self.q_tiles, self.blocks, self.heads_at_once,
+                                            self.no_tile, mask, self.queries, self.stagger)  # fmt: skip
+        gradients = [names["Gradient"](out, 0, 0, 0, None, None, None) for out in GRADIENTS[1:]]
 
         def begin():
             self.local.program, self.local.open = number, []
 
         def produce():
             begin()
-            names["_produce"]("q", "do", "k", "v", "stat", q, do, k, v, statistics, *bars, lengths, BAND, work, order,
-                              *constants, slots, self.stagger)  # fmt: skip
+            names["produce"](scheduler, pipe)
 
         def add():
             begin()
-            names["_add"]("sums", *sums, lengths, BAND, work, order, *constants, self.sum_slots, self.stagger)
+            names["add"](scheduler, sums)
 
         def consume(half):
             begin()
-            block, _, head = names["_block_of_program"](self.heads, self.group, *order)
-            self.local.place = int(head), int(block), half
-            names["_consume"](
-                None, *GRADIENTS[1:], q, do, k, v, statistics, ds, sums, *bars, lengths, BAND, work, order, (Number(0),) * 6,
-                1.0, half, *constants, slots, self.sum_slots, self.order, self.stagger, True, True)  # fmt: skip
+            block = scheduler.block()
+            self.local.place = int(block.head), int(block.tile), half
+            names["consume"](half, scheduler, pipe, sums, *gradients, 1.0)
 
         return [produce, lambda: consume(0), lambda: consume(1), *([add] if self.sum_slots else [])]
 

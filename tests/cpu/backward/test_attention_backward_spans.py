@@ -124,7 +124,7 @@ def test_the_sum_over_spans_is_the_whole(seq_q: int, seq_k: int, options: dict[s
         ({"seq_q": 131072, "seq_k": 131072, "heads": 16, "kv_heads": 16}, 3),
         ({"heads": 16, "kv_heads": 4, "dim_qk": 256, "dim_v": 256, "seq_q": 131072, "seq_k": 131072}, 5),
         ({"seq_q": 1 << 20, "seq_k": 1 << 20, "heads": 64, "kv_heads": 1}, 1639),
-        ({"seq_q": 16384, "seq_k": 16384}, 2),  # keys would come in stripes
+        ({"seq_q": 16384, "seq_k": 16384}, 2),  # keys would come in KV splits
         ({"seq_q": 16384, "seq_k": 16384, "causal": False}, 2),
     ],
     ids=str,
@@ -139,7 +139,7 @@ def test_long_calls_come_in_spans(changes: dict[str, Any], count: int) -> None:
     assert "Queries come in spans: of all at once" in plan.reason
     last = spans.problem_of(problem, plan.spans[-2])
     heads, keys = spans.batch_of(last, plan.heads_at_once, plan.keys_at_once)
-    held = rules.rooms(last, H200, heads, keys) * heads * keys // 64
+    held = rules.slots(last, H200, heads, keys) * heads * keys // 64
     least = spans.HELD_IN_MANY if count >= spans.MANY else spans.HELD
     most = least + 1 if count > 2 else 2 * least  # whole spans: of two each may have up to twice as much as would do
     assert least - 0.5 <= held / rules.places(last, H200) <= most
@@ -200,6 +200,6 @@ def test_memory_of_a_call(causal: bool) -> None:
     used = sum(t.numel() * t.element_size() for i, t in enumerate(made) if i != 4)  # but dq
     assert plan.scratch_bytes <= used + 4096
     assert used <= plan.scratch_bytes + 4096
-    firsts = [tuple(one.main.values[name] for name in ("written", "stat_units")) for one in bound.launches]
+    firsts = [tuple(one.main.values[name] for name in ("written", "stat_tiles")) for one in bound.launches]
     assert firsts == [(span.written, 79) for span in plan.spans]
     assert len({one.counters for one in bound.launches}) == len(bound.launches) == 5

@@ -38,7 +38,7 @@ def test_order(seed):
         readers = b.group * -(-b.lengths_q[i] // b.rows)
         if keys:
             number += piece["tile"]
-            assert piece["line"] == number % o.lines
+            assert piece["line"] == number % o.slots
             if piece["wanted"]:
                 assert done[0, piece["before"]] >= piece["wanted"]
             if (before := owners.get(piece["line"])) is not None:  # its readers are waited for
@@ -47,11 +47,11 @@ def test_order(seed):
             if readers:  # keys without queries keep nothing there, and nobody waits for them
                 owners[piece["line"]] = block, readers
         else:
-            assert piece["line"] == number % o.lines
+            assert piece["line"] == number % o.slots
             assert piece["wanted"] == -(-b.lengths_k[i] // 64)
             assert done[1, block] >= piece["wanted"]
             for t in range(-(-b.lengths_k[i] // 64)):
-                assert owners[(number + t) % o.lines][0] == block
+                assert owners[(number + t) % o.slots][0] == block
         done[piece["what"], block] += 1
     assert found == expected
     assert sum(done.values()) == len(expected)
@@ -84,7 +84,7 @@ def test_statistics_and_zeros(seed):
 
 def test_lengths_beyond_what_was_said():
     """A sequence longer than max_seqlen gives wrong numbers, as elsewhere, but nobody waits for ever."""
-    b = Batch([700, 300, 64], [900, 100, 500], 2, 2, lines=6, most=(128, 200))
+    b = Batch([700, 300, 64], [900, 100, 500], 2, 2, slots=6, most=(128, 200))
     done = collections.Counter()
     for piece in b.work:
         assert piece["what"] in (-1, 0, 1)

@@ -151,11 +151,11 @@ def test_hopper_says_why_a_prefix_is_not_its_own():
 
 def test_one_definition_of_bands():
     """Hopper's kernels and the host use those of the portable ones."""
-    from tilefold.kernels.hopper import backward_ranges, mask, score_mods
+    from tilefold.kernels.hopper import backward_mask, mask, score_mods
     from tilefold.ops.dense.attention_parts import kind_of
 
     for module, names in ((mask, ("FULL", "WINDOW")), (score_mods, ("CAUSAL",)),
-                          (backward_ranges, ("FULL", "CAUSAL", "WINDOW"))):  # fmt: skip
+                          (backward_mask, ("FULL", "CAUSAL", "WINDOW"))):  # fmt: skip
         assert all(getattr(module, name) is getattr(ranges, name) for name in names)
     kinds = [kind_of(w, band) for w, band in (((-1, -1), ""), ((-1, 0), ""), ((3, 2), ""), ((-1, -1), "prefix"))]
     assert kinds == [int(getattr(ranges, name).value) for name in ("FULL", "CAUSAL", "WINDOW", "PREFIX")]

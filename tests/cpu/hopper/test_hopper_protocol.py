@@ -16,7 +16,7 @@ from simulated.backward import CAUSAL, FULL, WINDOW
 from simulated.backward_reduce import Run as Reduce
 from simulated.forward import Changed, Eight, Run
 from simulated.sparse_forward import Run as Sparse
-from tilefold.kernels.hopper import backward_work
+from tilefold.kernels.hopper import backward_scheduler
 
 KINDS = [FULL, CAUSAL, WINDOW]
 PACKED = [(100, 300), (0, 50), (257, 257), (1, 400), (64, 0)]
@@ -39,28 +39,28 @@ def test_sparse(warpgroups, block, slots, programs, mixed):
 @pytest.mark.parametrize(("per_q", "per_k"), [(1, 1), (2, 2), (1, 2), (2, 1)])
 @pytest.mark.parametrize("places", [1, 3, 7])
 @pytest.mark.parametrize(
-    ("heads", "group", "batch_heads", "rooms"), [(4, 1, 1, 2), (4, 1, 1, 3), (4, 2, 2, 1), (6, 3, 1, 2)]
+    ("heads", "group", "heads_at_once", "slots"), [(4, 1, 1, 2), (4, 1, 1, 3), (4, 2, 2, 1), (6, 3, 1, 2)]
 )
-def test_sparse_backward(per_q, per_k, places, heads, group, batch_heads, rooms):
+def test_sparse_backward(per_q, per_k, places, heads, group, heads_at_once, slots):
     lists = backward_sparse.random_lists(places, heads, 3, 4)
-    backward_sparse.Run(places, lists, group, 4, per_q, per_k, batch_heads, rooms)(places)
+    backward_sparse.Run(places, lists, group, 4, per_q, per_k, heads_at_once, slots)(places)
 
 
 def test_order_of_the_backward_pass():
     """Every piece of work has one number; what a piece waits for comes before it; both kinds are mixed."""
     names = {"gl": types.SimpleNamespace(maximum=max, minimum=min, where=lambda c, a, b: a if c else b)}
-    work = types.FunctionType(backward_work.work_of_item.fn.__code__, names)
-    for keys, queries, batches, rooms in itertools.product((1, 3), (1, 2, 5), (1, 2, 5), (2, 3, 4)):
-        for delay in range(keys, (rooms - 1) * keys + 1):
-            order = [work(i, keys, queries, batches, delay) for i in range(batches * (keys + queries))]
+    work = types.FunctionType(backward_scheduler.work_of_number.fn.__code__, names)
+    for keys, queries, segments, slots in itertools.product((1, 3), (1, 2, 5), (1, 2, 5), (2, 3, 4)):
+        for delay in range(keys, (slots - 1) * keys + 1):
+            order = [work(i, keys, queries, segments, delay) for i in range(segments * (keys + queries))]
             assert sorted(order) == sorted(
-                [(True, b, i) for b in range(batches) for i in range(keys)]
-                + [(False, b, i) for b in range(batches) for i in range(queries)]
+                [(True, b, i) for b in range(segments) for i in range(keys)]
+                + [(False, b, i) for b in range(segments) for i in range(queries)]
             )
-            last = {kind_batch[:2]: i for i, kind_batch in enumerate(order)}
-            for i, (is_keys, batch, _) in enumerate(order):
-                assert is_keys or last[True, batch] < i
-                assert not is_keys or batch < rooms or last[False, batch - rooms] < i
+            last = {each[:2]: i for i, each in enumerate(order)}
+            for i, (is_keys, segment, _) in enumerate(order):
+                assert is_keys or last[True, segment] < i
+                assert not is_keys or segment < slots or last[False, segment - slots] < i
     mixed = [work(i, 8, 16, 9, 10)[0] for i in range(10, 10 + 24 * 7)]
     assert all(sum(mixed[i : i + 3]) == 1 for i in range(0, len(mixed), 3))
 
@@ -144,16 +144,16 @@ def test_packed_sequences_have_their_own_bias_and_mask():
 
 # ---------------------------------------------------------------- gradients of dense attention
 
-DENSE = {  # seq_q, seq_k, heads, group, stripe_units, batch_heads, rooms
+DENSE = {  # seq_q, seq_k, heads, group, split_tiles, heads_at_once, slots
     "heads": (200, 250, 4, 1, 4, 1, 2),
     "groups": (130, 250, 6, 3, 4, 1, 2),
-    "stripes": (250, 330, 2, 1, 2, 1, 2),
-    "stripes of heads": (330, 250, 4, 2, 3, 2, 2),
+    "splits": (250, 330, 2, 1, 2, 1, 2),
+    "splits of heads": (330, 250, 4, 2, 3, 2, 2),
     "few keys": (500, 60, 2, 1, 1, 2, 1),
     "few queries": (60, 500, 2, 1, 3, 1, 2),
 }
-BATCHES = {  # lengths of q and k, KV heads, group, lines
-    "few lines": ([200, 64, 130, 0, 65], [130, 64, 190, 70, 0], 1, 1, 4),
+BATCHES = {  # lengths of q and k, KV heads, group, slots
+    "few slots": ([200, 64, 130, 0, 65], [130, 64, 190, 70, 0], 1, 1, 4),
     "groups": ([130, 90, 128], [100, 250, 64], 2, 3, 5),
     "heads": ([70, 300], [300, 70], 4, 1, 7),
     "room for all": ([1, 64, 63, 100], [65, 1, 64, 200], 2, 1, None),
@@ -175,8 +175,8 @@ VERSIONS = [  # dim, sum_slots, order, stagger
 @pytest.mark.parametrize("places", [1, 5])
 @pytest.mark.parametrize("case", DENSE)
 def test_dense_backward(kind, places, case):
-    for sum_tiles in (1, 2):
-        backward_dense.Run(places, kind, *DENSE[case], sum_tiles, hold=places == 1)(places)
+    for query_tiles in (1, 2):
+        backward_dense.Run(places, kind, *DENSE[case], query_tiles, hold=places == 1)(places)
     backward_dense.Wide(places, kind, *DENSE[case])(places)
 
 
@@ -194,8 +194,8 @@ def test_dense_backward_of_a_span(kind):
 @pytest.mark.parametrize("places", [1, 5])
 @pytest.mark.parametrize("case", BATCHES)
 def test_packed_backward(kind, places, case):
-    for sum_tiles in (1, 2):
-        backward_packed.Run(places, kind, *BATCHES[case], sum_tiles, hold=places == 1)(places)
+    for query_tiles in (1, 2):
+        backward_packed.Run(places, kind, *BATCHES[case], query_tiles, hold=places == 1)(places)
 
 
 @pytest.mark.parametrize("version", VERSIONS, ids=str)
@@ -203,7 +203,7 @@ def test_packed_backward(kind, places, case):
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_reducing_backward(version, kind, sizes):
     dim, sum_slots, order, stagger = version
-    Reduce(1, kind, sizes, dim, sum_slots, order, stagger, batch_heads=sizes[2] // sizes[3])()
+    Reduce(1, kind, sizes, dim, sum_slots, order, stagger, heads_at_once=sizes[2] // sizes[3])()
 
 
 # ---------------------------------------------------------------- products
@@ -261,18 +261,18 @@ def lengths_of(seed):
 
 
 def dense_backward_run(seed, missing):
-    backward_dense.Run(seed, FULL, 500, 500, 2, 1, 3, 1, 2)(14)  # stripes wait for each other, and so for rooms
-    backward_dense.Run(seed, FULL, 250, 130, 12, 1, 3, 1, 2)(30)  # whole heads for rooms alone
+    backward_dense.Run(seed, FULL, 500, 500, 2, 1, 3, 1, 2)(14)  # splits wait for each other, and so for slots
+    backward_dense.Run(seed, FULL, 250, 130, 12, 1, 3, 1, 2)(30)  # whole heads for slots alone
 
 
-ROOMS = ["await_room", "await_keys", "await_queries"]
+COUNTED = ["await_slot", "await_keys", "await_queries"]
 LAUNCHES = {  # what runs with a seed, and what is left out: a barrier, a turn, a method of the launch
     "sparse": (sparse_run, ["q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty"]),
     "sparse backward": (
         lambda seed, missing: backward_sparse.Run(seed, backward_sparse.random_lists(seed, 4, 3, 4), 1, 4, 2, 2, 1, 2)(
             14
         ),
-        ["kv_full", "q_full", "do_full", "empty", "done", *ROOMS[:2], "wait_copies"],
+        ["kv_full", "q_full", "do_full", "empty", "done", *COUNTED[:2], "wait_copies"],
     ),
     "dense": (
         lambda seed, missing: Run(seed, CAUSAL, lengths_of(seed), 4, 1, 2, turns=missing == "turn")(1),
@@ -286,14 +286,14 @@ LAUNCHES = {  # what runs with a seed, and what is left out: a barrier, a turn, 
         lambda seed, missing: Changed(seed, CAUSAL, lengths_of(seed), 4, 1, 2)(1),
         ["bias_full", "bias_empty", "mask_full", "mask_empty", "fence"],
     ),
-    "dense backward": (dense_backward_run, ["kv_full", "q_full", "do_full", "empty", "done", *ROOMS]),
+    "dense backward": (dense_backward_run, ["kv_full", "q_full", "do_full", "empty", "done", *COUNTED]),
     "wide backward": (
         lambda seed, missing: backward_dense.Wide(seed, FULL, 500, 500, 2, 1, 3, 1, 2)(14),
-        ["kv_full", "q_full", "do_full", "q_empty", "do_empty", "given", "taken", "done"],
+        ["kv_full", "q_full", "do_full", "q_empty", "do_empty", "p_full", "p_empty", "done"],
     ),
     "packed backward": (
         lambda seed, missing: backward_packed.Run(seed, FULL, [130] * 6, [200] * 6, 2, 1, 5)(14),
-        ["kv_full", "q_full", "do_full", "empty", "done", *ROOMS[:2], "clear"],
+        ["kv_full", "q_full", "do_full", "empty", "done", *COUNTED[:2], "clear"],
     ),
     "reducing backward": (
         lambda seed, missing: Reduce(seed, FULL, (500, 256, 1, 1))(),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from simulated.arrays import Array, Pointer, arrays, class_of, functions, integers
-from tilefold.kernels.hopper import backward_ranges, mask, parts, scheduler
+from tilefold.kernels.hopper import backward_mask, backward_scheduler, ds_ring, mask, parts, scheduler
 from tilefold.ops.call import UNBOUNDED
 from tilefold.plan import AttentionProblem
 from tilefold.plan.backward import attention_backward_hopper as rules
@@ -19,10 +19,16 @@ FULL, CAUSAL, WINDOW = 0, 1, 2
 Mask = class_of(integers(), mask, "Mask")
 Mask.cut = lambda *args: "cut"
 Cutting = class_of(arrays(minimum=np.minimum), mask, "Mask", (parts, "columns_of"))
-BACKWARD = ("keys_of_queries", "queries_of_keys", "stripe_of_queries", "lines_of_head", "line_of_keys", "whole_tiles")
-R = types.SimpleNamespace(
-    **dict(zip(BACKWARD, functions(integers(), *((backward_ranges, name) for name in BACKWARD)), strict=True))
-)
+(rows_of_split, place_of_keys) = functions(integers(), (ds_ring, "rows_of_split"), (ds_ring, "place_of_keys"))
+BackwardMask, Lengths = (class_of(integers(), backward_mask, name) for name in ("BackwardMask", "Lengths"))
+SplitScheduler = class_of(integers(), backward_scheduler, "SplitScheduler")
+
+
+def keys_of_split(q_tile, split, split_tiles, lengths, band, kind, query_tiles):
+    """As a scheduler says them: first KV tile, how many, whether it is the first split, whether it is the last."""
+    own = types.SimpleNamespace(split_tiles=split_tiles, QUERY_TILES=query_tiles)
+    work = types.SimpleNamespace(tile=q_tile, split=split, lengths=lengths)
+    return SplitScheduler.keys_of(own, work, BackwardMask(*band, kind))
 
 
 def sees(kind, i, j, shift, left, right):
@@ -125,9 +131,10 @@ def test_pairs(seed):
     seq_q, seq_k, kind, left, right = draw_backward(seed)
     shift = seq_k - seq_q
     sizes = seq_q, seq_k, -(-seq_q // 64), -(-seq_k // 64)
+    lengths, made = Lengths(*sizes), BackwardMask(left, right, kind)
     for n in range(sizes[3] + 2):
-        first, tiles = R.queries_of_keys(n, sizes, (left, right), kind)
-        begin, end = R.whole_tiles(n, sizes, (left, right), kind)
+        first, tiles = made.queries_of(n, lengths)
+        begin, end = made.whole(n, lengths)
         if n >= sizes[3]:
             assert tiles == 0
             continue
@@ -137,7 +144,7 @@ def test_pairs(seed):
             seen = [
                 sees(kind, i, j, shift, left, right) for i in queries for j in range(n * 64, min(n * 64 + 64, seq_k))
             ]
-            low, high = R.keys_of_queries(m, sizes, (left, right), kind)
+            low, high = made.keys_of(m, lengths)
             assert (first <= m < first + tiles) == (low <= n < high) == any(seen)
             needed = m < begin if kind == CAUSAL else m >= end if kind == FULL else m < begin or m >= end
             # a causal mask leaves the end of the keys to queries past the end, which count for nothing
@@ -148,39 +155,40 @@ def test_pairs(seed):
 
 
 @pytest.mark.parametrize("seed", range(80))
-def test_stripes_and_places(seed):
-    """Each pair is in one stripe, each tile of queries begins and ends once, and no two pairs of a stripe share a place; what the
+def test_splits_and_places(seed):
+    """Each pair is in one KV split, each query tile begins and ends once, and no two pairs of a split share a place; what the
     plan makes room for holds them."""
     seq_q, seq_k, kind, left, right = draw_backward(seed)
     sizes, band = (seq_q, seq_k, -(-seq_q // 64), -(-seq_k // 64)), (left, right)
+    lengths, made = Lengths(*sizes), BackwardMask(left, right, kind)
     window = (-1, -1) if kind != WINDOW else tuple(-1 if side == UNBOUNDED else side for side in band)
     causal = kind == CAUSAL
     if window == (-1, 0) or (kind == WINDOW and window == (-1, -1)):
         return  # which a call makes causal, or full
     problem = AttentionProblem(1, seq_q, seq_k, 1, 1, 64, 64, causal=causal, window=window)
-    for stripe_units in {1, 2, 3, sizes[3]}:
-        if stripe_units > sizes[3]:
+    for split_tiles in {1, 2, 3, sizes[3]}:
+        if split_tiles > sizes[3]:
             continue
-        stripes = -(-sizes[3] // stripe_units)
-        width, lines = rules.line_width(problem, stripe_units * 64), rules.lines(problem, stripe_units * 64)
-        assert lines == R.lines_of_head(stripe_units, kind)
+        splits = -(-sizes[3] // split_tiles)
+        width, lines = rules.line_width(problem, split_tiles * 64), rules.lines(problem, split_tiles * 64)
+        assert lines == rows_of_split(split_tiles, kind)
         begun, ended, pairs = {}, {}, set()
-        for stripe in range(stripes):
+        for split in range(splits):
             places = {}
             for m in range(sizes[2]):
-                low, tiles, begins, ends = R.stripe_of_queries(m, stripe, stripe_units, sizes, band, kind, 1)
+                low, tiles, begins, ends = keys_of_split(m, split, split_tiles, lengths, band, kind, 1)
                 begun[m], ended[m] = begun.get(m, 0) + begins, ended.get(m, 0) + ends
-                assert not begins or m not in {q for q, _ in pairs}  # nothing comes before the first stripe
+                assert not begins or m not in {q for q, _ in pairs}  # nothing comes before the first split
                 for n in range(low, low + tiles):
                     assert begun[m] == 1
                     assert ended[m] == ends  # nothing comes after the last
                     pairs.add((m, n))
-                    place, way = R.line_of_keys(n - stripe * stripe_units, stripe_units, width, kind)
-                    place += way * (m - R.queries_of_keys(n, sizes, band, kind)[0])
+                    place, way = place_of_keys(n - split * split_tiles, split_tiles, width, kind)
+                    place += way * (m - made.queries_of(n, lengths)[0])
                     assert 0 <= place < width * lines
                     assert places.setdefault(place, (m, n)) == (m, n)
         assert set(begun.values()) == set(ended.values()) == {1}
-        assert pairs == {(m, n) for m in range(sizes[2]) for n in range(*R.keys_of_queries(m, sizes, band, kind))}
+        assert pairs == {(m, n) for m in range(sizes[2]) for n in range(*made.keys_of(m, lengths))}
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -188,13 +196,13 @@ def test_two_tiles_of_queries_together(seed):
     """What two tiles see, one after the other, is what they see together; they begin and end once."""
     seq_q, seq_k, kind, left, right = draw_backward(seed)
     sizes, band = (seq_q, seq_k, -(-seq_q // 64), -(-seq_k // 64)), (left, right)
-    for stripe_units, m in itertools.product((1, 3, sizes[3]), range(0, sizes[2], 2)):
+    lengths = Lengths(*sizes)
+    for split_tiles, m in itertools.product((1, 3, sizes[3]), range(0, sizes[2], 2)):
         begun = ended = 0
-        for stripe in range(-(-sizes[3] // stripe_units)):
-            low, tiles, begins, ends = R.stripe_of_queries(m, stripe, stripe_units, sizes, band, kind, 2)
+        for split in range(-(-sizes[3] // split_tiles)):
+            low, tiles, begins, ends = keys_of_split(m, split, split_tiles, lengths, band, kind, 2)
             alone = [
-                R.stripe_of_queries(i, stripe, stripe_units, sizes, band, kind, 1)
-                for i in range(m, min(m + 2, sizes[2]))
+                keys_of_split(i, split, split_tiles, lengths, band, kind, 1) for i in range(m, min(m + 2, sizes[2]))
             ]
             assert set(range(low, low + tiles)) == {
                 n for first, number, *_ in alone for n in range(first, first + number)

@@ -93,14 +93,19 @@ ONLY_GLUON = ("kernels", "hopper")  # and there, in one file that hides its vers
 SHARED_BY_HOPPER = (
     "gluon",
     "parts",
-    "backward_items",
-    "backward_parts",
-    "backward_reduce_parts",
-    "backward_ranges",
-    "backward_spans",
+    "backward_config",
+    "backward_consumer",
+    "backward_epilogue",
+    "backward_lists",
+    "backward_mask",
+    "backward_pipeline",
+    "backward_producer",
+    "backward_scheduler",
     "block_list",
     "config",
     "consumer",
+    "dq_sums",
+    "ds_ring",
     "epilogue",
     "fp8_parts",
     "mask",
@@ -108,12 +113,15 @@ SHARED_BY_HOPPER = (
     "pipeline",
     "producer",
     "products",
+    "recompute",
+    "reduce_pipeline",
+    "reduce_scheduler",
     "scheduler",
     "score_mods",
     "softmax",
+    "structs",
     "matmul_parts",
     "lowbit_parts",
-    "backward_work",
 )  # Gluon's front and the device helpers of its kernels: no kernels
 GLUON_COMPILER = ("aot", "compile")  # drives Triton's compilers, Gluon's among them; writes no kernels
 REFERENCE_IN_CLI = {"check", "demo"}
@@ -289,20 +297,26 @@ def test_gluon_is_hidden_in_one_file() -> None:
     fail_on([one for one in users if one.module[:2] != ONLY_GLUON], "Gluon is imported under kernels/hopper only:")
 
 
-FORWARD = ("attention_forward", "attention_fp8", "sparse_forward", "block_list", "config", "consumer", "epilogue", "fp8_parts",
-           "mask", "ping_pong", "pipeline", "producer", "products", "scheduler", "score_mods", "softmax")  # fmt: skip
+ATTENTION = ("attention_forward", "attention_fp8", "sparse_forward", "attention_backward", "attention_backward_packed",
+             "attention_backward_reduce", "attention_backward_wide", "sparse_backward", "block_list", "config",
+             "consumer", "epilogue", "fp8_parts", "mask", "ping_pong", "pipeline", "producer", "products", "scheduler",
+             "score_mods", "softmax", "backward_config", "backward_consumer", "backward_epilogue", "backward_lists",
+             "backward_mask", "backward_pipeline", "backward_producer", "backward_scheduler", "ds_ring", "dq_sums", "recompute",
+             "reduce_pipeline", "reduce_scheduler", "structs")  # fmt: skip
 MOST_ARGUMENTS = 12
 
 
-def test_forward_kernels_of_hopper_pass_nouns() -> None:
+def test_attention_kernels_of_hopper_pass_nouns() -> None:
     """A kernel's entry lists the pointers; what it calls takes a handful of aggregates by name."""
     long = [
         f"{name}.{node.name}: {len(node.args.args)}"
-        for name in FORWARD
+        for name in ATTENTION
         for node in ast.walk(ast.parse((SRC / "kernels" / "hopper" / f"{name}.py").read_text()))
         if isinstance(node, ast.FunctionDef) and len(node.args.args) > MOST_ARGUMENTS
     ]
-    entries = ("attention_forward_hopper", "attention_forward_fp8", "sparse_forward_hopper")
+    entries = ("attention_forward_hopper", "attention_forward_fp8", "sparse_forward_hopper", "attention_backward_hopper",
+               "attention_backward_packed", "attention_backward_reduce", "attention_backward_hopper_wide",
+               "sparse_backward_hopper")  # fmt: skip
     assert [one for one in long if one.split(":")[0].split(".")[1] not in entries] == []
 
 

@@ -118,7 +118,7 @@ def test_head_dims_are_padded_to_a_width(dims: tuple[int, int], width: int, prog
 
 
 def test_what_is_kept() -> None:
-    """Whole heads where four have room, stripes of one head beyond; half the memory under a causal mask; a window's width."""
+    """Whole heads where four have room, KV splits of one head beyond; half the memory under a causal mask; a window's width."""
     for problem, kept in (
         (LONG, (1, 16384, 4, 2.0)),
         (replace(LONG, causal=True), (1, 16384, 4, 1.0)),
@@ -127,16 +127,16 @@ def test_what_is_kept() -> None:
         (replace(LONG, seq_q=65536, seq_k=65536, window=(4096, 0)), (1, 8192, 8, 0.5)),
     ):
         plan = forced(problem)
-        rooms = rules.rooms(problem, H200, plan.heads_at_once, plan.keys_at_once)
+        slots = rules.slots(problem, H200, plan.heads_at_once, plan.keys_at_once)
         gib = rules.kept_bytes(problem, H200, plan.heads_at_once, plan.keys_at_once) / 2**30
-        assert (plan.heads_at_once, plan.keys_at_once, rooms) == kept[:3]
+        assert (plan.heads_at_once, plan.keys_at_once, slots) == kept[:3]
         assert kept[3] <= gib < kept[3] + 0.02
         assert AttentionBackwardPlan.from_json(plan.to_json()) == plan
         assert plan.scratch_bytes >= gib * 2**30
     assert "dS of 1 KV heads and 16384 of their keys is kept in 2050 MiB" in str(forced())
 
 
-def test_sums_between_stripes_are_scratch() -> None:
+def test_sums_between_splits_are_scratch() -> None:
     assert forced(keys_at_once=8192).scratch_bytes - forced(keys_at_once=16384).scratch_bytes > 16 * 16384 * 128 * 4 - (
         1 << 20
     )
@@ -241,11 +241,11 @@ def test_any_problem(problem: AttentionProblem) -> None:
 def fits(problem: AttentionProblem, plan: AttentionBackwardPlan) -> None:
     """One launch of a plan."""
     heads, keys = spans.batch_of(problem, plan.heads_at_once, plan.keys_at_once)
-    rooms, batches = rules.rooms(problem, H200, heads, keys), rules.batches_of(problem, heads, keys)
+    slots, batches = rules.slots(problem, H200, heads, keys), rules.batches_of(problem, heads, keys)
     batch, delay = heads * keys // 64, rules.delay(problem, H200, heads, keys)
     assert rules.kept_bytes(problem, H200, heads, keys) <= KEPT_LIMIT
-    assert rooms == batches or rooms >= 2
-    assert batch <= delay <= (batches * batch if rooms == batches else (rooms - 1) * batch)
+    assert slots == batches or slots >= 2
+    assert batch <= delay <= (batches * batch if slots == batches else (slots - 1) * batch)
 
 
 @examples(200)
@@ -260,9 +260,9 @@ def test_any_packed_problem(problem: AttentionProblem, share: float) -> None:
     totals = (min(1 << 26, max(m, int(share * n.batch * m))) for m in (n.seq_q, n.seq_k))
     order = packed.order_of(n, H200, plan.keys_at_once, *totals)
     assert packed.kept_bytes(n, H200, 1, plan.keys_at_once) <= KEPT_LIMIT
-    assert order.lines * n.group * order.width * 64 < 1 << 31
+    assert order.slots * n.group * order.width * 64 < 1 << 31
     assert order.shift >= 0
-    assert order.lines == order.keys or order.longest + order.shift <= order.lines
-    assert order.lines >= min(order.keys, order.longest + rules.places(problem, H200) // 2)
+    assert order.slots == order.keys or order.longest + order.shift <= order.slots
+    assert order.slots >= min(order.keys, order.longest + rules.places(problem, H200) // 2)
     with contextlib.suppress(PlanError):  # lengths that no grid of portable programs counts
         assert plan.with_tiles(kernel="attention_backward").heads_at_once == 0

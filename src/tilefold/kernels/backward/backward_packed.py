@@ -7,8 +7,8 @@ zeros in the gradients of rows that belong to no sequence.
 A KV head of a sequence is a *block*, number b * kv_heads + head, whose key items are numbered through all blocks.
 
 *Order.* Query item q of the `items` of a block that begins at key number `start` with `length` places comes before key item
-max(start + length, start + shift + q * length // items): after all key items of its block, and before number start + lines, the
-first that waits for it, if length + shift <= lines.  These times ascend from block to block, so the query items before a key
+max(start + length, start + shift + q * length // items): after all key items of its block, and before number start + slots, the
+first that waits for it, if length + shift <= slots.  These times ascend from block to block, so the query items before a key
 item are counted by one search and one division, and every entry finds its own position.
 """
 
@@ -19,7 +19,7 @@ from ...device.state import LOG2E
 from ...device.tile import load_rows
 
 RUNTIME = ["batch", "steps", "max_q", "max_k", "total_q", "total_k", "heads", "kv_heads", "all_keys", "all_queries", "longest",
-           "shift", "lines", "counters"]  # fmt: skip
+           "shift", "slots", "counters"]  # fmt: skip
 
 # An entry: int32 [12].
 FIELDS = tl.constexpr(12)
@@ -28,9 +28,9 @@ HEAD = tl.constexpr(1)  # KV head of a key item, head of a query item
 TILE = tl.constexpr(2)  # of 64 keys, or the first of the item's tiles of 64 queries, in the sequence
 LENGTHS = tl.constexpr(3)  # first row of the sequence in q, its queries, first row in k, its keys
 PLACE = tl.constexpr(7)  # of the sequence's first tile of queries, among those of all: its row of statistics
-LINE = tl.constexpr(8)  # where the tile of keys, or the first of the sequence's, keeps dS
+SLOT = tl.constexpr(8)  # where the tile of keys, or the first of the sequence's, keeps dS
 BLOCK = tl.constexpr(9)  # which counters count this item
-BEFORE = tl.constexpr(10)  # of a key item: the block that had the line before
+BEFORE = tl.constexpr(10)  # of a key item: the block that had the slot before
 WANTED = tl.constexpr(11)  # how many items of that block, or for a query item key items of its own, have to be done
 NOTHING = tl.constexpr(-1)
 QUERIES = tl.constexpr(0)
@@ -120,7 +120,7 @@ def queries_before(CuQ, CuK, n, batch, steps, kv_heads, group, longest, shift, U
 
 
 @triton.jit
-def _write(Entries, position, mask, what, head, tile, first_q, n_q, first_k, n_k, place, line, block, before, wanted):
+def _write(Entries, position, mask, what, head, tile, first_q, n_q, first_k, n_k, place, slot, block, before, wanted):
     """One entry."""
     p = Entries + position.to(tl.int64) * FIELDS
     tl.store(p + WHAT, what, mask=mask)
@@ -131,7 +131,7 @@ def _write(Entries, position, mask, what, head, tile, first_q, n_q, first_k, n_k
     tl.store(p + LENGTHS + 2, first_k, mask=mask)
     tl.store(p + LENGTHS + 3, n_k, mask=mask)
     tl.store(p + PLACE, place, mask=mask)
-    tl.store(p + LINE, line, mask=mask)
+    tl.store(p + SLOT, slot, mask=mask)
     tl.store(p + BLOCK, block, mask=mask)
     tl.store(p + BEFORE, before, mask=mask)
     tl.store(p + WANTED, wanted, mask=mask)
@@ -146,27 +146,27 @@ def _owner_of_line(CuQ, CuK, m, batch, steps, kv_heads, max_q, max_k, UNIT: tl.c
 
 
 @triton.jit
-def _key_entries(Entries, CuQ, CuK, n, batch, steps, max_q, max_k, kv_heads, group, all_keys, longest, shift, lines,
+def _key_entries(Entries, CuQ, CuK, n, batch, steps, max_q, max_k, kv_heads, group, all_keys, longest, shift, slots,
                  UNIT: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """The entries of key items n."""
     i_b, i_k, tile, live = keys_of_number(CuK, n, batch, steps, kv_heads, max_k, UNIT)
     first_q, n_q = rows_of_sequence(CuQ, i_b, max_q)
     first_k, n_k = rows_of_sequence(CuK, i_b, max_k)
     place, _places = place_of_sequence(CuQ, i_b, UNIT)
-    m = n - lines  # who had the line before: a place may be empty or have no queries, then it was an earlier one
+    m = n - slots  # who had the slot before: a place may be empty or have no queries, then it was an earlier one
     before, b_q = _owner_of_line(CuQ, CuK, m, batch, steps, kv_heads, max_q, max_k, UNIT)
-    while tl.max(((b_q == 0) & (m >= lines)).to(tl.int32), 0) > 0:
-        m = tl.where((b_q > 0) | (m < lines), m, m - lines)
+    while tl.max(((b_q == 0) & (m >= slots)).to(tl.int32), 0) > 0:
+        m = tl.where((b_q > 0) | (m < slots), m, m - slots)
         before, b_q = _owner_of_line(CuQ, CuK, m, batch, steps, kv_heads, max_q, max_k, UNIT)
     wanted = tl.cdiv(b_q, ROWS) * group
     position = n + queries_before(CuQ, CuK, n, batch, steps, kv_heads, group, longest, shift, UNIT, ROWS)
     _write(Entries, position, n < all_keys, tl.where(live, KEYS, NOTHING), i_k, tile, first_q, n_q, first_k, n_k, place,
-           n % lines, i_b * kv_heads + i_k, before, wanted)  # fmt: skip
+           n % slots, i_b * kv_heads + i_k, before, wanted)  # fmt: skip
 
 
 @triton.jit
 def _query_entries(Entries, CuQ, CuK, r, batch, steps, max_q, max_k, kv_heads, group, all_keys, all_queries, longest, shift,
-                   lines, UNIT: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+                   slots, UNIT: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """The entries of query items r.  The last queries of a block come first: under a causal mask they see the most keys."""
     i_b = sequence_of_place(CuQ, r // (kv_heads * group), batch, steps, ROWS)
     first, places = place_of_sequence(CuQ, i_b, ROWS)
@@ -184,7 +184,7 @@ def _query_entries(Entries, CuQ, CuK, r, batch, steps, max_q, max_k, kv_heads, g
     first_n, length = place_of_sequence(CuK, i_b, UNIT)
     block = i_b * kv_heads + i_k
     _write(Entries, position, r < all_queries, tl.where(inside & (tile * UNIT < n_q), QUERIES, NOTHING),
-           i_k * group + q % group, tile, first_q, n_q, first_k, n_k, place, (first_n * kv_heads + i_k * length) % lines,
+           i_k * group + q % group, tile, first_q, n_q, first_k, n_k, place, (first_n * kv_heads + i_k * length) % slots,
            block, block, tl.cdiv(n_k, UNIT))  # fmt: skip
 
 
@@ -230,7 +230,7 @@ def _clear(D, Cu, tile, batch, total, heads, stride_m, stride_h, DIM: tl.constex
 @triton.jit(do_not_specialize=RUNTIME)
 def backward_packed(
     Out, DOut, Lse, DLse, CuQ, CuK, DQ, DK, DV, Statistics, Progress, Entries,
-    batch, steps, max_q, max_k, total_q, total_k, heads, kv_heads, all_keys, all_queries, longest, shift, lines, counters,
+    batch, steps, max_q, max_k, total_q, total_k, heads, kv_heads, all_keys, all_queries, longest, shift, slots, counters,
     stride_om, stride_oh, stride_dm, stride_dh, stride_gm, stride_gh, stride_xm, stride_xh, stride_ym, stride_yh,
     WIDE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -239,7 +239,7 @@ def backward_packed(
     UNIT + batch), Entries [all_keys + all_queries, 12] int32, zeros in Progress [counters] int32 and in rows of no sequence.
 
     steps = (batch - 1).bit_length(); all_keys = kv_heads * (total_k // UNIT + batch); all_queries = heads * (total_q // ROWS +
-    batch), items of ROWS queries; longest: places of a sequence of max_k keys; longest + shift <= lines.
+    batch), items of ROWS queries; longest: places of a sequence of max_k keys; longest + shift <= slots.
     Grid (heads * places + cdiv(all_keys, CHUNK) + cdiv(all_queries, CHUNK) + cdiv(total_q, UNIT) + cdiv(total_k, UNIT) + 1,)."""
     places = total_q // UNIT + batch
     item = tl.program_id(0)
@@ -261,12 +261,12 @@ def backward_packed(
     item -= 1
     if item < tl.cdiv(all_keys, CHUNK):
         _key_entries(Entries, CuQ, CuK, item * CHUNK + o_c, batch, steps, max_q, max_k, kv_heads, heads // kv_heads, all_keys,
-                     longest, shift, lines, UNIT, ROWS)  # fmt: skip
+                     longest, shift, slots, UNIT, ROWS)  # fmt: skip
         return
     item -= tl.cdiv(all_keys, CHUNK)
     if item < tl.cdiv(all_queries, CHUNK):
         _query_entries(Entries, CuQ, CuK, item * CHUNK + o_c, batch, steps, max_q, max_k, kv_heads, heads // kv_heads, all_keys,
-                       all_queries, longest, shift, lines, UNIT, ROWS)  # fmt: skip
+                       all_queries, longest, shift, slots, UNIT, ROWS)  # fmt: skip
         return
     item -= tl.cdiv(all_queries, CHUNK)
     if item < tl.cdiv(total_q, UNIT):

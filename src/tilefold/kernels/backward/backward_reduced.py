@@ -11,7 +11,7 @@ def backward_reduced(
     Sums, DQ, scale, seq_q, heads, q_tiles, stride_gb, stride_gm, stride_gh, QUERIES: tl.constexpr, D: tl.constexpr
 ):
     """Sums [B * H * q_tiles, 2, 4096] fp32: of each tile of QUERIES queries two parts, each [64, 64] in the order of the
-    registers of a warpgroup (kernels.hopper.backward_reduce_parts); DQ [B, Sq, H, D] by strides, all rows of which are written.
+    registers of a warpgroup (kernels.hopper.dq_sums); DQ [B, Sq, H, D] by strides, all rows of which are written.
 
     Parts are columns side by side (QUERIES = 64, D = 128) or rows one after the other (128, 64).  Grid (B * H * q_tiles * 2,)."""
     item = tl.program_id(0)

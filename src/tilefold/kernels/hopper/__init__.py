@@ -6,10 +6,15 @@
 
     gluon    the one file that imports Gluon and hides what its versions spell differently
     parts    what these kernels share: the order of work, a list's entries, columns and sums of accumulators, stores
+    structs  aggregates whose constructor is made of their fields
     config, scheduler, pipeline, mask, softmax, score_mods, block_list, epilogue, ping_pong
              the aggregates of the forward kernels, which carry values, buffers, barriers and constants by name
     products, fp8_parts   wgmma over head dims of any width; what e4m3 adds to it
     producer, consumer    what the warps of the dense and the e4m3 kernel do with all these
+    backward_config, _scheduler, _pipeline, _mask, _epilogue, ds_ring, recompute
+             the aggregates of the backward kernels that keep dS; with backward_producer and backward_consumer
+    backward_lists      those of sparse_backward
+    reduce_scheduler, reduce_pipeline, dq_sums      those of attention_backward_reduce
 
 `available` says whether they can be used; if not, the portable kernels serve.  Gluon does not run in the interpreter.
 """

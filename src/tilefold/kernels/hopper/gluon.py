@@ -15,7 +15,7 @@
     opaque                    keeps the compiler from computing something early and holding it in registers
     schedule_fence, schedule_fence_16   keep the assembler from moving a wait up
     named_wait, named_arrive  two warpgroups, by the hardware's named barriers: one waits, the other passes by
-    meet                      two warpgroups wait for each other, by one of them
+    pair_barrier              two warpgroups wait for each other, by one of them
     narrowed, widened         fp32 as 16 bits, and back
     add_registers             adds an accumulator to memory, 16 bytes a thread and instruction
     scale_unless_one          a product that warps leave out where every factor is 1
@@ -66,12 +66,12 @@ __all__ = [
     "jit",
     "let_next_start",
     "mbarrier",
-    "meet",
     "mma",
     "named_arrive",
     "named_wait",
     "narrowed",
     "opaque",
+    "pair_barrier",
     "quick_log2",
     "quick_reciprocal",
     "reinterpret",
@@ -253,13 +253,13 @@ def _crossing(own):
 
 
 @jit
-def meet(OWN: gl.constexpr, turn):
+def pair_barrier(OWN: gl.constexpr, i):
     """Two warpgroups, number 0 and 1, wait for each other here, and see what the other wrote to shared memory before.
 
     Each has a barrier of its own, at which the other only arrives: one barrier at which both wait, each at its place in the code,
-    is right as well, but synccheck takes it for threads that went apart.  turn: how often they have met: they take two pairs of
+    is right as well, but synccheck takes it for threads that went apart.  i: how often they were here: they take two pairs of
     barriers in turns, or who goes on at once could arrive a second time where the other's last warp does not wait yet."""
-    gl.inline_asm_elementwise(_crossing(OWN), "=r,r,~{memory}", [turn], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(_crossing(OWN), "=r,r,~{memory}", [i], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @constexpr_function

@@ -13,7 +13,7 @@ from .hopper_backward import (
     STATISTICS,
     UNIT,
     GluonBound,
-    Room,
+    Scratch,
     boxed_sides,
     gradients_of,
     kept_box,
@@ -25,15 +25,15 @@ from .hopper_backward import (
 if TYPE_CHECKING:
     from ...plan.backward.attention_backward import AttentionBackwardPlan
 
-__all__ = ["FENCED", "GIVEN", "HOLDING", "Sizes", "bound_launches", "main_bound", "rooms_of"]
+__all__ = ["FENCED", "GIVEN", "HOLDING", "Sizes", "bound_launches", "main_bound", "scratch_of"]
 
 # Widths of which the wait for dP is kept behind the exponentials, which take as long there as two products; of which K and V
 # have room in registers.
 FENCED, HOLDING = (64, 256), (64,)
 GIVEN = (*SIDES, "Statistics", "Progress", "kept", "Partial", "DQ", "DK", "DV")
-"""What a call gives to the launches: scratch is statistics, progress, rooms for dS, sums between stripes."""
+"""What a call gives to the launches: scratch is statistics, progress, the ring of dS, sums between KV splits."""
 Tensors = tuple[torch.Tensor, ...]
-Sizes = tuple[int, int, int, int]  # rows of statistics, counters, rows of dS, fp32 numbers of sums between stripes
+Sizes = tuple[int, int, int, int]  # rows of statistics, counters, rows of dS, fp32 numbers of sums between KV splits
 
 
 def bound_launches(
@@ -51,21 +51,21 @@ def bound_launches(
     sizes = rows, counters, kept, rules.partial_bytes(n, plan.device, plan.keys_at_once) // 4
     return GluonBound(
         plan,
-        (*rooms_of(sizes, q.dtype), *gradients_of(tensors)),
+        (*scratch_of(sizes, q.dtype), *gradients_of(tensors)),
         statistics_bound(n, out, dout, call.layout, q_units, counters, GIVEN),
         main_bound(plan, scale, tensors, (q, dout, k, v), call, sizes),
     )
 
 
-def rooms_of(sizes: Sizes, dtype: torch.dtype) -> tuple[Room, ...]:
+def scratch_of(sizes: Sizes, dtype: torch.dtype) -> tuple[Scratch, ...]:
     """The scratch of a backward pass."""
     rows, counters, kept, sums = sizes
     floats = torch.float32
     return (
-        Room((rows * STATISTICS,), floats),
-        Room((counters,), torch.int32),
-        Room((kept, UNIT), dtype),
-        Room((max(1, sums),), floats),
+        Scratch((rows * STATISTICS,), floats),
+        Scratch((counters,), torch.int32),
+        Scratch((kept, UNIT), dtype),
+        Scratch((max(1, sums),), floats),
     )
 
 
@@ -77,53 +77,53 @@ def main_bound(
     call: Call,
     sizes: Sizes,
     span: tuple[int, int] | tuple[None, None] = (None, None),
-    striped: bool = False,
+    split: bool = False,
 ) -> Bound:
     """The kernel's launch.
 
     tensors: of the shapes of the gradients.  sides: q, dout, k and v as it reads them.  span: of a launch for some of the
-    queries, as the kernel has it: rows of dk and dv that are written already, tiles of a head.  striped: as if there were several
-    stripes."""
+    queries, as the kernel has it: rows of dk and dv that are written already, tiles of a head.  split: as if there were several
+    splits."""
     from ...plan.backward import attention_backward_hopper as rules
     from ..launch import Launch
 
     n, device, (q, dout, k, v) = plan.problem, plan.device, sides
     heads, keys = plan.heads_at_once, plan.keys_at_once
-    (q_units, kv_units), stripe_units = rules.tiles(n), keys // UNIT
-    stripes = -(-kv_units // stripe_units)
+    (q_units, kv_units), split_tiles = rules.tiles(n), keys // UNIT
+    splits = -(-kv_units // split_tiles)
     batches = rules.batches_of(n, heads, keys)
     kernel, constants, registers = _kernel(plan)
-    constants |= {"KIND": kind_of(n.sides), "STRIPED": striped or stripes > 1}
+    constants |= {"KIND": kind_of(n.sides), "SPLIT": split or splits > 1}
     options = {"num_warps": plan.keys.num_warps, "maxnreg": registers}
-    items = batches * (heads * stripe_units + rules.query_items(n, device, heads))
+    items = batches * (heads * split_tiles + rules.query_items(n, device, heads))
     launch = Launch(kernel, (items, 1, 1), constants, options, tensors[0].device.index or 0)
     left, right = (UNBOUNDED if side < 0 else side for side in n.sides)
     gradients = {letter: meta(*t.shape) for letter, t in zip("gxy", tensors, strict=False)}
     values = {
         **boxed_sides(side_boxes(q, dout, k, v, call.layout)),
         "stat_desc": Slot("Statistics", statistics_box(sizes[0]).over),
-        "keep_desc": Slot("kept", kept_box(sizes[2], tensors[0].dtype).over),
+        "ds_desc": Slot("kept", kept_box(sizes[2], tensors[0].dtype).over),
         "scale": scale,
         "seq_q": n.seq_q,
         "seq_k": n.seq_k,
         "heads": n.heads,
         "group": n.group,
-        "q_units": q_units,
-        "kv_units": kv_units,
+        "q_tiles": q_units,
+        "kv_tiles": kv_units,
         "left": left,
         "right": right,
-        "stripe_units": stripe_units,
-        "stripes": stripes,
+        "split_tiles": split_tiles,
+        "splits": splits,
         "width": rules.line_width(n, keys),
-        "batch_heads": heads,
-        "batches": batches,
+        "heads_at_once": heads,
+        "segments": batches,
         "delay": rules.delay(n, device, heads, keys),
-        "rooms": rules.rooms(n, device, heads, keys),
-        "no_unit": sizes[0] - 1,
+        "slots": rules.slots(n, device, heads, keys),
+        "no_tile": sizes[0] - 1,
         "nowhere": sizes[2],
         **side_strides(call.layout, **gradients),
         "written": span[0],
-        "stat_units": span[1],
+        "stat_tiles": span[1],
     }
     return Bound(launch, GIVEN, values)
 
@@ -149,5 +149,5 @@ def _kernel(plan: "AttentionBackwardPlan") -> tuple[Any, dict[str, Any], int]:
         return attention_backward_hopper_wide, constants | {"CONSUMER_REGISTERS": WIDE_REGISTERS[1]}, WIDE_REGISTERS[0]
     from ...kernels.hopper.attention_backward import attention_backward_hopper
 
-    constants |= {"SUM_TILES": rules.sum_tiles(n, plan.device), "HOLD": width in HOLDING}
+    constants |= {"QUERY_TILES": rules.sum_tiles(n, plan.device), "HOLD": width in HOLDING}
     return attention_backward_hopper, constants, REGISTERS

@@ -13,7 +13,7 @@ from .hopper_backward import (
     STATISTICS,
     UNIT,
     GluonBound,
-    Room,
+    Scratch,
     boxed_sides,
     gradients_of,
     kept_box,
@@ -44,14 +44,14 @@ def bound_launches(
     q, k, v, out = tensors
     n = plan.problem
     order = order_of(n, plan.device, plan.keys_at_once, q.shape[0], k.shape[0])
-    rows, kept = n.heads * order.q_places + 1, order.lines * n.group * order.width * UNIT
+    rows, kept = n.heads * order.q_places + 1, order.slots * n.group * order.width * UNIT
     pieces, counters = order.keys + order.queries, 1 + 2 * order.blocks
     q4, dout4, k4, v4 = (t.unsqueeze(0) for t in (q, dout, k, v))  # one sequence to TMA
     left, right = (UNBOUNDED if side < 0 else side for side in window_of(call.window, call.causal))
     values = {
         **boxed_sides(side_boxes(q4, dout4, k4, v4, call.layout)),
         "stat_desc": Slot("Statistics", statistics_box(rows).over),
-        "keep_desc": Slot("kept", kept_box(kept, q.dtype).over),
+        "ds_desc": Slot("kept", kept_box(kept, q.dtype).over),
         "CuQ": attribute("call", "source.cu_q", call.packed),
         "CuK": attribute("call", "source.cu_k", call.packed),
         "scale": scale,
@@ -71,11 +71,11 @@ def bound_launches(
         "all_queries": order.queries,
         "longest": order.longest,
         "shift": order.shift,
-        "lines": order.lines,
+        "slots": order.slots,
         "width": order.width,
-        "blocks": order.blocks,
+        "segments": order.blocks,
         "counters": counters,
-        "no_unit": rows - 1,
+        "no_tile": rows - 1,
         "nowhere": kept,
     }
     named = {"o": out, "d": dout, "g": meta(*q.shape), "x": meta(*k.shape), "y": meta(*v.shape)}
@@ -83,10 +83,10 @@ def bound_launches(
         for row in "mn":  # of keys the kernels call a row m, and n
             values |= strides_named(letter, head_strides(t, "bshd"), f"{row}h")
     scratch = (
-        Room((rows * STATISTICS,), torch.float32),
-        Room((counters,), torch.int32),
-        Room((pieces * ENTRY,), torch.int32),
-        Room((kept, UNIT), q.dtype),
+        Scratch((rows * STATISTICS,), torch.float32),
+        Scratch((counters,), torch.int32),
+        Scratch((pieces * ENTRY,), torch.int32),
+        Scratch((kept, UNIT), q.dtype),
     )
     return GluonBound(
         plan,
@@ -135,7 +135,7 @@ def _main(plan: "AttentionBackwardPlan", order: "Order", call: Call, device: int
         "KIND": kind_of(window_of(call.window, call.causal)),
         "D": n.dim_qk,
         "SLOTS": plan.keys.num_stages,
-        "SUM_TILES": order.together,
+        "QUERY_TILES": order.together,
         "FENCE": n.dim_qk in FENCED,
         "HOLD": n.dim_qk in HOLDING,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,

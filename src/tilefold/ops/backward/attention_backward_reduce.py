@@ -9,7 +9,7 @@ from ..call import UNBOUNDED, Call, window_of
 from ..dense.attention_parts import kind_of
 from ..hopper import box_of
 from .backward_parts import side_strides
-from .hopper_backward import SIDES, GluonBound, Room, boxed_sides, gradients_of, statistics_bound, statistics_box
+from .hopper_backward import SIDES, GluonBound, Scratch, boxed_sides, gradients_of, statistics_bound, statistics_box
 
 if TYPE_CHECKING:
     from ...plan.backward.attention_backward import AttentionBackwardPlan
@@ -56,11 +56,15 @@ def bound_launches(
         "blocks": rules.blocks(n),
         "left": left,
         "right": right,
-        "batch_heads": plan.heads_at_once,
+        "heads_at_once": plan.heads_at_once,
         "no_tile": rows - 1,
         **side_strides(call.layout, g=meta(*q.shape), x=meta(*k.shape), y=meta(*v.shape)),
     }
-    scratch = Room((rows * 2 * queries,), torch.float32), Room((1,), torch.int32), Room((numbers,), torch.float32, True)
+    scratch = (
+        Scratch((rows * 2 * queries,), torch.float32),
+        Scratch((1,), torch.int32),
+        Scratch((numbers,), torch.float32, True),
+    )
     return GluonBound(
         plan,
         (*scratch, *gradients_of(tensors)),

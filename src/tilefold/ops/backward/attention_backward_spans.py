@@ -1,4 +1,4 @@
-"""Binding of the Gluon kernel for dense gradients on sm_90 where the queries are made in spans: a launch for each, in one room.
+"""Binding of the Gluon kernel for dense gradients on sm_90 where the queries are made in spans: a launch for each.
 
 The rows of each gradient: dq has its span's, in place; dk and dv are fp32 sums to which each launch adds.  Statistics are made
 once, for all queries; a launch reads its own from there."""
@@ -13,8 +13,8 @@ from ...types import Layout
 from ..bound import Bound
 from ..call import Call
 from ..first_call import in_background
-from .attention_backward_hopper import GIVEN, Sizes, main_bound, rooms_of
-from .hopper_backward import STATISTICS, UNIT, Room, gradients_of, statistics_bound
+from .attention_backward_hopper import GIVEN, Sizes, main_bound, scratch_of
+from .hopper_backward import STATISTICS, UNIT, Scratch, gradients_of, statistics_bound
 
 if TYPE_CHECKING:
     from ...plan.backward.attention_backward import AttentionBackwardPlan
@@ -39,13 +39,13 @@ class SpansBound:
 
     plan: "AttentionBackwardPlan"
     layout: Layout
-    rooms: tuple[Room, ...]  # scratch, then dq, and dk and dv in fp32
+    buffers: tuple[Scratch, ...]  # scratch, then dq, and dk and dv in fp32
     first: Bound
     launches: tuple[SpanLaunch, ...]  # of the spans that have keys
 
     def scratch(self, device: Any) -> Tensors:
-        """New tensors for all rooms."""
-        return tuple([room.made(device) for room in self.rooms])
+        """New tensors for all of them."""
+        return tuple([one.made(device) for one in self.buffers])
 
     def run(
         self, tensors: Tensors, dout: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None, call: Call
@@ -63,7 +63,7 @@ class SpansBound:
         for one in self.launches:
             one.main(self.given(one, tensors, dout, call, made))
         dq, dk, dv = made[4:]
-        del made  # the room for dS, before anything else is made room for
+        del made  # the ring of dS, before anything else is allocated
         rows = unseen(self.plan.spans, tensors[1].shape[_rows(self.layout)])
         for spans, gradients in zip(rows, ((dq,), (dk, dv)), strict=True):
             for low, high in spans:
@@ -124,21 +124,21 @@ def bound_launches(
     plans = list(_plans(plan))
     batches = [rules.batches_of(one.problem, one.heads_at_once, one.keys_at_once) for _, one in plans]
     counters = -(-(1 + 2 * max(batches)) // 4) * 4  # of each, so that they begin where 16 bytes do
-    room = [_room(one) for _, one in plans]
-    sizes: Sizes = rows, counters * len(plans), max(kept for kept, _ in room), max(sums for _, sums in room)
-    striped = any(-(-rules.tiles(one.problem)[1] * UNIT // one.keys_at_once) > 1 for _, one in plans)
+    needs = [_needs(one) for _, one in plans]
+    sizes: Sizes = rows, counters * len(plans), max(kept for kept, _ in needs), max(sums for _, sums in needs)
+    split = any(-(-rules.tiles(one.problem)[1] * UNIT // one.keys_at_once) > 1 for _, one in plans)
     launches = []
     for i, (span, one) in enumerate(plans):
         own = rows - span.q_low // UNIT, counters, sizes[2], sizes[3]
         own_q, own_dout = (cut(t, call.layout, *span[:2]) for t in (q, dout))
         own_k, own_v = (cut(t, call.layout, *span[2:4]) for t in tensors[1:3])
         sides = own_q, own_dout, own_k, own_v
-        main = main_bound(one, scale, tensors, sides, call, own, (span.written, q_units), striped)
+        main = main_bound(one, scale, tensors, sides, call, own, (span.written, q_units), split)
         launches.append(SpanLaunch(span, main, (i * counters, (i + 1) * counters)))
     return SpansBound(
         plan,
         call.layout,
-        (*rooms_of(sizes, q.dtype), *gradients_of(tensors, torch.float32)),
+        (*scratch_of(sizes, q.dtype), *gradients_of(tensors, torch.float32)),
         statistics_bound(n, out, dout, call.layout, q_units, sizes[1], GIVEN),
         tuple(launches),
     )
@@ -155,8 +155,8 @@ def _plans(plan: "AttentionBackwardPlan") -> "Iterator[tuple[Span, AttentionBack
             yield span, replace(plan, problem=problem, heads_at_once=heads, keys_at_once=keys, queries_at_once=0)
 
 
-def _room(plan: "AttentionBackwardPlan") -> tuple[int, int]:
-    """Rows of dS of a launch, fp32 numbers of its sums between stripes."""
+def _needs(plan: "AttentionBackwardPlan") -> tuple[int, int]:
+    """Rows of dS of a launch, fp32 numbers of its sums between KV splits."""
     from ...plan.backward import attention_backward_hopper as rules
 
     n, at_once = plan.problem, (plan.heads_at_once, plan.keys_at_once)

@@ -19,7 +19,7 @@ __all__ = [
     "STATISTICS",
     "UNIT",
     "GluonBound",
-    "Room",
+    "Scratch",
     "boxed_sides",
     "gradients_of",
     "kept_box",
@@ -35,7 +35,7 @@ SIDES = ("Q", "K", "V", "Out", "DOut", "Lse", "DLse", "call")
 Tensors = tuple[torch.Tensor, ...]
 
 
-class Room(NamedTuple):
+class Scratch(NamedTuple):
     """A tensor that a call allocates."""
 
     shape: Sequence[int]
@@ -51,14 +51,14 @@ class GluonBound:
     """The launches of a backward pass, one behind the other."""
 
     plan: Any
-    rooms: tuple[Room, ...]  # scratch, then dq, dk and dv
+    buffers: tuple[Scratch, ...]  # scratch, then dq, dk and dv
     first: Bound
     main: Bound
     last: Bound | None = None
 
     def scratch(self, device: Any) -> Tensors:
-        """New tensors for all rooms."""
-        return tuple([room.made(device) for room in self.rooms])
+        """New tensors for all of them."""
+        return tuple([one.made(device) for one in self.buffers])
 
     def run(
         self, tensors: Tensors, dout: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None, call: Call
@@ -80,10 +80,10 @@ class GluonBound:
         self.main.compile(given)
 
 
-def gradients_of(tensors: Tensors, keys: torch.dtype | None = None) -> tuple[Room, Room, Room]:
+def gradients_of(tensors: Tensors, keys: torch.dtype | None = None) -> tuple[Scratch, Scratch, Scratch]:
     """dq, dk and dv; keys: the dtype of dk and dv, if not theirs."""
     q, k, v = tensors[:3]
-    return Room(q.shape, q.dtype), Room(k.shape, keys or k.dtype), Room(v.shape, keys or v.dtype)
+    return Scratch(q.shape, q.dtype), Scratch(k.shape, keys or k.dtype), Scratch(v.shape, keys or v.dtype)
 
 
 def boxed_sides(boxes: "tuple[Any, ...]") -> dict[str, Slot]:
@@ -109,7 +109,7 @@ def statistics_box(rows: int, numbers: int = STATISTICS) -> Any:
 
 
 def kept_box(rows: int, dtype: torch.dtype) -> Any:
-    """Of room for dS [rows, 64], a tile of 64 rows at a time."""
+    """Of the ring of dS [rows, 64], a tile of 64 rows at a time."""
     from ...kernels.hopper.gluon import TensorDescriptor, gl
     from ..launch import Box
 

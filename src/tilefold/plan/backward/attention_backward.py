@@ -81,7 +81,7 @@ class AttentionBackwardPlan(Plan):
     def scratch_bytes(self) -> int:
         """Bytes beside the gradients: two fp32 numbers a query and head, and the shares of the gradient of the bias; of an fp32
         call also the weights of the rows, and dout and delta times them; with the Hopper kernel room for dS, and for sums of dq
-        where keys come in stripes; for dk and dv in fp32 where queries come in spans.
+        where keys come in KV splits; for dk and dv in fp32 where queries come in spans.
 
         For a packed batch, whose tokens the plan does not know, an upper estimate."""
         n = self.problem

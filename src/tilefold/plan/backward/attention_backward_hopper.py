@@ -1,6 +1,6 @@
 """When the Gluon kernel for sm_90 makes the gradients of dense attention, and of how much it keeps dS at a time.
 
-A batch of its work is some KV heads and one stripe of their keys.  Whole heads, if some of them have room at once; otherwise one
+A batch of its work is some KV heads and one KV split.  Whole heads, if some of them have room at once; otherwise one
 head and so many keys of it that eight batches have."""
 
 from tilefold.plan.backward.hopper_backward import (
@@ -32,14 +32,14 @@ __all__ = [
     "partial_bytes",
     "places",
     "query_items",
-    "rooms",
+    "slots",
     "sum_tiles",
     "tiles",
     "width_of",
 ]
 
 KERNEL = "attention_backward_hopper"
-ROOMS = 8  # of dS, each for one batch; four if whole heads are so few
+SLOTS = 8  # of dS, each for one batch; four if whole heads are so few
 HELD = 4  # key items whose dS has room at a time, for each running program: with 2 a sixth of the device is idle
 PAIRS_FROM = (
     16  # tiles of queries for each running program, from which on an item for dq has two of them, which share K
@@ -128,9 +128,7 @@ def line_width(problem: AttentionProblem, keys: int) -> int:
     n = problem
     q_units = tiles(n)[0]
     left, right = n.sides
-    if _causal(
-        n
-    ):  # the first stripe has the most, since fewer queries see later keys, and in it the pair in the middle
+    if _causal(n):  # the first split has the most, since fewer queries see later keys, and in it the pair in the middle
         half = keys // UNIT // 2
         middle = (half - 1, keys // UNIT - half) if half else (0,)
         return sum(q_units - max(i * UNIT - n.seq_k + n.seq_q, 0) // UNIT for i in middle)
@@ -144,27 +142,27 @@ def _causal(problem: AttentionProblem) -> bool:
     return problem.sides == (-1, 0)
 
 
-def room_bytes(problem: AttentionProblem, heads: int, keys: int) -> int:
+def slot_bytes(problem: AttentionProblem, heads: int, keys: int) -> int:
     """Memory for dS of one batch: 8 KiB for a pair of tiles."""
     n = problem
     return heads * n.group * lines(n, keys) * line_width(n, keys) * UNIT * UNIT * n.itemsize
 
 
-def rooms(problem: AttentionProblem, device: Device, heads: int, keys: int) -> int:
+def slots(problem: AttentionProblem, device: Device, heads: int, keys: int) -> int:
     """How many batches have room for their dS at a time: HELD key items for each running program, or what KEPT_LIMIT holds, or
     all."""
     wanted = max(2, HELD * places(problem, device) // (heads * keys // UNIT))
-    fitting = KEPT_LIMIT // room_bytes(problem, heads, keys)
+    fitting = KEPT_LIMIT // slot_bytes(problem, heads, keys)
     return max(1, min(batches_of(problem, heads, keys), wanted, fitting))
 
 
 def kept_bytes(problem: AttentionProblem, device: Device, heads: int, keys: int) -> int:
     """Memory for dS (bytes)."""
-    return rooms(problem, device, heads, keys) * room_bytes(problem, heads, keys)
+    return slots(problem, device, heads, keys) * slot_bytes(problem, heads, keys)
 
 
 def partial_bytes(problem: AttentionProblem, device: Device, keys: int) -> int:
-    """Memory for sums of dq between two stripes (bytes); 0 where one stripe has all keys."""
+    """Memory for sums of dq between two KV splits (bytes); 0 where one split has all keys."""
     n = problem
     q_units, kv_units = tiles(n)
     together = sum_tiles(n, device)
@@ -175,22 +173,22 @@ def partial_bytes(problem: AttentionProblem, device: Device, keys: int) -> int:
 def delay(problem: AttentionProblem, device: Device, heads: int, keys: int) -> int:
     """How many key items come before the first query item."""
     batch, batches = heads * keys // UNIT, batches_of(problem, heads, keys)
-    return backward_delay(batch, batches, rooms(problem, device, heads, keys), places(problem, device))
+    return backward_delay(batch, batches, slots(problem, device, heads, keys), places(problem, device))
 
 
 def kept_at_once(problem: AttentionProblem, device: Device) -> tuple[int, int]:
-    """(KV heads of a batch, a divisor of all; keys of its stripe, a multiple of 64)."""
+    """(KV heads of a batch, a divisor of all; keys of its split, a multiple of 64)."""
     n = problem
     kv_units, total = tiles(n)[1], n.batch * n.kv_heads
     whole = kv_units * UNIT
-    held = min(HELD * places(problem, device), KEPT_LIMIT * kv_units // room_bytes(n, 1, whole))
+    held = min(HELD * places(problem, device), KEPT_LIMIT * kv_units // slot_bytes(n, 1, whole))
     if 4 * kv_units <= held or total * kv_units <= held:
-        return max(d for d in divisors(total) if d == 1 or d * kv_units * ROOMS <= held), whole
-    units = max(1, held // ROOMS)
-    while units > 1 and ROOMS * room_bytes(n, 1, units * UNIT) > KEPT_LIMIT:
-        units -= 1  # the first stripe of a causal mask takes more than its share
-    stripes = -(-kv_units // units)
-    return 1, -(-kv_units // stripes) * UNIT
+        return max(d for d in divisors(total) if d == 1 or d * kv_units * SLOTS <= held), whole
+    units = max(1, held // SLOTS)
+    while units > 1 and SLOTS * slot_bytes(n, 1, units * UNIT) > KEPT_LIMIT:
+        units -= 1  # the first split of a causal mask takes more than its share
+    splits = -(-kv_units // units)
+    return 1, -(-kv_units // splits) * UNIT
 
 
 def hopper_backward_tile(problem: AttentionProblem) -> Tile:
@@ -215,7 +213,7 @@ def kept_violation(problem: AttentionProblem, device: Device, heads: int, keys: 
     kept = kept_bytes(n, device, heads, keys)
     if kept > KEPT_LIMIT:
         return "heads_at_once", f"dS of a batch would take {kept / 2**30:.1f} GiB, more than {KEPT_LIMIT / 2**30:.0f}"
-    held = rooms(n, device, heads, keys)
+    held = slots(n, device, heads, keys)
     if held < 2 <= batches:
         return (
             "heads_at_once",

@@ -1,4 +1,4 @@
-"""How the Gluon kernel for sm_90 makes the gradients of a packed batch: how many lines for dS it has, and the order of its work.
+"""How the Gluon kernel for sm_90 makes the gradients of a packed batch: how many slots for dS, and the order of its work.
 
 The plan knows the longest sequence; the tokens of all sequences are known when a call is bound (`order_of`), their lengths never.
 A line keeps the dS of one tile of keys with all queries that can see one (kernels/backward/backward_packed.py has the order, and
@@ -37,7 +37,7 @@ __all__ = [
 
 ENTRY_BYTES = 48  # of one piece of work
 LEAST_FREE = (
-    0.75  # lines beside those of the longest sequence, for each running program: a quarter of the device is idle
+    0.75  # slots beside those of the longest sequence, for each running program: a quarter of the device is idle
 )
 MAX_BLOCKS = 1 << 22  # sequences times heads
 
@@ -46,7 +46,7 @@ class Order(NamedTuple):
     """What the kernels have to know of a batch of so many tokens.
 
     together: tiles of queries of an item for dq, 1 or 2. q_places: places for tiles of queries. keys, queries: numbers of key
-    items and query items, some of which are empty. longest, shift, lines: see kernels/backward/backward_packed.py. width: places
+    items and query items, some of which are empty. longest, shift, slots: see kernels/backward/backward_packed.py. width: places
     of a line. blocks: sequences times KV heads."""
 
     together: int
@@ -55,7 +55,7 @@ class Order(NamedTuple):
     queries: int
     longest: int
     shift: int
-    lines: int
+    slots: int
     width: int
     blocks: int
 
@@ -69,10 +69,10 @@ def packed_refusal(problem: AttentionProblem, device: Device) -> str | None:
         return "the base or the strides of K or V are not multiples of 16 bytes"
     if n.batch * n.heads >= MAX_BLOCKS:
         return f"sequences times heads are {n.batch * n.heads}, more than {MAX_BLOCKS - 1}"
-    lines, least = kept_at_once(n, device)[1] // UNIT, longest(n) + int(LEAST_FREE * places(problem, device))
-    if lines < min(least, _most(n)):
+    slots, least = kept_at_once(n, device)[1] // UNIT, longest(n) + int(LEAST_FREE * places(problem, device))
+    if slots < min(least, _most(n)):
         return (
-            f"{KEPT_LIMIT / 2**30:.0f} GiB hold dS of {lines * UNIT} keys of sequences of up to {n.seq_q} queries, fewer than "
+            f"{KEPT_LIMIT / 2**30:.0f} GiB hold dS of {slots * UNIT} keys of sequences of up to {n.seq_q} queries, fewer than "
             f"the {least * UNIT} that keep the device at work"
         )
     return None
@@ -94,13 +94,13 @@ def longest(problem: AttentionProblem) -> int:
 
 
 def kept_at_once(problem: AttentionProblem, device: Device) -> tuple[int, int]:
-    """(1, keys whose dS has a line at a time, a multiple of 64): enough that no key item waits, if KEPT_LIMIT holds them."""
+    """(1, keys whose dS has a slot at a time, a multiple of 64): enough that no key item waits, if KEPT_LIMIT holds them."""
     wanted = min(_most(problem), HELD * places(problem, device) + longest(problem))
     return 1, UNIT * min(wanted, KEPT_LIMIT // _line_bytes(problem))
 
 
 def kept_bytes(problem: AttentionProblem, device: Device, heads: int, keys: int) -> int:
-    """Memory for dS (bytes), at most: a batch of fewer tokens has fewer lines."""
+    """Memory for dS (bytes), at most: a batch of fewer tokens has fewer slots."""
     return keys // UNIT * _line_bytes(problem)
 
 
@@ -138,14 +138,14 @@ def order_of(problem: AttentionProblem, device: Device, keys: int, total_q: int,
     all_keys = n.kv_heads * (total_k // UNIT + n.batch)
     all_queries = n.heads * (total_q // (UNIT * together) + n.batch)
     assert all_keys + all_queries <= MAX_GRID, "more pieces of work than tokens fit a device's memory"
-    lines, most = min(keys // UNIT, all_keys), longest(n)
+    slots, most = min(keys // UNIT, all_keys), longest(n)
     wanted = most + int(
         SPARE * places(problem, device)
     )  # the key items that a block needs are done when its query items begin
-    free = all_keys if lines == all_keys else max(0, lines - most)
-    shift = min(wanted, max(lines // 2, lines - 2 * most), free)
+    free = all_keys if slots == all_keys else max(0, slots - most)
+    shift = min(wanted, max(slots // 2, slots - 2 * most), free)
     q_places = total_q // UNIT + n.batch
-    return Order(together, q_places, all_keys, all_queries, most, shift, lines, _width(n), n.batch * n.kv_heads)
+    return Order(together, q_places, all_keys, all_queries, most, shift, slots, _width(n), n.batch * n.kv_heads)
 
 
 def tiles_together(problem: AttentionProblem, device: Device, total_q: int) -> int:

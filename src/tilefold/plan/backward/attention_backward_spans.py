@@ -2,7 +2,7 @@
 
 A span is a call of its own: some tiles of 64 queries of every head, and the keys that they see, cut so that the mask, aligned to
 the bottom right, is that of the whole call.  Each query belongs to one span, so dq is made in place; dk and dv are summed over
-spans in fp32, in the order of the queries, by the kernel itself (kernels/hopper/backward_spans.py)."""
+spans in fp32, in the order of the queries, by the kernel itself (kernels/hopper/backward_epilogue.py)."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -113,14 +113,14 @@ def queries_at_once(problem: AttentionProblem, device: Device) -> int:
 def why(problem: AttentionProblem, device: Device) -> str:
     """What is wrong with all queries at once, as a sentence; "" if nothing is.
 
-    Several query heads to a KV head whose keys come in stripes are faster in spans, each with all keys, but for few queries."""
+    Several query heads to a KV head whose keys come in KV splits are faster in spans, each with all keys, but for few queries."""
     n, at_once = problem, dense.kept_at_once(problem, device)
     fault = dense.kept_violation(n, device, *at_once)
     if fault:
         return fault[1]
     if n.group > 1 and n.sides in ((-1, -1), (-1, 0)) and 2 * n.seq_q >= n.seq_k and at_once[1] < n.seq_k:
         limit = f"{KEPT_LIMIT / 2**30:.0f} GiB"
-        return f"{limit} hold dS of {at_once[1]} of {n.seq_k} keys at a time, in stripes that wait for each other"
+        return f"{limit} hold dS of {at_once[1]} of {n.seq_k} keys at a time, in KV splits that wait for each other"
     return ""
 
 

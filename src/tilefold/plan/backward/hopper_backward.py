@@ -1,6 +1,6 @@
 """What the plans of the Gluon kernels of the backward pass on sm_90 share: their tile, their memory, the order of their work.
 
-Both keep the dS of some batches of work at a time, each in a room (kernels/hopper/backward_work.py)."""
+Both keep the dS of some segments at a time, each in a slot of a ring (kernels/hopper/backward_scheduler.py)."""
 
 from math import isqrt
 
@@ -36,11 +36,11 @@ KEPT_LIMIT = 4 << 30
 BARRIER_BYTES = 640  # barriers, the note, and what the compiler keeps to start the partitions
 
 
-def backward_delay(batch: int, batches: int, rooms: int, places: int) -> int:
+def backward_delay(batch: int, batches: int, slots: int, places: int) -> int:
     """How many key items come before the first query item: those that it needs, the `batch` of one batch, and SPARE for each of
-    `places` running programs, by which time the others are done.  Where rooms are used again, not more than halfway to what they
-    hold, so that key items need not wait either: they do for query items that lie as many rooms behind."""
-    most = batches * batch if rooms == batches else max(batch, rooms * batch // 2)
+    `places` running programs, by which time the others are done.  Where slots are used again, not more than halfway to what they
+    hold, so that key items need not wait either: they do for query items that lie as many slots behind."""
+    most = batches * batch if slots == batches else max(batch, slots * batch // 2)
     return min(batch + int(SPARE * places), most)
 
 
