@@ -110,9 +110,10 @@ PACKED = Packed(portable="attention_backward")
 KERNELS = {"dense": DENSE, "spans": SPANS, "reduce": ADDED, "packed": PACKED}
 VERSIONS = [
     (dim, ReduceOptions(slots, order, stagger, fence, rounded))
-    for dim, orders in ((64, (ORDERS[0], ORDERS[2])), (128, ORDERS))
+    for dim, orders in ((64, (ORDERS[0], ORDERS[2], ORDERS[3])), (128, ORDERS))
     for order in orders
     for slots, stagger, fence, rounded in ((0, 0, True, dim == 64), (1, 3, False, True), (2, 2, True, dim == 64))
+    if slots == 1 or order != ORDERS[3]
 ]
 
 

@@ -94,7 +94,7 @@ class Run(Backward):
         (parts, ("load_panels",)),
         (backward_pipeline, ("first_stage", "next_stage")),
         (reduce_scheduler, ("own_keys",)),
-        (attention_backward_reduce, ("produce", "add", "step", "consume")),
+        (attention_backward_reduce, ("produce", "add", "step", "step_alone", "consume")),
     )
     classes = (
         (pipeline, ("Stage",)),
@@ -120,7 +120,7 @@ class Run(Backward):
 
     def more(self):
         return {
-            "KEYS": KEYS, "ROWS": 128, "KEYS_FIRST": 0, "QUERIES_FIRST": 1, "KEYS_LATE": 2,
+            "KEYS": KEYS, "ROWS": 128, "KEYS_FIRST": 0, "QUERIES_FIRST": 1, "KEYS_LATE": 2, "TILE_BY_TILE": 3,
             "narrowed": lambda x, dtype: x, "widened": lambda x: x,
             "schedule_fence_16": lambda x: None, "wgmma_init": lambda x: x, "pair_barrier": self.pair_barrier,
             "add_registers": self.add_registers, "tma_reduce_add": self.add_copy, "tma_store_wait": self.wait_reads,
@@ -259,7 +259,7 @@ class Run(Backward):
         many = max(1, 2 * self.sum_slots)
         buffers = Ring((Sums(memory, f"dq {i}", Value()) for i in range(many)), Anything())
         ends = barriers(memory, sum_full=(many, 1), sum_empty=(many, 1))
-        sums = names["DqSums"](None, "sums", buffers, *ends, self.sum_slots, self.queries * self.dim)
+        sums = names["DqSums"](None, "sums", buffers, *ends, self.sum_slots, self.queries * self.dim, self.order == 3)
         self.turns = [Turn(memory, f"meeting {i}") for i in range(4)]
         config = names["ReduceConfig"](None, self.dim, self.queries, slots, self.order, True, True)
         pipe = names["ReducePipeline"]("q", "do", "k", "v", "stat", q, do, k, v, ds, statistics, *bars, config)

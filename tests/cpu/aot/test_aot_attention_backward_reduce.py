@@ -8,7 +8,7 @@ from tilefold.plan import device_named, plan_attention
 from tilefold.plan.backward.attention_backward import AttentionBackwardPlan, plan_attention_backward
 from tilefold.plan.backward.attention_backward_reduce import KERNEL, ORDERS, ReduceOptions, reduce_shared
 
-KEYS_FIRST, QUERIES_FIRST, KEYS_LATE = ORDERS
+KEYS_FIRST, QUERIES_FIRST, KEYS_LATE, TILE_BY_TILE = ORDERS
 CASES = {
     "d128": (problem(128), ReduceOptions(2, QUERIES_FIRST, 2)),
     "d128 causal": (problem(128, causal=True), ReduceOptions(2, QUERIES_FIRST, 2)),
@@ -16,6 +16,9 @@ CASES = {
     "d128 window late": (problem(128, window=(256, 100)), ReduceOptions(2, KEYS_LATE, 0)),
     "d128 registers keys first": (problem(128), ReduceOptions(0, KEYS_FIRST, 2)),
     "d128 rounded": (problem(128), ReduceOptions(2, KEYS_FIRST, 2, rounded=True)),
+    "d128 alone": (problem(128), ReduceOptions(1, TILE_BY_TILE, 2)),
+    "d128 causal alone rounded": (problem(128, causal=True), ReduceOptions(1, TILE_BY_TILE, 2, rounded=True)),
+    "d64 alone": (problem(64), ReduceOptions(1, TILE_BY_TILE, 2, rounded=True)),
     "d64": (problem(64), ReduceOptions(2, KEYS_FIRST, 2, rounded=True)),
     "d64 causal registers late": (problem(64, causal=True), ReduceOptions(0, KEYS_LATE, 0, rounded=True)),
     "d64 window fp16": (problem(64, window=(256, 100), dtype="float16"), ReduceOptions(1, KEYS_FIRST, 0, rounded=True)),
@@ -48,6 +51,8 @@ NEWEST = (
     "main d128",
     "main d128 rounded",
     "main d64",
+    "main d128 alone",
+    "main d64 alone",
     "last d128",
 )
 pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files

@@ -168,6 +168,7 @@ SIZES = {  # seq_q, seq_k, heads, how many share a KV head
 VERSIONS = [  # dim, sum_slots, order, stagger
     (128, 0, 0, 0), (128, 0, 1, 2), (128, 0, 2, 2), (128, 1, 0, 2), (128, 1, 1, 3), (128, 1, 2, 0), (128, 2, 0, 2),
     (128, 2, 1, 0), (128, 2, 2, 1), (64, 0, 0, 2), (64, 1, 0, 2), (64, 2, 0, 0), (64, 1, 2, 2),
+    (128, 1, 3, 0), (128, 1, 3, 2), (64, 1, 3, 2),
 ]  # fmt: skip
 
 
@@ -299,6 +300,10 @@ LAUNCHES = {  # what runs with a seed, and what is left out: a barrier, a turn, 
         lambda seed, missing: Reduce(seed, FULL, (500, 256, 1, 1))(),
         ["kv_full", "q_full", "do_full", "empty", "sum_full", "sum_empty", "meeting"],
     ),
+    "reducing backward, tile by tile": (
+        lambda seed, missing: Reduce(seed, FULL, (500, 256, 1, 1), order=3)(),
+        ["kv_full", "q_full", "do_full", "empty", "sum_full", "sum_empty", "meeting"],
+    ),
     "products": (lambda seed, missing: matmul.Run(seed, (3, 2, 6), slots=2)(1), ["full", "empty"]),
     "products of 8 bits": (lambda seed, missing: matmul.Large(seed, (3, 2, 6), slots=2)(1), ["full", "empty"]),
     "few rows": (lambda seed, missing: matmul.Few(seed, 0, 12, 2)(), ["full", "empty"]),
@@ -348,8 +353,9 @@ def test_a_missing_wait_is_found(monkeypatch, name, missing):
 def test_one_pair_of_barriers_is_not_enough(monkeypatch):
     """A warpgroup that goes on at once arrives at the next meeting where the other does not wait yet: two pairs, in turns."""
     monkeypatch.setattr(Reduce, "pairs", 1)
-    with pytest.raises(AssertionError, match="two arrivals without a wait"):
-        several(lambda seed: Reduce(seed, FULL, (500, 256, 1, 1))())
+    for order in (0, 3):
+        with pytest.raises(AssertionError, match="two arrivals without a wait"):
+            several(lambda seed, order=order: Reduce(seed, FULL, (500, 256, 1, 1), order=order)())
 
 
 def test_a_kernel_that_does_not_wait_for_the_one_before_is_found(monkeypatch):

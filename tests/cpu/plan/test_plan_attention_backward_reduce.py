@@ -153,13 +153,18 @@ def test_what_is_admitted_was_measured_to_be_faster() -> None:
     [
         (LONG, {"sum_slots": 3}, "options.sum_slots: must be 0, 1 or 2, got 3"),
         (LONG, {"order": "first"}, "options.order: must be one of 'keys first'"),
+        (
+            LONG,
+            {"order": "tile by tile", "sum_slots": 2},
+            "options.sum_slots: must be 1 with order='tile by tile', got 2",
+        ),
         (LONG, {"stagger": -1}, "options.stagger: must be from 0 to 1023, got -1"),
         (LONG, {"fence": 1}, "options.fence: must be a bool, got 1"),
         (LONG, {"rounded": None}, "options.rounded: must be a bool, got None"),
         (
             NARROW,
             {"order": "queries first"},
-            "options.order: must be 'keys first' or 'keys late' with a head dim of 64",
+            "options.order: must not be 'queries first' with a head dim of 64",
         ),
         (NARROW, {"rounded": False}, "options.rounded: must be True with a head dim of 64"),
     ],

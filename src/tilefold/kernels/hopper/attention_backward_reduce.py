@@ -33,7 +33,7 @@ from .gluon import (
 from .parts import LOG2E
 from .pipeline import Stage
 from .recompute import Recompute
-from .reduce_pipeline import KEYS_FIRST, KEYS_LATE, QUERIES_FIRST, ReduceConfig, make_reduce_pipeline
+from .reduce_pipeline import KEYS_FIRST, KEYS_LATE, QUERIES_FIRST, TILE_BY_TILE, ReduceConfig, make_reduce_pipeline
 from .reduce_scheduler import BlockScheduler, own_keys
 
 RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_units", "kv_units", "q_tiles", "blocks", "left", "right",
@@ -141,6 +141,44 @@ def step(state, own, tile, pipe, recompute, sums, begin, row, i, more, CID: gl.c
 
 
 @jit
+def step_alone(dk, dv, own, tile, pipe, recompute, sums, begin, row, i, CID: gl.constexpr):
+    """The i-th query tile as `step` makes it, with nothing in flight before and after.
+
+    Source: the order of the products is FlashAttention-4's (https://github.com/Dao-AILab/flash-attention, flash_bwd_sm90.py)."""
+    config = pipe.config
+    stage = pipe.stage(i)
+    ds = pipe.ds.index(i & 1)
+    s_flying = pipe.issue_scores(stage, True, CID)
+    statistics = recompute.row(stage.slot)
+    dp_flying = pipe.issue_dp(stage, True, CID)
+    s = wgmma_wait(1, deps=(s_flying,))
+    p = recompute.probabilities(own.cut(s, tile), statistics)
+    p16 = narrowed(p, config.DTYPE)
+    if config.FENCE:
+        schedule_fence_16(p16)
+    if config.ROUNDED:
+        short = p16
+    p16 = gl.convert_layout(p16, config.LEFT)
+    dp = wgmma_wait(0, deps=(dp_flying,))
+    if config.ROUNDED:
+        p = widened(short)
+    ds16 = narrowed(recompute.gradient(p, dp, statistics), config.DTYPE)
+    ds.slice(CID * UNIT, UNIT, dim=0).store(ds16)
+    dv_flying = wgmma(p16, pipe.dout(stage), dv, is_async=True)
+    fence_async_shared()
+    left = gl.convert_layout(ds16, config.LEFT)
+    pair_barrier(CID, i)
+    dq_flying = pipe.issue_dq(ds, CID)
+    dv, p16 = wgmma_wait(1, deps=(dv_flying, p16))  # in flight: dq
+    dk_flying = wgmma(left, pipe.q(stage), dk, is_async=True)
+    dq = wgmma_wait(1, deps=(dq_flying,))  # in flight: dk
+    sums.add(dq, begin, row, i, CID)
+    dk, left = wgmma_wait(0, deps=(dk_flying, left))
+    pipe.release(stage)
+    return dk, dv
+
+
+@jit
 def consume(CID: gl.constexpr, scheduler, pipe, sums, dk_out, dv_out, scale):
     """dk and dv of 64 keys, over all query heads of their KV head, and half of every query tile's dq."""
     config = pipe.config
@@ -152,9 +190,10 @@ def consume(CID: gl.constexpr, scheduler, pipe, sums, dk_out, dv_out, scale):
     )  # written before the first product, or all would wait
     dv = opaque(gl.zeros([UNIT, config.D], gl.float32, config.OUT))
     mbarrier.wait(pipe.kv_full.index(0), 0)
-    s_flying = pipe.issue_scores(Stage(0, 0), True, CID)
-    dp = pipe.issue_dp(Stage(0, 0), True, CID)
-    s = wgmma_wait(1, deps=(s_flying,))
+    if config.ORDER != TILE_BY_TILE:
+        s_flying = pipe.issue_scores(Stage(0, 0), True, CID)
+        dp = pipe.issue_dp(Stage(0, 0), True, CID)
+        s = wgmma_wait(1, deps=(s_flying,))
     if config.ORDER == KEYS_LATE:
         dk = wgmma_init(dk)
     i = 0
@@ -164,12 +203,16 @@ def consume(CID: gl.constexpr, scheduler, pipe, sums, dk_out, dv_out, scale):
         tile = block.begin
         for _ in range(block.first, block.end):
             recompute = Recompute(pipe.statistics, scale * LOG2E, config.SCORES, config.QUERIES)
-            state = (s, dp, dk, dv)
-            s, dp, dk, dv = step(state, own, tile, pipe, recompute, sums, begin, row + tile, i, i + 1 < steps, CID)
+            if config.ORDER == TILE_BY_TILE:
+                dk, dv = step_alone(dk, dv, own, tile, pipe, recompute, sums, begin, row + tile, i, CID)
+            else:
+                state = (s, dp, dk, dv)
+                s, dp, dk, dv = step(state, own, tile, pipe, recompute, sums, begin, row + tile, i, i + 1 < steps, CID)
             i += 1
             tile = scheduler.after(tile, block)
         row += block.step
-    made, dk = wgmma_wait(0, deps=(dp, dk))  # of no tile, and the last dk if it comes late
+    if config.ORDER != TILE_BY_TILE:
+        made, dk = wgmma_wait(0, deps=(dp, dk))  # of no tile, and the last dk if it comes late
     n = own.tile.to(gl.int64) * UNIT
     rows = own.lengths.seq_k - own.tile * UNIT
     dv_out.store(dv, block, n, rows)
@@ -197,7 +240,7 @@ def attention_backward_reduce(
     Grid: B * H/group * blocks, heads_at_once KV heads at a time."""
     config = ReduceConfig(q_desc.dtype, D, QUERIES, SLOTS, ORDER, FENCE, ROUNDED)
     pipe = make_reduce_pipeline(q_desc, do_desc, k_desc, v_desc, stat_desc, config)
-    sums = make_dq_sums(Sums, sum_desc, SUM_SLOTS, QUERIES * D)
+    sums = make_dq_sums(Sums, sum_desc, SUM_SLOTS, QUERIES * D, ORDER == TILE_BY_TILE)
     fence_async_shared()
     lengths = Lengths(seq_q, seq_k, q_units, kv_units)
     mask = BackwardMask(left, right, KIND)

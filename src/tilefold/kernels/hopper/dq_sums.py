@@ -34,6 +34,7 @@ class DqSums:
     empty: Buffer
     SLOTS: gl.constexpr
     NUMBERS: gl.constexpr  # of a query tile: QUERIES * D
+    EAGER: gl.constexpr  # a part of the one slot is free as soon as it is read
 
     @jit
     def begin(self, CID: gl.constexpr, LAYOUT: gl.constexpr):
@@ -59,23 +60,28 @@ class DqSums:
     @jit
     def add_parts(self, row, i):
         """Have both parts of the i-th query tile added by TMA; the part before is then out of its buffer."""
+        if self.EAGER:
+            for part in gl.static_range(2):
+                tma_store_wait(1 - part)
+                mbarrier.arrive(self.empty.index(part), count=1, pred=i > 0)
         for part in gl.static_range(2):
             slot = i % self.SLOTS * 2 + part
             mbarrier.wait(self.full.index(slot), i // self.SLOTS & 1)
             tma_reduce_add(self.desc, [row * (self.NUMBERS // 32) + part * ROWS, 0], self.buffers.index(slot))
-            tma_store_wait(1)
-            if part == 1:
-                mbarrier.arrive(self.empty.index(slot - 1), count=1)
-            else:
-                before = gl.maximum(i - 1, 0)
-                mbarrier.arrive(self.empty.index(before % self.SLOTS * 2 + 1), count=1, pred=i > 0)
+            if not self.EAGER:
+                tma_store_wait(1)
+                if part == 1:
+                    mbarrier.arrive(self.empty.index(slot - 1), count=1)
+                else:
+                    before = gl.maximum(i - 1, 0)
+                    mbarrier.arrive(self.empty.index(before % self.SLOTS * 2 + 1), count=1, pred=i > 0)
 
 
 @jit
-def make_dq_sums(place, desc, SLOTS: gl.constexpr, NUMBERS: gl.constexpr):
+def make_dq_sums(place, desc, SLOTS: gl.constexpr, NUMBERS: gl.constexpr, EAGER: gl.constexpr):
     """With two barriers for each part of each slot."""
     if SLOTS == 0:
-        return DqSums(place, None, None, None, None, SLOTS, NUMBERS)
+        return DqSums(place, None, None, None, None, SLOTS, NUMBERS, EAGER)
     else:
         buffers = gl.allocate_shared_memory(gl.float32, [2 * SLOTS, ROWS, 32], desc.layout)
-        return DqSums(place, desc, buffers, barriers(2 * SLOTS, 1), barriers(2 * SLOTS, 1), SLOTS, NUMBERS)
+        return DqSums(place, desc, buffers, barriers(2 * SLOTS, 1), barriers(2 * SLOTS, 1), SLOTS, NUMBERS, EAGER)

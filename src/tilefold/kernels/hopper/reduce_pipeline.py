@@ -23,6 +23,7 @@ KEYS = gl.constexpr(128)  # of a program: two consumers of 64
 KEYS_FIRST = gl.constexpr(0)  # dk, then dq
 QUERIES_FIRST = gl.constexpr(1)  # dq, then dk
 KEYS_LATE = gl.constexpr(2)  # dq; dk of this tile after dP of the next, from shared memory
+TILE_BY_TILE = gl.constexpr(3)  # S, dP; dv, dq, dk, beside which dq is added; nothing in flight when a tile ends
 
 
 @aggregate

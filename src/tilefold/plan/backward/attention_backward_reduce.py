@@ -36,7 +36,7 @@ LEAST_KEYS = 16384
 """With so many it was measured to be faster than the kernel that keeps the order; with 8192 (D=128), 4096 (D=64) not."""
 SUMS_AT_ONCE = 16 << 20
 """Bytes of sums of dq that the programs of one batch of heads add to: of 50 MiB of L2, each half of which keeps its own copy."""
-ORDERS = ("keys first", "queries first", "keys late")
+ORDERS = ("keys first", "queries first", "keys late", "tile by tile")
 SHARED = 768  # barriers, and what the compiler keeps to start the partitions
 
 
@@ -45,8 +45,9 @@ class ReduceOptions:
     """Which version of the kernel.
 
     sum_slots: buffers of a tile of dq in shared memory, 1 or 2, from which a warp of its own has it added to memory; 0: the
-    warpgroups add it from registers. order: of a step's products: "keys first" (dk, then dq), "queries first" (dq, then dk) or
-    "keys late" (dk of a tile beside the next one's exponentials). stagger: tiles of queries between the beginnings of two
+    warpgroups add it from registers. order: of a step's products: "keys first" (dk, then dq), "queries first" (dq, then dk),
+    "keys late" (dk of a tile beside the next one's exponentials) or "tile by tile" (as FlashAttention-4: dq, then dk, and nothing
+    of the next tile; with sum_slots=1). stagger: tiles of queries between the beginnings of two
     neighbours' walks, where there is no mask with a diagonal. fence: keep the wait for dP behind the exponentials. rounded: make
     dS of the probabilities in 16 bits, as dv is, so that their 32 bits need no registers (at D=64 they have none)."""
 
@@ -163,13 +164,15 @@ def reduce_violation(
     if n.dim_qk == 64 and options.order == ORDERS[1]:
         return (
             "options.order",
-            f"must be {ORDERS[0]!r} or {ORDERS[2]!r} with a head dim of 64: no registers for {ORDERS[1]!r}",
+            f"must not be {ORDERS[1]!r} with a head dim of 64, for which there are no registers",
         )
     if n.dim_qk == 64 and not options.rounded:
         return (
             "options.rounded",
             "must be True with a head dim of 64: there are no registers for probabilities in 32 bits",
         )
+    if options.order == ORDERS[3] and options.sum_slots != 1:
+        return "options.sum_slots", f"must be 1 with order={ORDERS[3]!r}, got {options.sum_slots}"
     fixed = {"block_m": queries_of(n), "block_n": KEYS, "num_warps": 4}
     if fault := tile_fault(KERNEL, tile, fixed, reduce_shared(n, tile.num_stages, options.sum_slots), device):
         return fault
