@@ -12,6 +12,7 @@ from tilefold.bench.attention.cases import DECODE, Case, cases_of
 from tilefold.bench.attention.lists import Pattern
 from tilefold.bench.attention.peers import DEFAULT_PEERS, DENSE
 from tilefold.bench.attention.peers import SPARSE as LISTED
+from tilefold.bench.choice import chosen
 from tilefold.bench.implementation import make_inputs
 from tilefold.bench.run import run_case, scratch_bytes
 from tilefold.bench.setting import Options
@@ -60,7 +61,7 @@ def test_alternating_samples_every_call(products):
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_available_implementation_is_right_and_timed(causal):
     case = Case("dense", AttentionProblem(2, 1024, 1024, 8, 8, 128, 128, causal=causal))
-    implementations = DENSE.peers_named((*DEFAULT_PEERS["dense"]["cuda"], "efficient", "math"))
+    implementations = chosen(DENSE.peers, (*DEFAULT_PEERS["dense"]["cuda"], "efficient", "math"))
     options = Options(rounds=2, rep_ms=5.0, host=True, graph=True)
     row = run_case(DENSE, case, implementations, "cuda", options, lambda *_: None)
     cells = {cell.implementation: cell for cell in row.cells}
@@ -76,7 +77,7 @@ def test_every_available_implementation_is_right_and_timed(causal):
 def alone(case):
     """The cell of tilefold, measured without peers."""
     options = Options(rounds=1, rep_ms=5.0)
-    return run_case(DENSE, case, DENSE.peers_named(("none",)), "cuda", options, lambda *_: None).cells
+    return run_case(DENSE, case, chosen(DENSE.peers, ("none",)), "cuda", options, lambda *_: None).cells
 
 
 def test_a_large_case_is_judged_on_sampled_rows_without_running_out_of_memory():
@@ -92,7 +93,7 @@ SPARSE = Case("sparse", AttentionProblem(1, 8192, 8192, 8, 8, 128, 128), Pattern
 def test_every_available_sparse_implementation_is_right_and_timed(backward):
     case = replace(SPARSE, backward=backward)
     names = [name for name in DEFAULT_PEERS["sparse"]["cuda"] if name != "flex" or not backward]  # tunes for a minute
-    implementations = LISTED.peers_named(tuple(names))
+    implementations = chosen(LISTED.peers, tuple(names))
     cells = run_case(LISTED, case, implementations, "cuda", Options(rounds=2, rep_ms=5.0), lambda *_: None).cells
     by_name = {cell.implementation: cell for cell in cells}
     assert by_name["tilefold"].status == ("ok" if not backward else by_name["tilefold"].status)

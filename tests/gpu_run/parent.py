@@ -1,4 +1,4 @@
-"""A piece of a run: many processes, then one a GPU for the tests that fill its memory, a few for those over several GPUs, then one
+"""A piece of a run: many processes, then one a GPU for the tests that fill its memory, a few for those over several GPUs, one
 alone for those that measure; a process that dies or hangs is replaced."""
 
 import contextlib

@@ -5,8 +5,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tilefold.bench.choice import chosen
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -93,10 +91,6 @@ class Family:
     prepare: Callable[[Any, Sequence[Any]], Calls] = lambda peer, sets: peer.prepare(sets)
     replayed: Callable[[Any], bool] = lambda case: True
     attention: bool = False
-
-    def peers_named(self, names: tuple[str, ...]) -> tuple[Any, ...]:
-        """tilefold, then the named ones in the order given; "none" alone names nobody.  ValueRangeError: unknown name."""
-        return chosen(self.peers, names)
 
 
 def each(make: "Callable[[Any], Callable[[], Tensor]]") -> Callable[[Sequence[Any]], Calls]:

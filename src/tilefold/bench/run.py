@@ -76,6 +76,10 @@ class Row:
     def at(self, implementation: str) -> Cell | None:
         return next((cell for cell in self.cells if cell.implementation == implementation), None)
 
+    def title(self, cell: Cell) -> str:
+        """What tables call the implementation of a cell."""
+        return str(self.family.peers[cell.implementation].title)
+
     @property
     def floor_ms(self) -> float | None:
         """What moving the case's bytes takes at the rate of the copy, or its operations at the device's, whichever is longer."""

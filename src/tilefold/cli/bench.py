@@ -96,7 +96,7 @@ def bench(
 ) -> None:
     """Time the cases of a family and write what was asked for."""
     from tilefold.bench.choice import figures_in
-    from tilefold.bench.engine import Request, engine_named, peers_of
+    from tilefold.bench.engine import Request, peers_of
 
     files = {"csv": csv, "json": json, "markdown": markdown}
     outputs = Outputs.asked(files, refresh, results, compare, (fail_slower, noise), power, [family])
@@ -105,6 +105,7 @@ def bench(
     request = Request(quick, case, dtype_named(dtype), direction, sparsities)
     runtime = prepare_runtime()
     from tilefold.bench.setting import Options, setting_of
+    from tilefold.bench.suites import engine_named
 
     engine = engine_named(family)
     cases = engine.cases(request, runtime.gpu)

@@ -185,8 +185,9 @@ def _runs_of_case(
         check_name(name)
     runtime = prepare_runtime()
     from tilefold.bench.attention.peers import IMPLEMENTATIONS
-    from tilefold.bench.engine import Request, engine_named
+    from tilefold.bench.engine import Request
     from tilefold.bench.implementation import make_inputs
+    from tilefold.bench.suites import engine_named
 
     case = engine_named(chosen[0]).cases(Request(*chosen[1:]), runtime.gpu)[0]
     console.print(Text(f"{runtime.note}\n{case.name}", style="dim"))

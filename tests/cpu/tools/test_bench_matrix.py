@@ -69,8 +69,6 @@ def test_names_are_unique_and_sizes_known(name):
     assert {case.name for case in family.cases("quick")} <= {case.name for case in family.cases("full")}
     with pytest.raises(ValueRangeError, match="size must be one of"):
         family.cases("huge")
-    with pytest.raises(ValueRangeError, match="peers must be from"):
-        family.peers_named(("fastest",))
 
 
 def test_bytes_and_operations():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cases.cli import command, reports
+from tilefold.bench.choice import chosen
 from tilefold.bench.decode.cases import DecodeCase, decode_cases
 from tilefold.bench.decode.inputs import DecodeJudge, make_decode_inputs
 from tilefold.bench.decode.serving import DECODE, DECODE_PEERS, in_pages
@@ -61,12 +62,9 @@ def test_bytes_are_what_has_to_move():
     assert DecodeCase((10,), 2, 1, 8, 8, queries=3).flops == 2 * 16 * 2 * (8 + 9 + 10)
 
 
-def test_unknown_sizes_and_peers_are_refused():
+def test_unknown_sizes_are_refused():
     with pytest.raises(ValueRangeError, match="size must be one of"):
         decode_cases("huge")
-    with pytest.raises(ValueRangeError, match="peers must be from"):
-        DECODE.peers_named(("fastest",))
-    assert [peer.name for peer in DECODE.peers_named(("none",))] == ["tilefold"]
 
 
 # ---------------------------------------------------------------- inputs and the judge
@@ -229,6 +227,6 @@ def test_too_little_memory_is_a_note():
         raise torch.OutOfMemoryError("out of memory")
 
     row = run_case(
-        replace(DECODE, inputs=none_left), ONE, DECODE.peers_named(("math",)), "cpu", Options(1), lambda *_: None
+        replace(DECODE, inputs=none_left), ONE, chosen(DECODE.peers, ("math",)), "cpu", Options(1), lambda *_: None
     )
     assert [(one.status, one.note) for one in row.cells] == [("no memory", "out of memory")] * 2

@@ -9,7 +9,7 @@ from cases.cli import command
 from tilefold.bench import power
 from tilefold.bench.attention.peers import IMPLEMENTATIONS
 from tilefold.bench.choice import chosen
-from tilefold.bench.engine import ENGINES, Request
+from tilefold.bench.engine import Request
 from tilefold.bench.loop import run_each
 from tilefold.bench.matrix import gemm
 from tilefold.bench.power import parse_smi
@@ -17,7 +17,7 @@ from tilefold.bench.records.readme import Place, refreshed
 from tilefold.bench.records.record import markdown_text
 from tilefold.bench.records.runs import read_measured
 from tilefold.bench.setting import Options, setting_of
-from tilefold.bench.suites import SUITES, suite_named
+from tilefold.bench.suites import ENGINES, SUITES, suite_named
 from tilefold.bench.timers import Timing
 from tilefold.bench.video import sweep
 from tilefold.errors import Unsupported, ValueRangeError
@@ -40,7 +40,7 @@ def test_peers_are_meant_by_name_title_or_package():
     def names(*asked, must=False):
         return [one.name for one in chosen(IMPLEMENTATIONS, asked, must)]
 
-    assert names("fa2", "math") == ["tilefold", "flash", "math"]
+    assert names("fa2", "math", "flash") == ["tilefold", "flash", "math"]
     assert names("torch") == ["tilefold", "cudnn", "flash", "flex", "efficient", "math"]
     assert names("flash_attn_4") == ["tilefold", "fa4", "fa4-det"]
     assert names("none") == ["tilefold"]

@@ -1,13 +1,20 @@
 """Tables of reports fit 80 columns: none is wider than the terminal, so that rich has no figure to wrap or cut."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from cases.bench import RIGHT, rows
 from cases.cli import command
+from tilefold.bench.attention import report
+from tilefold.bench.attention.cases import SPARSE, Case
+from tilefold.bench.attention.peers import IMPLEMENTATIONS
+from tilefold.bench.run import Cell
+from tilefold.bench.timers import Timing
 from tilefold.cli.runtime import print_tables, tables_of
 
 WIDTH = 80
@@ -72,8 +79,8 @@ def test_figures_of_a_gpu_fit(widths, tmp_path):
     from pathlib import Path
 
     results = Path(__file__).parents[3] / "benchmarks" / "results"
-    rows = [json.loads(line) for line in (results / "sparse.jsonl").read_text().splitlines()]
-    newest = [row for row in rows if row["commit"] == rows[-1]["commit"]]
+    kept = [json.loads(line) for line in (results / "sparse.jsonl").read_text().splitlines()]
+    newest = [row for row in kept if row["commit"] == kept[-1]["commit"]]
     files = []
     for name in ("old", "new"):
         files.append(tmp_path / f"{name}.json")
@@ -86,28 +93,18 @@ def test_figures_of_a_gpu_fit(widths, tmp_path):
 @pytest.mark.parametrize("host", [False, True])
 def test_a_sparse_table_of_a_gpu_fits(host, widths):
     """All peers, the longest lists, every column that can be measured."""
-    from dataclasses import replace
-
-    from tilefold.bench.attention import report
-    from tilefold.bench.attention.cases import SPARSE, Case
-    from tilefold.bench.attention.peers import IMPLEMENTATIONS
-    from tilefold.bench.run import Cell
-    from tilefold.bench.timers import Timing
-    from tilefold.reference import Comparison
-
     cells = []
     for problem, pattern in SPARSE["full"]:
         case = Case("sparse", problem, pattern)
         for name in IMPLEMENTATIONS:
             time = Timing(12.345, 12.123, 13.456, 5, "events")
             extra = {"host": replace(time, ms=0.1234), "graph": time, "warm": time} if host else {}
-            cells.append(
-                Cell(case, name, "ok", "", Comparison(1e-3, 2e-3, 3e-3, 6e-3, True), time, scratch=1234567890, **extra)
-            )
+            cells.append(Cell(case, name, "ok", "", RIGHT, time, scratch=1234567890, **extra))
+    found = rows(cells)
     console = Console(width=WIDTH)
-    for sheet in report.sheets_of(cells):
+    for sheet in report.sheets_of(found):
         print_tables(console, sheet.head, sheet.rows, left=sheet.left)
-    for table in report.detail_tables(cells, WIDTH):
+    for table in report.detail_tables(found, WIDTH):
         console.print(table)
     assert len(widths) > 10
     assert [one for one in widths if one[1] > WIDTH] == []
@@ -115,14 +112,14 @@ def test_a_sparse_table_of_a_gpu_fits(host, widths):
 
 def test_a_wide_table_is_cut_between_columns():
     head = ("case", "kind", *(f"column {n}" for n in range(9)))
-    rows = [("a", "first", *(str(10**n) for n in range(9))), ("the longest name", "second", *("1.25x",) * 9)]
+    lines = [("a", "first", *(str(10**n) for n in range(9))), ("the longest name", "second", *("1.25x",) * 9)]
     wide = Console(width=200)
-    tables = tables_of(head, rows, 40, left=2)
+    tables = tables_of(head, lines, 40, left=2)
     assert [len(table.columns) for table in tables] == [3, 3, 3, 3, 3, 3, 3, 3, 3]
-    tables = tables_of(head, rows, 60, left=2)
+    tables = tables_of(head, lines, 60, left=2)
     shown = [str(column.header) for table in tables for column in table.columns[2:]]
     assert shown == list(head[2:]) and all([str(c.header) for c in t.columns[:2]] == ["case", "kind"] for t in tables)
     for table in tables:
         assert Measurement.get(wide, wide.options, table).maximum <= 60
-    assert len(tables_of(head, rows, 200, left=2)) == 1
-    assert len(tables_of(head[:2], [row[:2] for row in rows], 10, left=2)) == 1  # nothing to cut
+    assert len(tables_of(head, lines, 200, left=2)) == 1
+    assert len(tables_of(head[:2], [line[:2] for line in lines], 10, left=2)) == 1  # nothing to cut

@@ -8,7 +8,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,17 +99,17 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def notes_text(notes: Iterable[tuple[str, str, str, str]], cases: int, title: Callable[[str], str]) -> list[str]:
-    """(implementation, status, why, case) as sentences, equal ones said once: "Flex (6 cases): needs a GPU"; cases: of all."""
+def notes_text(notes: Iterable[tuple[str, str, str, str]], cases: int) -> list[str]:
+    """(title, status, why, case) as sentences, equal ones said once: "Flex (6 cases): needs a GPU"; cases: of all."""
     grouped: dict[tuple[str, str, str], list[str]] = {}
-    for implementation, status, note, case in notes:
+    for title, status, note, case in notes:
         if note:
-            grouped.setdefault((implementation, status, note), []).append(case)
+            grouped.setdefault((title, status, note), []).append(case)
     lines = []
-    for (implementation, status, note), some in grouped.items():
+    for (title, status, note), some in grouped.items():
         where = "" if len(some) == cases else f" ({', '.join(some) if len(some) <= 2 else f'{len(some)} cases'})"
         word = "" if status in (OK, REFUSED) else f"{status}: "
-        lines.append(f"{title(implementation)}{where}: {word}{note}")
+        lines.append(f"{title}{where}: {word}{note}")
     return lines
 
 

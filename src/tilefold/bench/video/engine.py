@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tilefold.bench.choice import select_cases
+from tilefold.bench.engine import Engine, Request
 
 if TYPE_CHECKING:
-    from tilefold.bench.engine import Request
     from tilefold.bench.records.record import Sheet
     from tilefold.bench.setting import Options, Setting
     from tilefold.bench.video.sweep import Point, SweepRow
@@ -24,10 +24,8 @@ DEFAULTS: dict[str, dict[bool, tuple[tuple[float, ...], tuple[float, ...]]]] = {
 QUICK = {True: (80,), False: (50,)}  # sparsities, on a GPU and in the interpreter
 
 
-class VideoEngine:
+class VideoEngine(Engine):
     """A result is the row of a point."""
-
-    name = "video"
 
     @property
     def known(self) -> Mapping[str, Any]:
@@ -40,7 +38,7 @@ class VideoEngine:
 
         return USUAL[device]
 
-    def cases(self, request: "Request", gpu: bool) -> "tuple[Point, ...]":
+    def cases(self, request: Request, gpu: bool) -> "tuple[Point, ...]":
         """The usual sparsities and cached lengths; quick and in the interpreter one sparsity."""
         from tilefold.bench.video.sweep import points_of
         from tilefold.plan.sparse.video import VideoShape
@@ -99,9 +97,6 @@ class VideoEngine:
             left = 2 if "line" in table.head else 1
             sheets.append(Sheet(f"{title_of(some, setting)}; {gains}", table.head, table.rows, left, brackets=False))
         return sheets
-
-    def details(self, results: "Sequence[SweepRow]", width: int, asked: bool) -> list[Any]:
-        return []
 
     def notes(self, results: "Sequence[SweepRow]") -> list[str]:
         from tilefold.bench.video.report import lines_of

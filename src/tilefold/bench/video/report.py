@@ -5,8 +5,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from tilefold.bench import page
-from tilefold.bench.attention.report import version_named
-from tilefold.bench.records.record import digits, finite, head, times
+from tilefold.bench.records.record import digits, finite, head, times, version_in
 from tilefold.bench.setting import Setting
 from tilefold.bench.video.crossover import Overtake, overtakes
 from tilefold.bench.video.stages import TOTAL, implementations
@@ -137,7 +136,7 @@ def record_of(row: SweepRow, setting: Setting) -> dict[str, Any]:
         | {name: {FINE: row.speedup(FINE, name)} for name in row.listed_peers},
         "errors": {name: _error(verdict) for name, verdict in row.verdicts.items()},
         "notes": row.notes,
-        "versions": {each.title: version_named(each.name, setting) for each in timed},
+        "versions": {each.title: version_in(each.package, setting) for each in timed},
         "tilefold": setting.tilefold,
         "torch": setting.torch,
         "triton": setting.triton,
