@@ -1,8 +1,5 @@
 """What an implementation under measurement is: the inputs it gets, the call it gives back, and how it refuses."""
 
-import functools
-import importlib.metadata
-import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -23,10 +20,9 @@ __all__ = [
     "Inputs",
     "Prepared",
     "Result",
-    "importable",
     "make_inputs",
+    "output_of",
     "prepared",
-    "version_of",
     "window_of",
 ]
 
@@ -135,18 +131,6 @@ def window_of(problem: AttentionProblem) -> tuple[int, int] | None:
     return None if problem.window == (-1, -1) else problem.window
 
 
-def importable(module: str) -> bool:
-    """Whether a (dotted) module can be imported, found out without importing it (but its parents)."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
-
-
-@functools.cache
-def version_of(package: str) -> str | None:
-    """The installed version of a distribution, or None."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def output_of(result: Any) -> Any:
+    """The output of a function that gives it alone or with an lse behind it, as its version has it."""
+    return result[0] if isinstance(result, tuple) else result

@@ -14,9 +14,11 @@ from tilefold.bench.attention import block_peers
 from tilefold.bench.attention.cases import DECODE, VIDEO, Case
 from tilefold.bench.attention.lists import Pattern
 from tilefold.bench.attention.peers import DEFAULT_PEERS, IMPLEMENTATIONS
-from tilefold.bench.implementation import importable, make_inputs, version_of
+from tilefold.bench.implementation import make_inputs
 from tilefold.bench.judge import Judge
 from tilefold.errors import Unsupported
+from tilefold.ops.environment import importable
+from tilefold.ops.environment import installed as version_of
 from tilefold.plan.problem import AttentionProblem
 
 PROBLEM = AttentionProblem(2, 192, 256, 2, 2, 16, 16, dtype="float32")

@@ -12,8 +12,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from tilefold.bench.attention.cases import Case
-from tilefold.bench.implementation import Implementation, Inputs, Prepared, version_of
+from tilefold.bench.implementation import Implementation, Inputs, Prepared
 from tilefold.errors import Unsupported
+from tilefold.ops.environment import installed as version_of
 
 if TYPE_CHECKING:
     from torch import Tensor

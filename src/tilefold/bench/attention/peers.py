@@ -21,8 +21,9 @@ from tilefold.bench.attention.own import (
     tilefold_refuses,
 )
 from tilefold.bench.family import Calls, Family
-from tilefold.bench.implementation import Function, Implementation, Inputs, Prepared, importable, make_inputs, prepared
+from tilefold.bench.implementation import Function, Implementation, Inputs, Prepared, make_inputs, output_of, prepared
 from tilefold.bench.judge import Judge
+from tilefold.ops.environment import importable
 from tilefold.plan.problem import AttentionProblem
 
 if TYPE_CHECKING:
@@ -120,11 +121,7 @@ def _packed_flash(inputs: Inputs) -> Function:
     newer = "window_size" in inspect.signature(attend).parameters  # a causal mask had an argument of its own before
     mask = {"window_size": (-1, 0) if causal else (-1, -1)} if newer else {"is_causal": causal}
 
-    def function(q: "Tensor", k: "Tensor", v: "Tensor") -> "Tensor":
-        out: Tensor = attend(q[0], k[0], v[0], inputs.offsets, inputs.offsets, longest, longest, **mask)
-        return out[None]
-
-    return function
+    return lambda q, k, v: attend(q[0], k[0], v[0], inputs.offsets, inputs.offsets, longest, longest, **mask)[None]
 
 
 # --- FlexAttention ----------------------------------------------------------------------------------------------------------
@@ -154,10 +151,9 @@ def _prepare_flex(inputs: Inputs) -> Prepared:
     mode = "max-autotune-no-cudagraphs" if tuned else None
     compiled: Any = torch.compile(flex_attention, dynamic=False, mode=mode)
 
-    def function(*tensors: "Tensor") -> "Tensor":
+    def function(*tensors: "Tensor") -> Any:
         q, k, v = (t.transpose(1, 2) for t in tensors)
-        out: Tensor = compiled(q, k, v, block_mask=mask, enable_gqa=grouped, kernel_options=options)
-        return out.transpose(1, 2)
+        return compiled(q, k, v, block_mask=mask, enable_gqa=grouped, kernel_options=options).transpose(1, 2)
 
     return prepared(inputs, function)
 
@@ -241,20 +237,16 @@ def _prepare_fa4(inputs: Inputs, **extra: Any) -> Prepared:
         if inputs.grad is not None:
             options["block_sparse_tensors_bwd"] = _fa4_lists(inputs, inputs.index.transpose())
 
-    def function(*tensors: "Tensor") -> "Tensor":
-        result: Any = interface.flash_attn_func(*tensors, **options)
-        out: Tensor = result[0] if isinstance(result, tuple) else result
-        return out
-
-    def packed(*tensors: "Tensor") -> "Tensor":
+    def packed(*tensors: "Tensor") -> Any:
         where = {f"cu_seqlens_{side}": inputs.offsets for side in "qk"} | dict.fromkeys(
             ("max_seqlen_q", "max_seqlen_k"), p.seq_q
         )
-        result: Any = interface.flash_attn_varlen_func(*(t[0] for t in tensors), **where, **options)
-        out: Tensor = result[0] if isinstance(result, tuple) else result
-        return out[None]
+        return output_of(interface.flash_attn_varlen_func(*(t[0] for t in tensors), **where, **options))[None]
 
-    return prepared(inputs, packed if p.varlen else function)
+    def dense(*tensors: "Tensor") -> Any:
+        return output_of(interface.flash_attn_func(*tensors, **options))
+
+    return prepared(inputs, packed if p.varlen else dense)
 
 
 def _fa4_lists(inputs: Inputs, index: "BlockIndex") -> Any:

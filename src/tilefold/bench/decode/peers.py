@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from tilefold.bench.decode.cases import DecodeCase
 from tilefold.bench.decode.inputs import DecodeInputs
 from tilefold.bench.family import Calls, Peer, each
-from tilefold.bench.implementation import importable
+from tilefold.bench.implementation import output_of
 from tilefold.errors import Unsupported
+from tilefold.ops.environment import importable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -118,12 +119,7 @@ def _prepare_flex(sets: Sequence[DecodeInputs]) -> Calls:
     def attend(inputs: DecodeInputs) -> "Callable[[], Tensor]":
         i = inputs.plain
         q, k, v = (t.transpose(1, 2) for t in (i.q, i.k_cache, i.v_cache))
-
-        def call() -> "Tensor":
-            out: Tensor = compiled(q, k, v, block_mask=mask, enable_gqa=grouped).transpose(1, 2)
-            return out
-
-        return call
+        return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=grouped).transpose(1, 2)
 
     return Calls([attend(one) for one in sets])
 
@@ -157,13 +153,7 @@ def _prepare_fa4(sets: Sequence[DecodeInputs]) -> Calls:
         if i.case.uneven:
             function = interface.flash_attn_varlen_func
             options |= {"seqused_k": i.lengths} | ({} if i.table is None else {"page_table": i.table})
-
-        def call() -> "Tensor":
-            result = function(i.q, i.k_cache, i.v_cache, **options)
-            out: Tensor = result[0] if isinstance(result, tuple) else result
-            return out
-
-        return call
+        return lambda: output_of(function(i.q, i.k_cache, i.v_cache, **options))
 
     return Calls([attend(one) for one in sets])
 

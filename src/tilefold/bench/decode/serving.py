@@ -10,9 +10,9 @@ from tilefold.bench.decode.cases import DecodeCase, decode_cases
 from tilefold.bench.decode.inputs import DecodeInputs, DecodeJudge, make_decode_inputs
 from tilefold.bench.decode.peers import OWN, TORCH_AND_FA4
 from tilefold.bench.family import Calls, Family, Peer
-from tilefold.bench.implementation import importable
 from tilefold.bench.run import METHODS, Row
 from tilefold.errors import Unsupported
+from tilefold.ops.environment import importable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,12 +79,7 @@ def _flashinfer_call(library: Any, inputs: DecodeInputs) -> "Callable[[], Tensor
         starts = torch.arange(case.batch + 1, dtype=torch.int32, device=q.device) * case.queries
         wrapper = library.BatchPrefillWithPagedKVCacheWrapper(space, "NHD")
         wrapper.plan(starts, *where, *shape, causal=True, **kinds)
-
-    def call() -> "Tensor":
-        out: Tensor = wrapper.run(q, (k, v)).view(case.batch, case.queries, case.heads, case.dim_v)
-        return out
-
-    return call
+    return lambda: wrapper.run(q, (k, v)).view(case.batch, case.queries, case.heads, case.dim_v)
 
 
 # --- vLLM -------------------------------------------------------------------------------------------------------------------

@@ -5,8 +5,9 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from tilefold.bench.choice import of_size
 from tilefold.bench.family import Calls, Family, Peer, each
-from tilefold.bench.matrix.product import BYTES, WholeJudge, of_size, ours, roof_of
+from tilefold.bench.matrix.product import BYTES, WholeJudge, ours, roof_of
 
 if TYPE_CHECKING:
     import torch
@@ -123,12 +124,7 @@ def conv_judge(inputs: ConvInputs) -> WholeJudge:
 def by_tilefold(inputs: ConvInputs) -> "Callable[[], Tensor]":
     """The public function as a user calls it."""
     i, function = inputs, ours("conv2d")
-
-    def call() -> "Tensor":
-        out: Tensor = function(i.x, i.weight, i.bias, **i.case.options, method=i.case.method)
-        return out
-
-    return call
+    return lambda: function(i.x, i.weight, i.bias, **i.case.options, method=i.case.method)
 
 
 def conv_cases(size: str = "full") -> tuple[ConvCase, ...]:

@@ -95,12 +95,7 @@ def eight_judge(inputs: EightInputs) -> WholeJudge:
 def eight_by_tilefold(inputs: EightInputs) -> "Callable[[], Tensor]":
     """The public function as a user calls it: it quantises x."""
     i, function = inputs, ours("matmul_w8a8")
-
-    def call() -> "Tensor":
-        out: Tensor = function(i.x, i.weight, i.scale)
-        return out
-
-    return call
+    return lambda: function(i.x, i.weight, i.scale)
 
 
 def eight_by_cublas(sets: Sequence[EightInputs]) -> Calls:
@@ -128,11 +123,9 @@ def prepare_scaled(sets: Sequence[EightInputs]) -> Calls:
         def whole() -> "Tensor":
             return (torch._int_mm(codes, w) * of_x * of_w).to(i.x.dtype)
 
-        def scaled() -> "Tensor":
-            out: Tensor = torch._scaled_mm(codes, w, scale_a=of_x, scale_b=of_w, out_dtype=i.x.dtype)
-            return out
-
-        return whole if i.case.kind == "int8" else scaled
+        if i.case.kind == "int8":
+            return whole
+        return lambda: torch._scaled_mm(codes, w, scale_a=of_x, scale_b=of_w, out_dtype=i.x.dtype)
 
     return Calls([one(i) for i in sets])
 

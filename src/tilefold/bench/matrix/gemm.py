@@ -4,8 +4,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from tilefold.bench.choice import of_size
 from tilefold.bench.family import Family, Peer, each
-from tilefold.bench.matrix.product import ACTIVATIONS, BYTES, WholeJudge, activated, of_size, ours, roof_of
+from tilefold.bench.matrix.product import ACTIVATIONS, BYTES, WholeJudge, activated, ours, roof_of
 
 if TYPE_CHECKING:
     import torch
@@ -129,12 +130,7 @@ def by_tilefold(inputs: GemmInputs) -> "Callable[[], Tensor]":
     i, case = inputs, inputs.case
     function: Any = ours("bmm" if case.batch else "matmul")
     options = {"bias": i.bias, "activation": case.activation, "order": case.order}
-
-    def call() -> "Tensor":
-        out: Tensor = function(i.a, i.b, **options)
-        return out
-
-    return call
+    return lambda: function(i.a, i.b, **options)
 
 
 def gemm_cases(size: str = "full") -> tuple[GemmCase, ...]:

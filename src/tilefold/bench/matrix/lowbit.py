@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from tilefold.bench.choice import of_size
 from tilefold.bench.family import Calls, Family, Peer, each
 from tilefold.bench.matrix.eight import (
     EightCase,
@@ -16,7 +17,7 @@ from tilefold.bench.matrix.eight import (
     refuses_scaled,
 )
 from tilefold.bench.matrix.lowbit_peers import LIBRARIES
-from tilefold.bench.matrix.product import BYTES, WholeJudge, of_size, ours, product_of, roof_of
+from tilefold.bench.matrix.product import BYTES, WholeJudge, ours, product_of, roof_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,12 +95,7 @@ def by_tilefold(inputs: LowbitInputs | EightInputs) -> "Callable[[], Tensor]":
     if isinstance(inputs, EightInputs):
         return eight_by_tilefold(inputs)
     i, function = inputs, ours("lowbit_matmul")
-
-    def call() -> "Tensor":
-        out: Tensor = function(i.x, i.weight)
-        return out
-
-    return call
+    return lambda: function(i.x, i.weight)
 
 
 def by_cublas(inputs: LowbitInputs) -> "Callable[[], Tensor]":
@@ -125,7 +121,7 @@ def lowbit_cases(size: str = "full") -> tuple[LowbitCase | EightCase, ...]:
         (3584, 18944),
         (152064, 3584),
     )  # of Qwen2-7B, joined as examples do
-    full = (
+    full: tuple[LowbitCase | EightCase, ...] = (
         *(LowbitCase(m) for m in (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)),
         *(LowbitCase(m, bits=bits) for bits in (8, 3, 2) for m in (1, 16, 64)),
         *(replace(one, group=group) for group in (0, 32, 64)),
@@ -133,7 +129,7 @@ def lowbit_cases(size: str = "full") -> tuple[LowbitCase | EightCase, ...]:
         *(LowbitCase(m, n, k) for n, k in layers for m in (1, 16)),
         *(EightCase(m, kind=kind) for kind in ("int8", "e4m3") for m in (1, 16, 64, 256, 1024, 4096)),
     )
-    tiny = (
+    tiny: tuple[LowbitCase | EightCase, ...] = (
         *(replace(small, bits=bits) for bits in (8, 4, 3, 2)),
         replace(small, scheme="symmetric", dtype="float16"),
         replace(small, m=40, group=0),

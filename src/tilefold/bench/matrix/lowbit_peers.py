@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from tilefold.bench.family import Calls, Peer
-from tilefold.bench.implementation import importable
 from tilefold.bench.matrix.eight import EightCase
 from tilefold.bench.matrix.product import product_of
 from tilefold.errors import Unsupported
+from tilefold.ops.environment import importable
 
 if TYPE_CHECKING:
     import torch
@@ -68,12 +68,7 @@ def _prepare_tinygemm(sets: Sequence[Any]) -> Calls:
         halves, both = tinygemm_parts(inputs.weight)
         packed = torch.ops.aten._convert_weight_to_int4pack(halves, 8)
         x, group = inputs.x, inputs.case.group
-
-        def call() -> "Tensor":
-            out: Tensor = torch.ops.aten._weight_int4pack_mm(x, packed, group, both)
-            return out
-
-        return call
+        return lambda: torch.ops.aten._weight_int4pack_mm(x, packed, group, both)
 
     if sets[0].case.n % 8 or sets[0].case.k % 128:
         raise Unsupported("takes N in multiples of 8 and K in multiples of 128")
@@ -122,13 +117,7 @@ def _prepare_gemlite(sets: Sequence[Any]) -> Calls:
         zeros = torch.full_like(weight.scales, 2 ** (case.bits - 1)) if weight.zeros is None else weight.zeros
         rows = (t.t().contiguous().to(dtype).view(-1, 1) for t in (weight.scales, zeros))
         layer.pack(weight.codes(), *rows, None)
-        x = inputs.x
-
-        def call() -> "Tensor":
-            out: Tensor = layer(x)
-            return out
-
-        return call
+        return lambda: layer(inputs.x)
 
     return Calls([one(each) for each in sets])
 

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
+from tilefold.bench.choice import of_size
 from tilefold.bench.family import Family, Judge, Peer, each
-from tilefold.bench.matrix.product import BYTES, WholeJudge, of_size, ours
+from tilefold.bench.matrix.product import BYTES, WholeJudge, ours
 
 if TYPE_CHECKING:
     import torch

@@ -4,9 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tilefold.bench.attention.cases import SIZES
 from tilefold.bench.judge import verdict_of
-from tilefold.errors import Unsupported, ValueRangeError
+from tilefold.errors import Unsupported
 
 if TYPE_CHECKING:
     import torch
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
 
     from tilefold.reference import Comparison
 
-__all__ = ["BYTES", "WholeJudge", "activated", "of_size", "ours", "product_of", "roof_of"]
+__all__ = ["BYTES", "WholeJudge", "activated", "ours", "product_of", "roof_of"]
 
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 ACTIVATIONS = (None, "relu", "silu", "gelu", "gelu_tanh")
@@ -87,10 +86,3 @@ def ours(name: str) -> Any:
     if name not in ops.COLLECTION:
         raise Unsupported(f"tilefold.ops.{name} is not in this build")
     return getattr(ops, name)
-
-
-def of_size(size: str, cases: dict[str, tuple[Any, ...]]) -> tuple[Any, ...]:
-    """The cases of a size.  ValueRangeError for another one."""
-    if size not in SIZES:
-        raise ValueRangeError(f"size must be one of {', '.join(SIZES)}, got {size!r}")
-    return cases[size]

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilefold.bench.implementation import version_of
 from tilefold.bench.loop import FAILED, MEMORY, OK, REFUSED, WRONG
+from tilefold.ops.environment import installed as version_of
 
 if TYPE_CHECKING:
     from tilefold.bench.setting import Setting
