@@ -1,12 +1,12 @@
 """How long a call takes, in six ways, each for a question of its own.
 
 time_alternating  which of several implementations is faster: rounds of short measurements in changing order, so that drifting
-                  clocks and power caps meet all of them alike; the only one whose ratios are published
-time_events       GPU time of one call that finds its inputs outside the L2 cache (flushed before each call)
+                  clocks and power caps meet all of them alike; the only one whose ratios are published.  What it samples:
+event_samples     GPU time of one call that finds its inputs outside the L2 cache (flushed before each call)
 queued_samples    the same where the host is ahead: the device waits for nobody, and what is left is kernels and gaps
-time_graph        GPU time of one call without any launch overhead: replays of a CUDA graph over rotating buffers
-time_host         CPU time that one call costs its caller before it returns, whatever the GPU does meanwhile
-time_wall         wall-clock time of one call on the CPU (the interpreter)
+graph_sampler     GPU time of one call without any launch overhead: replays of a CUDA graph over rotating buffers
+wall_samples      wall-clock time of one call on the CPU (the interpreter)
+time_host         by itself: CPU time that one call costs its caller before it returns, whatever the GPU does meanwhile
 """
 
 import gc
@@ -18,16 +18,15 @@ from dataclasses import dataclass
 __all__ = [
     "QUEUE_DEPTH",
     "Timing",
+    "event_samples",
     "graph_sampler",
     "hidden",
     "queued_samples",
     "rotations",
     "summarise",
     "time_alternating",
-    "time_events",
-    "time_graph",
     "time_host",
-    "time_wall",
+    "wall_samples",
 ]
 
 Call = Callable[[], object]
@@ -129,17 +128,6 @@ def wall_samples(call: Call, budget_s: float = 0.3, least: int = 2) -> list[floa
     return samples
 
 
-def time_events(call: Call, warmup_ms: float = 25, rep_ms: float = 100) -> Timing:
-    """GPU time of a call between events, the L2 cache flushed before each; the median."""
-    return summarise(event_samples(call, warmup_ms, rep_ms), "events")
-
-
-def time_wall(call: Call, budget_s: float = 0.3, least: int = 2) -> Timing:
-    """Wall-clock time of a call that finishes before it returns (CPU), after one warming call; the median."""
-    call()
-    return summarise(wall_samples(call, budget_s, least), "wall")
-
-
 def time_alternating(
     samplers: Mapping[str, Sampler],
     rounds: int = 5,
@@ -174,17 +162,12 @@ def rotations(bytes_per_call: int, l2_bytes: int) -> int:
     return max(1, -(-2 * l2_bytes // max(1, bytes_per_call)))
 
 
-def time_graph(calls: Sequence[Call], rounds: int = 10, target_ms: float = 10.0) -> Timing:
-    """GPU time of a call replayed from a CUDA graph: no launch overhead, no gaps that a host would leave.
+def graph_sampler(calls: Sequence[Call], replays: int = 3, target_ms: float = 10.0) -> Sampler:
+    """GPU time of a call replayed from a CUDA graph, which is captured here: no launch overhead, no gaps that a host would leave.
 
     calls: the same call over different buffers, `rotations` of them, so that no replayed call finds its inputs in the L2 cache.
     The graph goes around them until it holds about `target_ms` of work; the samples are replays divided by the calls in them.
     """
-    return summarise(graph_sampler(calls, rounds, target_ms)(), "graph")
-
-
-def graph_sampler(calls: Sequence[Call], replays: int = 3, target_ms: float = 10.0) -> Sampler:
-    """What measures `time_graph`'s calls so many times whenever it is called, the graph captured here: for `time_alternating`."""
     import torch
 
     stream = torch.cuda.Stream()

@@ -1,6 +1,7 @@
 """The launches behind `roofs`: calls over kernels/roofs.py, and how each is timed."""
 
 import functools
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -134,15 +135,15 @@ class Work:
 def timer(where: torch.device) -> Callable[[Call], float]:
     """Seconds of a call: the median between GPU events, or of wall time on the CPU."""
     if where.type == "cpu":
-        return lambda call: timers.time_wall(call, budget_s=0.0, least=1).ms * 1e-3
-    return lambda call: timers.time_events(call, warmup_ms=15, rep_ms=40).ms * 1e-3
+        return lambda call: statistics.median(timers.wall_samples(call, budget_s=0.0)) * 1e-3
+    return lambda call: statistics.median(timers.event_samples(call, warmup_ms=15)) * 1e-3
 
 
 def launch_on_device(call: Call, where: torch.device) -> float:
     """Seconds from one launch to the next where the host is not waited for: replays of a CUDA graph."""
     if where.type == "cpu":
         return launch_on_host(call, where)  # the interpreter has no device beside the host
-    return timers.time_graph([call] * 100, rounds=5, target_ms=1.0).ms * 1e-3
+    return statistics.median(timers.graph_sampler([call] * 100, replays=5, target_ms=1.0)()) * 1e-3
 
 
 def launch_on_host(call: Call, where: torch.device) -> float:

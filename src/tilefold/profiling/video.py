@@ -16,11 +16,11 @@ from tilefold.plan.device import Device
 from tilefold.plan.sparse.video import STAGES, VideoShape
 from tilefold.plan.sparse.video_launches import TOGETHER, LaunchWork, launch_works
 from tilefold.profiling.evidence import Evidence
-from tilefold.profiling.launches import Launched, code_for, codes_of
+from tilefold.profiling.launches import Launched, Ran, code_for, codes_of
 from tilefold.profiling.predict import Predicted, memory_traffic, predict
 from tilefold.profiling.roofs import load_roofs, with_roofs
 from tilefold.profiling.session import Declared, evidence_of
-from tilefold.profiling.timeline import Ran, by_place, interpreted, traced
+from tilefold.profiling.timeline import by_place, interpreted, traced
 from tilefold.profiling.verdict import Verdict, judge
 
 __all__ = ["Account", "Explanation", "LaunchRow", "explain_video", "stages_inside"]
@@ -154,9 +154,6 @@ class Explanation:
     first: float
     next: float
     notes: tuple[str, ...]
-
-    def account(self, name: str) -> Account:
-        return next(each for each in self.sums if each.name == name)
 
     def tables(self) -> tuple[tuple[tuple[str, ...], Rows], ...]:
         """(head, rows) of the launches, of the sums, and of the pipeline from inside."""
