@@ -9,7 +9,7 @@ from cases.cli import command, reports
 from tilefold.bench.attention import peers
 from tilefold.bench.implementation import Implementation, Prepared
 
-run = command("bench", columns=100)
+run = command("bench")
 
 
 @pytest.mark.interpreter

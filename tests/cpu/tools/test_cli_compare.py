@@ -11,7 +11,7 @@ from cases.cli import command, reports
 from tilefold.bench.accuracy import difference_of
 from tilefold.cli import compare
 
-run = command("compare", columns=100)
+run = command("compare")
 
 
 @pytest.mark.interpreter

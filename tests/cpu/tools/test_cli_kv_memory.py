@@ -14,7 +14,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "concepts" / "paged_cache.md"
 SMALL = ("--layers", 2, "--kv-heads", 3, "--dim", 8, "--dim-v", 4, "--max-tokens", 100)
 
 
-run = command("kv-memory", columns=120)
+run = command("kv-memory")
 
 
 def figures(*arguments):
@@ -84,6 +84,23 @@ def test_a_cache_in_8_bits(tmp_path, dtype, kind):
     assert figures(*given, "--budget", 40 * row / 2**30)["layouts"][1]["concurrent"] == 3
     assert figures(*given[:-1], "bf16", *room)["bytes_of_factors"] == 0
     assert f"{kind}: 72 B a token, and 48 B of factors" in run(*given, *room).output
+
+
+def test_long_figures_fit():
+    run(
+        *[
+            "--model",
+            "llama-3.1-70b",
+            "--requests",
+            "20",
+            "--budget",
+            "100",
+            "--max-tokens",
+            "131072",
+            "--page-sizes",
+            "16,1024",
+        ]
+    )
 
 
 def test_a_shared_prefix_is_there_once():

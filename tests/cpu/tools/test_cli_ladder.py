@@ -40,7 +40,7 @@ def attention(q, k, v, causal=False):
 """
 
 
-run = command("ladder")
+run = command("ladder", columns=150)
 
 
 def new(tmp_path, text, *arguments, rung="naive", code=0):

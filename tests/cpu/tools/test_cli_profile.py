@@ -7,7 +7,7 @@ import torch
 
 from cases.cli import command, reports
 
-run = command("profile", "video", columns=140)
+run = command("profile", "video")
 
 
 @pytest.mark.interpreter

@@ -24,7 +24,7 @@ REPORT = "\n".join(
 )
 
 
-run = command("profile", columns=250)
+run = command("profile")
 
 
 STALLED = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
