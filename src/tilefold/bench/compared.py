@@ -3,15 +3,18 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
+import tilefold
 from tilefold.bench.accuracy import LARGEST, exact_result
 from tilefold.errors import Unsupported, ValueRangeError
+from tilefold.plan.sparse.video import VideoShape
+from tilefold.reference.rounding import plain
+from tilefold.sparse.stages import SelectOptions
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from tilefold.bench.implementation import Inputs
-    from tilefold.plan.sparse.video import VideoShape
-    from tilefold.sparse.stages import SelectOptions
 
 __all__ = ["VIDEO_NAMES", "attention_results", "check_name", "check_video_names", "video_results", "without_lse"]
 
@@ -21,7 +24,7 @@ ORACLES = ("fp64", "plain")
 # Of the video pipeline, in the order in which they are made; `kept` is 1 where a query block's list has a KV block.
 STAGES = ("coarse", "scores", "gini", "tau", "mass", "kept", "fine", "lse", "out")
 
-Results = dict[str, "Tensor"]
+Results = dict[str, Tensor]
 
 
 # --- attention by itself ------------------------------------------------------------------------------------------------------
@@ -58,8 +61,7 @@ def attention_results(name: str, inputs: "Inputs", device: str) -> Results:
     return results
 
 
-def _own_lse(inputs: "Inputs", plan: Any = None) -> "Tensor":
-    import tilefold
+def _own_lse(inputs: "Inputs", plan: Any = None) -> Tensor:
     from tilefold.bench.implementation import window_of
 
     p, tensors = inputs.problem, (inputs.q, inputs.k, inputs.v)
@@ -77,7 +79,7 @@ def _own_lse(inputs: "Inputs", plan: Any = None) -> "Tensor":
     return lse
 
 
-def _portable_lse(inputs: "Inputs") -> "Tensor":
+def _portable_lse(inputs: "Inputs") -> Tensor:
     from tilefold.bench.attention.block_peers import portable_plans
 
     plans = portable_plans(inputs)
@@ -85,7 +87,7 @@ def _portable_lse(inputs: "Inputs") -> "Tensor":
     return _own_lse(inputs, plans[0])
 
 
-_LSE: dict[str, Callable[["Inputs"], "Tensor"]] = {"tilefold": _own_lse, "portable": _portable_lse}
+_LSE: dict[str, Callable[["Inputs"], Tensor]] = {"tilefold": _own_lse, "portable": _portable_lse}
 
 
 def without_lse(names: tuple[str, str]) -> list[str]:
@@ -116,8 +118,8 @@ def check_video_names(names: tuple[str, str], backward: bool, same_lists: bool) 
 
 def video_results(
     names: tuple[str, str],
-    shape: "VideoShape",
-    select: "SelectOptions",
+    shape: VideoShape,
+    select: SelectOptions,
     device: str,
     seed: int,
     backward: bool,
@@ -142,8 +144,6 @@ def video_results(
     tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, **inputs.gates}
     grad = None
     if backward:
-        import torch
-
         grad = torch.randn(inputs.q.shape, generator=inputs.generator, device=device, dtype=inputs.q.dtype)
     lists: Any = None
     found = []
@@ -155,13 +155,10 @@ def video_results(
 
 
 def _pipeline(
-    name: str, tensors: "dict[str, Tensor]", options: dict[str, Any], grad: "Tensor | None", lists: Any
+    name: str, tensors: dict[str, Tensor], options: dict[str, Any], grad: Tensor | None, lists: Any
 ) -> tuple[Results, Any]:
     """(the results of one implementation, the lists it attended); lists: those that an oracle is to attend, or None."""
-    import torch
-
     from tilefold import reference, sparse
-    from tilefold.reference.rounding import plain
 
     run: Any = sparse.sparse_video_attention
     if name in ORACLES:

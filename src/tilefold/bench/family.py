@@ -5,11 +5,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
+from tilefold.reference import Comparison
+
+if TYPE_CHECKING:
     from tilefold.bench.run import Row
-    from tilefold.reference import Comparison
 
 __all__ = ["Calls", "Case", "Family", "Judge", "Peer", "each"]
 
@@ -33,7 +34,7 @@ class Case(Protocol):
 class Judge(Protocol):
     """The reference of one set of inputs."""
 
-    def verdict(self, result: Any) -> "Comparison": ...
+    def verdict(self, result: Any) -> Comparison: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Calls:
 
     judge: what the first one's output is judged by, if not by the family's judge (who rounds weights in its own way)."""
 
-    calls: "list[Callable[[], Any]]"
+    calls: list[Callable[[], Any]]
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     judge: Judge | None = None
 
@@ -93,6 +94,6 @@ class Family:
     attention: bool = False
 
 
-def each(make: "Callable[[Any], Callable[[], Tensor]]") -> Callable[[Sequence[Any]], Calls]:
+def each(make: Callable[[Any], Callable[[], Tensor]]) -> Callable[[Sequence[Any]], Calls]:
     """A prepare that treats every set of inputs by itself."""
     return lambda sets: Calls([make(one) for one in sets])

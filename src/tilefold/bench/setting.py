@@ -8,6 +8,8 @@ import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 __all__ = ["Options", "Setting", "setting_of"]
 
 
@@ -40,7 +42,6 @@ class Setting:
 
 def setting_of(device: str) -> Setting:
     """The setting of a run on "cuda" or "cpu", now, of the checkout that tilefold is imported from."""
-    import torch
     import triton
 
     if device == "cuda":

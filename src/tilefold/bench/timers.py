@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 __all__ = [
     "QUEUE_DEPTH",
     "Timing",
@@ -84,8 +86,6 @@ def event_samples(call: Call, warmup_ms: float = 10, rep_ms: float = 40) -> list
 def hidden(call: Call) -> Call:
     """A call before which the L2 cache is cleared and the device spins, so that its launches are queued when their turn comes.
     `spin_kernel` marks where the work of the call begins and where it ends."""
-    import torch
-
     room = torch.empty(CLEARED, dtype=torch.int8, device="cuda")
 
     def run() -> object:
@@ -100,13 +100,11 @@ def hidden(call: Call) -> Call:
 
 def queued_samples(call: Call, samples: int = 10) -> list[float]:
     """Times of single calls (ms) between CUDA events, the L2 cache cleared and the host ahead of the device."""
-    import torch
-
     times: list[float] = []
     for _ in range(samples):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
-        def timed(start: "torch.cuda.Event" = start, end: "torch.cuda.Event" = end) -> None:
+        def timed(start: torch.cuda.Event = start, end: torch.cuda.Event = end) -> None:
             start.record()
             call()
             end.record()
@@ -168,8 +166,6 @@ def graph_sampler(calls: Sequence[Call], replays: int = 3, target_ms: float = 10
     calls: the same call over different buffers, `rotations` of them, so that no replayed call finds its inputs in the L2 cache.
     The graph goes around them until it holds about `target_ms` of work; the samples are replays divided by the calls in them.
     """
-    import torch
-
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -195,8 +191,6 @@ def graph_sampler(calls: Sequence[Call], replays: int = 3, target_ms: float = 10
 
 def _between_events(call: Call) -> float:
     """Milliseconds of GPU time from before to after one call on the current stream."""
-    import torch
-
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     call()
@@ -234,6 +228,4 @@ def time_host(call: Call, synchronize: Call, calls: int = 100, repetitions: int 
 
 def l2_bytes() -> int:
     """Bytes of the current GPU's L2 cache."""
-    import torch
-
     return int(torch.cuda.get_device_properties().L2_cache_size)

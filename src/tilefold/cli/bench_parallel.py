@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.text import Text
@@ -142,7 +143,6 @@ def _heads(text: str) -> tuple[int, int]:
 
 def _run(work: "Work", runtime: Runtime, ranks: int | None) -> "list[Line] | None":
     """The lines, or None on ranks that do not report.  In torchrun's processes, or in some that are started here."""
-    import torch
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
@@ -174,7 +174,6 @@ def _run(work: "Work", runtime: Runtime, ranks: int | None) -> "list[Line] | Non
 
 def _on_rank(work: "Work") -> "list[Line] | None":
     """The lines on rank 0, which shows how far it is."""
-    import torch
     import torch.distributed as dist
 
     from tilefold.bench.parallel.run import measure
@@ -199,7 +198,6 @@ def _on_rank(work: "Work") -> "list[Line] | None":
 def _started(rank: int, ranks: int, work: "Work", folder: str) -> None:
     """One process of those that are started here; rank 0 leaves the lines in a file."""
     runtime = prepare_runtime()
-    import torch
     import torch.distributed as dist
 
     from tilefold.bench.parallel.setup import join

@@ -8,6 +8,7 @@ import subprocess
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -61,8 +62,6 @@ def driver() -> str:
 
 def machine() -> list[Finding]:
     """Python, the processor, every GPU and the driver."""
-    import torch
-
     found = [
         Finding("machine", "python", INFO, f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         Finding("machine", "processor", INFO, f"{os.cpu_count()} cores"),
@@ -82,8 +81,6 @@ def machine() -> list[Finding]:
 
 def libraries() -> list[Finding]:
     """tilefold, torch, triton and numpy."""
-    import torch
-
     import tilefold
 
     toolkit = (
@@ -103,8 +100,6 @@ def libraries() -> list[Finding]:
 
 def gpu_fault() -> str | None:
     """Why the portable kernels cannot run on a GPU here, or None."""
-    import torch
-
     if triton_fault():
         return triton_fault()
     if not torch.cuda.is_available():
@@ -117,8 +112,6 @@ def gpu_fault() -> str | None:
 
 def _hopper_fault() -> str | None:
     """Why the portable kernels serve instead on this GPU, or None."""
-    import torch
-
     from ..kernels import hopper
     from ..ops.hopper import DISABLE, disabled
 
@@ -131,8 +124,6 @@ def _hopper_fault() -> str | None:
 
 def support() -> list[Finding]:
     """Which families of kernels run here, and why the others do not."""
-    import torch
-
     gpu, slow = gpu_fault(), interpreter_fault()
     hip = torch.version.hip is not None
     lines = [
@@ -163,8 +154,6 @@ def tuned() -> list[Finding]:
         return [
             Finding("plans", "measured here", INFO, "no GPU: plans for other devices are by the rules or their tables")
         ]
-    import torch
-
     from tilefold.ops.device import device_of
 
     with warnings.catch_warnings(record=True) as said:

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Annotated
 
+import torch
 import typer
 
 from tilefold.cli.runtime import dtype_named, pair_of, user_errors
@@ -223,8 +224,6 @@ def _record(device: str) -> "Device":
 
     if device != "here":
         return device_named(device)
-    import torch
-
     from tilefold.cli.runtime import prepare_runtime
     from tilefold.ops.device import device_of
 

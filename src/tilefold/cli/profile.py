@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
+import torch
 import typer
 import typer.core
 from rich.console import Console
@@ -193,8 +194,6 @@ def _pair(text: str) -> tuple[float, float]:
 
 def _device(gpu: bool) -> "Device":
     """The device whose roofs count."""
-    import torch
-
     from tilefold.ops.device import device_of
 
     return device_of(torch.device("cuda" if gpu else "cpu"))
@@ -223,7 +222,7 @@ def _rows(rows: "tuple[StageRow, ...]") -> tuple[tuple[str, ...], ...]:
     )
 
 
-def _reported(found: "VideoRun") -> "Mapping[str, float]":
+def _reported(found: "VideoRun") -> Mapping[str, float]:
     """Milliseconds that others report of the stages of this shape."""
     from tilefold.bench.video.reported import stage_ms
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.text import Text
@@ -91,8 +92,6 @@ def case(
 
     chosen = select_cases(cases_in(family, "quick" if quick else "full", direction), name)[0]
     _gpu()
-    import torch
-
     from tilefold.ops.device import device_of
     from tilefold.profiling.roofs import load_roofs, with_roofs
     from tilefold.profiling.session import Declared, profile, with_declared

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.text import Text
@@ -83,8 +84,6 @@ def _machine(measure: bool, name: str | None, console: Console) -> "tuple[Device
 
     if name is not None:
         return device_named(name), None
-    import torch
-
     if not torch.cuda.is_available() and not measure:
         raise DeviceError(
             "no GPU here whose roofs could be drawn: name a known one, --device h200, or --measure the interpreter"

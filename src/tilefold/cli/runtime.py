@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -75,8 +76,6 @@ def prepare_runtime(kernels: bool = True) -> Runtime:
     kernels: False: plain torch on the CPU will do, unless TRITON_INTERPRET asks for the interpreter.
     Raises DeviceError where neither can be used.
     """
-    import torch
-
     from tilefold.ops.environment import check_environment
 
     asked = os.environ.get("TRITON_INTERPRET")
@@ -104,8 +103,6 @@ def prepare_runtime(kernels: bool = True) -> Runtime:
 
 def _tables() -> str:
     """Said of what makes plans here other than elsewhere."""
-    import torch
-
     from tilefold.ops.device import device_of
     from tilefold.ops.environment import triton_fault
     from tilefold.plan.table import VARIABLE, table_in_use

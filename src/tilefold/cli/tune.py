@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -81,8 +82,6 @@ def tune(
 
 def _runtime() -> Runtime:
     """DeviceError without a GPU, unless the interpreter was asked for."""
-    import torch
-
     if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
         raise DeviceError(
             "tilefold tune measures plans on a GPU, and torch sees none here; a table from another machine of the same GPU is "
@@ -92,8 +91,6 @@ def _runtime() -> Runtime:
 
 
 def _device(runtime: Runtime) -> "Device":
-    import torch
-
     from tilefold.ops.device import device_of
 
     return device_of(torch.device("cuda", torch.cuda.current_device()) if runtime.gpu else torch.device("cpu"))

@@ -49,7 +49,7 @@ class Work:
             return ("bfloat16", "float16", "int8", "float32")
         return (*(name for name, entry in PRODUCTS.items() if not entry[3] or self.device.has(entry[3])), "float32")
 
-    def _launch(self, kernel: Any, programs: int, args: tuple[Any, ...], **constants: Any) -> "functools.partial[None]":
+    def _launch(self, kernel: Any, programs: int, args: tuple[Any, ...], **constants: Any) -> functools.partial[None]:
         options = {"num_warps": self.sizes.warps}
         launch = Launch(kernel, (programs, 1, 1), constants, options, self.where.index or 0)
         return functools.partial(launch, args)
@@ -60,23 +60,23 @@ class Work:
         x = torch.randint(-(2**31), 2**31 - 1, (self.sizes.elements,), dtype=torch.int32, device=self.where)
         return x, torch.zeros_like(x)
 
-    def read(self) -> "functools.partial[None]":
+    def read(self) -> functools.partial[None]:
         """DRAM -> registers."""
         blocks = self.sizes.elements // self.sizes.block
         args = (self.buffers[0], self.out, blocks, 1)
         return self._launch(kernels.read_bytes, self.l2_programs, args, BLOCK=self.sizes.block, PASS=False)
 
-    def write(self) -> "functools.partial[None]":
+    def write(self) -> functools.partial[None]:
         """Registers -> DRAM."""
         programs = self.sizes.elements // (self.sizes.block // 2)
         return self._launch(kernels.write_bytes, programs, (self.buffers[1], 7), BLOCK=self.sizes.block // 2)
 
-    def copy(self) -> "functools.partial[None]":
+    def copy(self) -> functools.partial[None]:
         """DRAM -> DRAM."""
         programs = self.sizes.elements // (self.sizes.block // 2)
         return self._launch(kernels.copy_bytes, programs, self.buffers, BLOCK=self.sizes.block // 2)
 
-    def read_l2(self) -> "functools.partial[None]":
+    def read_l2(self) -> functools.partial[None]:
         """L2 -> registers of every SM."""
         blocks = self.sizes.l2_elements // self.sizes.block
         args = (self.buffers[0][: self.sizes.l2_elements], self.out, blocks, self.sizes.l2_turns)
@@ -95,7 +95,7 @@ class Work:
         """[FMA_BLOCK] fp32 in (0, 0.5): sums and products of the loops stay finite and normal."""
         return 0.05 + 0.4 * torch.rand(FMA_BLOCK, device=self.where)
 
-    def multiply(self, dtype: str) -> "functools.partial[None]":
+    def multiply(self, dtype: str) -> functools.partial[None]:
         """Products on the SM; normal values, as the power that they draw sets the clock. The tiles and sums: `self.product`."""
         s = self.sizes
         sums = torch.zeros(self.programs, dtype=torch.float32, device=self.where)
@@ -121,13 +121,13 @@ class Work:
         """Exponentials of one call of `exponentials`."""
         return float(UNROLLED * FMA_BLOCK * self.sizes.turns * self.programs)
 
-    def exponentials(self) -> "functools.partial[None]":
+    def exponentials(self) -> functools.partial[None]:
         """exp2 in registers; the sums: `self.product`."""
         sums = torch.zeros(self.programs, dtype=torch.float32, device=self.where)
         self.product = (self.start, self.start, sums)
         return self._launch(kernels.exponentials, self.programs, (self.start, sums, self.sizes.turns), BLOCK=FMA_BLOCK)
 
-    def nothing(self) -> "functools.partial[None]":
+    def nothing(self) -> functools.partial[None]:
         """A launch of one program that does nothing."""
         return self._launch(kernels.nothing, 1, (self.out,))
 

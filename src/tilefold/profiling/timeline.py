@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import torch
+
 from tilefold.bench import timers
 from tilefold.bench.torch_trace import exported
 from tilefold.profiling.launches import Launched, Ran, ordered, product
@@ -29,8 +31,6 @@ def traced(calls: Mapping[str, Call], samples: int = 5) -> dict[str, tuple[tuple
     """What each call launches, `samples` times, the L2 cache cleared and the host ahead (`timers.hidden`): one trace of all.
 
     () for a call of which the trace does not hold every sample. Warm up before."""
-    import torch
-
     covered = {name: timers.hidden(call) for name, call in calls.items()}
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:

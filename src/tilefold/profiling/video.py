@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from tilefold.bench import timers
 from tilefold.bench.video.stages import TOTAL, Ready
 from tilefold.plan.device import Device
@@ -238,8 +240,6 @@ def _seconds(launched: Launched) -> float:
 
 def _empty_calls(device: Device) -> dict[str, Callable[[], object]]:
     """A call of one empty launch and one of several; the kernel is compiled."""
-    import torch
-
     from tilefold.profiling.roof_launches import Work
     from tilefold.profiling.roof_sizes import sizes_of
 

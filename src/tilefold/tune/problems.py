@@ -6,6 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
+import tilefold
 from tilefold.bench.attention.cases import Case, cases_of
 from tilefold.bench.choice import select_cases
 from tilefold.bench.decode.cases import DecodeCase, decode_cases
@@ -14,8 +17,6 @@ from tilefold.errors import Unsupported, ValueRangeError
 from tilefold.plan.problem import AttentionProblem
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from tilefold.bench.family import Judge
 
 __all__ = ["PARTS", "Tunable", "Work", "problems_of_cases", "problems_of_model"]
@@ -34,7 +35,7 @@ class Work:
 
     sets: Sequence[Any]
     problem: Any
-    call: "Callable[[Any, Any], Callable[[], Tensor]]"
+    call: Callable[[Any, Any], Callable[[], Tensor]]
     judge: "Callable[[], Judge]"
 
 
@@ -164,7 +165,6 @@ def _number(path: Path, config: Mapping[str, Any], name: str, default: int | Non
 
 
 def _attention(case: Case, device: str, count: int) -> Work:
-    import tilefold
     from tilefold.bench.implementation import make_inputs, window_of
     from tilefold.bench.judge import Judge
     from tilefold.plan import AttentionPlan
@@ -184,7 +184,6 @@ def _attention(case: Case, device: str, count: int) -> Work:
 
 
 def _decode(case: DecodeCase, device: str, count: int) -> Work:
-    import tilefold
     from tilefold.bench.decode.inputs import DecodeJudge, make_decode_inputs
     from tilefold.plan.cache.decode import decode_kernel_refusal
 
@@ -234,6 +233,6 @@ class _Rows:
         a = inputs.a if self.rows is None else inputs.a[self.rows]
         self.judge = gemm_judge(GemmInputs(inputs.case, a, inputs.b, inputs.bias))
 
-    def verdict(self, out: "Tensor") -> Any:
+    def verdict(self, out: Tensor) -> Any:
         found = self.judge.verdict(out if self.rows is None else out[self.rows])
         return replace(found, finite=bool(out.isfinite().all()))

@@ -44,7 +44,7 @@ def machine(monkeypatch):
     monkeypatch.setattr(torch.cuda.profiler, "start", lambda: log.append("mark"))
     monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: log.append("unmark"))
     monkeypatch.setattr(torch.profiler, "profile", Profiler)
-    monkeypatch.setattr("tilefold.ops.device.device_of", lambda device: device_named("h200"))
+    monkeypatch.setattr("tilefold.profiling.session.device_of", lambda device: device_named("h200"))
     monkeypatch.setenv(roofs.FOLDER_VARIABLE, "off")
     yield log
     session.FINISHED.clear()

@@ -1,14 +1,14 @@
 """tilefold's own rows of a benchmark: the public functions as a user calls them, and by kernels that a plan would not take."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import Tensor
+
+import tilefold
 from tilefold.bench.attention.block_peers import portable_plans
 from tilefold.bench.attention.cases import Case
 from tilefold.bench.implementation import Inputs, Prepared, prepared, window_of
 from tilefold.errors import Unsupported
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = [
     "nondeterministic_refuses",
@@ -22,12 +22,10 @@ __all__ = [
 
 def prepare_tilefold(inputs: Inputs) -> Prepared:
     """The public function, as a user calls it."""
-    import tilefold
-
     p, index, ends = inputs.problem, inputs.index, inputs.offsets
     window = window_of(p)
 
-    def function(q: "Tensor", k: "Tensor", v: "Tensor") -> Any:
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
         if index is not None:
             return tilefold.sparse_attention(q, k, v, index, causal=p.causal)
         if ends is None:
@@ -40,8 +38,6 @@ def prepare_tilefold(inputs: Inputs) -> Prepared:
 
 def prepare_nondeterministic(inputs: Inputs) -> Prepared:
     """Non-deterministic gradients, where a plan makes them by another kernel then."""
-    import tilefold
-
     causal, window = inputs.problem.causal, window_of(inputs.problem)
     tensors = (inputs.q, inputs.k, inputs.v)
     kept, free = (
@@ -58,8 +54,6 @@ def prepare_nondeterministic(inputs: Inputs) -> Prepared:
 
 def prepare_portable(inputs: Inputs) -> Prepared:
     """`sparse_attention` by the portable kernels, where a plan takes another one by itself."""
-    import tilefold
-
     index, plans = inputs.index, portable_plans(inputs)
     if index is None or plans is None:
         raise Unsupported("it is what tilefold runs by itself here")

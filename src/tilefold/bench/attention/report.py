@@ -133,7 +133,7 @@ def detail_tables(rows: Sequence[Row], width: int = 100) -> "list[RenderableType
     return grouped_tables(("case", "", "ms", "20-80 %", *extra, "max error", "limit"), lines, width, keys=2)
 
 
-def _detail(cell: Cell, extra: "Sequence[Callable[[Cell], str]]") -> tuple[str, ...]:
+def _detail(cell: Cell, extra: Sequence[Callable[[Cell], str]]) -> tuple[str, ...]:
     time, verdict = cell.timing, cell.verdict
     assert verdict is not None
     times = (digits(time.ms), f"{digits(time.low)}-{digits(time.high)}") if time else ("WRONG", "")

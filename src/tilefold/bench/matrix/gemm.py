@@ -2,15 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from tilefold.bench.choice import of_size
 from tilefold.bench.family import Family, Peer, each
 from tilefold.bench.matrix.product import ACTIVATIONS, BYTES, WholeJudge, activated, ours, roof_of
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 __all__ = ["GEMM", "GemmCase", "gemm_cases"]
 
@@ -68,18 +67,16 @@ class GemmCase:
 @dataclass(frozen=True)
 class GemmInputs:
     case: GemmCase
-    a: "Tensor"
-    b: "Tensor"
-    bias: "Tensor | None"
+    a: Tensor
+    b: Tensor
+    bias: Tensor | None
 
 
 def gemm_inputs(case: GemmCase, device: str, seed: int = 0) -> GemmInputs:
     """Standard-normal factors, b over the root of K, so that products are of size 1; the same for a seed and device."""
-    import torch
-
     generator = torch.Generator(device=device).manual_seed(seed)
 
-    def normal(*shape: int) -> "Tensor":
+    def normal(*shape: int) -> Tensor:
         made = torch.bfloat16 if case.dtype == EIGHT else getattr(torch, case.dtype)
         return torch.randn(shape, generator=generator, device=device, dtype=made)
 
@@ -96,16 +93,14 @@ def gemm_inputs(case: GemmCase, device: str, seed: int = 0) -> GemmInputs:
     return GemmInputs(case, a, b.mT if case.transposed else b, bias)
 
 
-def by_torch(inputs: GemmInputs) -> "Callable[[], Tensor]":
+def by_torch(inputs: GemmInputs) -> Callable[[], Tensor]:
     """matmul, or addmm where the bias is over N, then the activation as a call of its own; bytes by _scaled_mm."""
-    import torch
-
     i = inputs
     if i.a.dtype == torch.float8_e4m3fn:
         one = torch.ones((), device=i.a.device)
         return lambda: torch._scaled_mm(i.a, i.b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
 
-    def call() -> "Tensor":
+    def call() -> Tensor:
         if i.bias is not None and not i.case.batch:
             return activated(torch.addmm(i.bias, i.a, i.b), i.case.activation)
         out = torch.matmul(i.a, i.b)
@@ -116,16 +111,15 @@ def by_torch(inputs: GemmInputs) -> "Callable[[], Tensor]":
 
 def gemm_judge(inputs: GemmInputs) -> WholeJudge:
     """Bias and activation in the dtype of the product: plain torch rounds after each."""
-    import torch
 
-    def compute(dtype: "torch.dtype") -> "Tensor":
+    def compute(dtype: torch.dtype) -> Tensor:
         bias = None if inputs.bias is None else inputs.bias.to(dtype)
         return by_torch(GemmInputs(inputs.case, inputs.a.to(dtype), inputs.b.to(dtype), bias))()
 
     return WholeJudge(compute, torch.bfloat16 if inputs.case.dtype == EIGHT else inputs.a.dtype)
 
 
-def by_tilefold(inputs: GemmInputs) -> "Callable[[], Tensor]":
+def by_tilefold(inputs: GemmInputs) -> Callable[[], Tensor]:
     """The public function as a user calls it."""
     i, case = inputs, inputs.case
     function: Any = ours("bmm" if case.batch else "matmul")

@@ -2,7 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from tilefold.bench.choice import of_size
 from tilefold.bench.family import Calls, Family, Peer, each
@@ -18,11 +21,7 @@ from tilefold.bench.matrix.eight import (
 )
 from tilefold.bench.matrix.lowbit_peers import LIBRARIES
 from tilefold.bench.matrix.product import BYTES, WholeJudge, ours, product_of, roof_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from tilefold.quant import QuantizedTensor
+from tilefold.quant import QuantizedTensor
 
 __all__ = ["LOWBIT", "LowbitCase", "LowbitInputs", "lowbit_cases"]
 
@@ -62,8 +61,8 @@ class LowbitCase:
 @dataclass(frozen=True)
 class LowbitInputs:
     case: LowbitCase
-    x: "Tensor"
-    weight: "QuantizedTensor"
+    x: Tensor
+    weight: QuantizedTensor
 
 
 def family_inputs(case: LowbitCase | EightCase, device: str, seed: int = 0) -> LowbitInputs | EightInputs:
@@ -73,8 +72,6 @@ def family_inputs(case: LowbitCase | EightCase, device: str, seed: int = 0) -> L
 
 def lowbit_inputs(case: LowbitCase, device: str, seed: int = 0) -> LowbitInputs:
     """Standard-normal x, and a normal weight over the root of K, quantised; the same for a seed and device."""
-    import torch
-
     from tilefold.quant import quantize_weight
 
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -90,7 +87,7 @@ def lowbit_judge(inputs: LowbitInputs | EightInputs) -> WholeJudge:
     return product_of(inputs.x, inputs.weight.dequantize)
 
 
-def by_tilefold(inputs: LowbitInputs | EightInputs) -> "Callable[[], Tensor]":
+def by_tilefold(inputs: LowbitInputs | EightInputs) -> Callable[[], Tensor]:
     """The public function as a user calls it."""
     if isinstance(inputs, EightInputs):
         return eight_by_tilefold(inputs)
@@ -98,10 +95,8 @@ def by_tilefold(inputs: LowbitInputs | EightInputs) -> "Callable[[], Tensor]":
     return lambda: function(i.x, i.weight)
 
 
-def by_cublas(inputs: LowbitInputs) -> "Callable[[], Tensor]":
+def by_cublas(inputs: LowbitInputs) -> Callable[[], Tensor]:
     """The dequantised weight in 16 bits, as torch multiplies by it."""
-    import torch
-
     x, weight = inputs.x, inputs.weight.dequantize(inputs.x.dtype)
     return lambda: torch.nn.functional.linear(x, weight)
 

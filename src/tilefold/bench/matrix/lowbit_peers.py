@@ -5,17 +5,16 @@ by what they have made of it."""
 
 import importlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+import torch
+from torch import Tensor
 
 from tilefold.bench.family import Calls, Peer
 from tilefold.bench.matrix.eight import EightCase
 from tilefold.bench.matrix.product import product_of
 from tilefold.errors import Unsupported
 from tilefold.ops.environment import importable
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 __all__ = ["LIBRARIES"]
 
@@ -39,7 +38,7 @@ def _refuses(module: str, bits: tuple[int, ...], dtypes: tuple[str, ...], groups
     return refuses
 
 
-def _judged(sets: Sequence[Any], made: "list[tuple[Callable[[], Tensor], Callable[[torch.dtype], Tensor]]]") -> Calls:
+def _judged(sets: Sequence[Any], made: list[tuple[Callable[[], Tensor], Callable[[torch.dtype], Tensor]]]) -> Calls:
     """Calls, and the weight that the first one multiplies by."""
     return Calls([call for call, _ in made], judge=product_of(sets[0].x, made[0][1]))
 
@@ -47,12 +46,10 @@ def _judged(sets: Sequence[Any], made: "list[tuple[Callable[[], Tensor], Callabl
 # --- torch's tinygemm -------------------------------------------------------------------------------------------------------
 
 
-def tinygemm_parts(weight: Any) -> "tuple[Tensor, Tensor]":
+def tinygemm_parts(weight: Any) -> tuple[Tensor, Tensor]:
     """(codes as two a byte, [groups, N, 2] scales and zero points) as torch._weight_int4pack_mm has them.
 
     It computes (code - 8) scale + zero, so its zero is (8 - z) times our scale: the same weights, but for that one rounding."""
-    import torch
-
     codes = weight.codes()
     halves = (codes[:, ::2] << 4) | codes[:, 1::2]
     zeros = 8.0 if weight.zeros is None else weight.zeros.float()
@@ -62,9 +59,7 @@ def tinygemm_parts(weight: Any) -> "tuple[Tensor, Tensor]":
 
 
 def _prepare_tinygemm(sets: Sequence[Any]) -> Calls:
-    import torch
-
-    def one(inputs: Any) -> "Callable[[], Tensor]":
+    def one(inputs: Any) -> Callable[[], Tensor]:
         halves, both = tinygemm_parts(inputs.weight)
         packed = torch.ops.aten._convert_weight_to_int4pack(halves, 8)
         x, group = inputs.x, inputs.case.group
@@ -79,8 +74,6 @@ def _prepare_tinygemm(sets: Sequence[Any]) -> Calls:
 
 
 def _prepare_torchao(sets: Sequence[Any]) -> Calls:
-    import torch
-
     quantization: Any = importlib.import_module("torchao.quantization")
     names = {8: "Int8WeightOnlyConfig", 4: "Int4WeightOnlyConfig"}
     options = {"group_size": sets[0].case.group} if sets[0].case.bits == 4 else {}
@@ -98,11 +91,9 @@ def _prepare_torchao(sets: Sequence[Any]) -> Calls:
 
 
 def _prepare_gemlite(sets: Sequence[Any]) -> Calls:
-    import torch
-
     core: Any = importlib.import_module("gemlite.core")
 
-    def one(inputs: Any) -> "Callable[[], Tensor]":
+    def one(inputs: Any) -> Callable[[], Tensor]:
         case, weight = inputs.case, inputs.weight
         kind = core.DType.FP16 if case.dtype == "float16" else core.DType.BF16
         layer = core.GemLiteLinear(

@@ -2,16 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from tilefold import reference
 from tilefold.bench.judge import verdict_of
 from tilefold.errors import Unsupported
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from tilefold.reference import Comparison
+from tilefold.ops.device import device_of
+from tilefold.reference import Comparison
 
 __all__ = ["BYTES", "WholeJudge", "activated", "ours", "product_of", "roof_of"]
 
@@ -25,33 +25,27 @@ class WholeJudge:
 
     compute: (dtype) -> the result by plain torch, in that dtype."""
 
-    compute: "Callable[[torch.dtype], Tensor]"
-    dtype: "torch.dtype"
+    compute: Callable[[torch.dtype], Tensor]
+    dtype: torch.dtype
 
-    def verdict(self, out: "Tensor") -> "Comparison":
-        import torch
-
-        from tilefold import reference
-
-        def exact() -> "Tensor":
+    def verdict(self, out: Tensor) -> Comparison:
+        def exact() -> Tensor:
             return self.compute(torch.float64)
 
         return verdict_of((out,), [(out, exact(), reference.deviating(exact, self.dtype, kept=self.dtype))])
 
 
-def product_of(x: "Tensor", weight: "Callable[[torch.dtype], Tensor]") -> WholeJudge:
+def product_of(x: Tensor, weight: Callable[[torch.dtype], Tensor]) -> WholeJudge:
     """x times the transpose of a weight, given by dtype."""
 
-    def compute(dtype: "torch.dtype") -> "Tensor":
+    def compute(dtype: torch.dtype) -> Tensor:
         return x.to(dtype) @ weight(dtype).t()
 
     return WholeJudge(compute, x.dtype)
 
 
-def activated(x: "Tensor", activation: str | None) -> "Tensor":
+def activated(x: Tensor, activation: str | None) -> Tensor:
     """An activation by its name, by torch."""
-    import torch
-
     f = torch.nn.functional
     if activation is None:
         return x
@@ -69,10 +63,6 @@ def roof_of(case: Any, device: str) -> float:
     bfloat16; 0 in the interpreter."""
     if device != "cuda":
         return 0.0
-    import torch
-
-    from tilefold.ops.device import device_of
-
     machine = device_of(torch.device("cuda"))
     if case.dtype == "float8_e4m3fn" or hasattr(case, "kind"):
         return 2 * machine.matmul_rate("bfloat16")

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from tilefold.bench.torch_trace import exported
 
 __all__ = ["Hidden", "Trace", "device_events", "hidden_of", "overlaps_of", "traced", "written"]
@@ -81,7 +83,6 @@ def traced(step: Callable[[], object], ready: Callable[[], object]) -> Trace:
     rank others, and NCCL's kernels of the faster ones would wait for the slower ones."""
     import socket
 
-    import torch
     from torch.profiler import ProfilerActivity, profile, record_function
 
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]

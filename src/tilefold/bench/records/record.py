@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from tilefold.bench.loop import FAILED, MEMORY, OK, REFUSED, WRONG
 from tilefold.ops.environment import installed as version_of
+from tilefold.reference import Comparison
 
 if TYPE_CHECKING:
     from tilefold.bench.setting import Setting
     from tilefold.bench.timers import Timing
-    from tilefold.reference import Comparison
 
 __all__ = [
     "LABELS",
@@ -67,7 +67,7 @@ def head(setting: "Setting", family: str, case: str, direction: str) -> dict[str
     }
 
 
-def tail(setting: "Setting", verdict: "Comparison | None", note: str, rounds: dict[str, list[float]]) -> dict[str, Any]:
+def tail(setting: "Setting", verdict: Comparison | None, note: str, rounds: dict[str, list[float]]) -> dict[str, Any]:
     """What the check found, every round's time, and the versions: a record's last columns."""
     return {
         "max_abs_error": finite(verdict.max_error) if verdict else None,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tilefold.bench import page
 from tilefold.bench.records.record import digits, finite, head, times, version_in
@@ -10,9 +10,7 @@ from tilefold.bench.setting import Setting
 from tilefold.bench.video.crossover import Overtake, overtakes
 from tilefold.bench.video.stages import TOTAL, implementations
 from tilefold.bench.video.sweep import FINE, SWEEPS, SweepRow
-
-if TYPE_CHECKING:
-    from tilefold.reference import Comparison
+from tilefold.reference import Comparison
 
 __all__ = [
     "findings",
@@ -144,7 +142,7 @@ def record_of(row: SweepRow, setting: Setting) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _error(verdict: "Comparison") -> dict[str, Any]:
+def _error(verdict: Comparison) -> dict[str, Any]:
     return {
         "ok": verdict.ok,
         "max_abs": finite(verdict.max_error),

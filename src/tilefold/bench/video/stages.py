@@ -4,20 +4,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Generator, Tensor
+
+import tilefold
 from tilefold.bench import timers
 from tilefold.bench.timers import Timing
 from tilefold.plan.cost import Bound, Cost, bound
+from tilefold.plan.device import Device
 from tilefold.plan.sparse.video import STAGES, VideoShape, dense_cost, index_cost, stage_costs
 from tilefold.plan.sparse.video_launches import TOGETHER
+from tilefold.sparse import BlockIndex
+from tilefold.sparse.stages import CoarseOptions, SelectOptions, Stages
 
 if TYPE_CHECKING:
-    from torch import Generator, Tensor
-
     from tilefold.bench.attention.cases import Case
     from tilefold.bench.implementation import Implementation, Inputs
-    from tilefold.plan.device import Device
-    from tilefold.sparse import BlockIndex
-    from tilefold.sparse.stages import CoarseOptions, SelectOptions, Stages
 
 __all__ = [
     "ALONE",
@@ -85,10 +87,10 @@ class VideoRun:
 
 def profile_video(
     shape: VideoShape,
-    device: "Device",
+    device: Device,
     where: str,
-    coarse: "CoarseOptions",
-    select: "SelectOptions",
+    coarse: CoarseOptions,
+    select: SelectOptions,
     *,
     peers: tuple[str, ...] = (),
     backward: bool = False,
@@ -100,8 +102,6 @@ def profile_video(
 
     device: whose roofs count; where: "cuda" or "cpu". coarse, select: the pipeline's options. backward: also the gradients of
     q, k, v and both gates, with the forward pass, as one row each. ready: what `prepare_stages` made of the same arguments."""
-    import torch
-
     from tilefold import sparse
 
     ready = ready or prepare_stages(shape, where, coarse, select)
@@ -137,12 +137,10 @@ class Ready:
     capacity: int
     kind: str = "block"
     reduction: str = "mean"
-    index: "BlockIndex | None" = None
+    index: BlockIndex | None = None
 
 
-def prepare_stages(
-    shape: VideoShape, where: str, coarse: "CoarseOptions", select: "SelectOptions", seed: int = 0
-) -> Ready:
+def prepare_stages(shape: VideoShape, where: str, coarse: CoarseOptions, select: SelectOptions, seed: int = 0) -> Ready:
     """Inputs on a device ("cuda" or "cpu") and what `profile_video` times over them."""
     from tilefold.ops.sparse.sparse_call import Lists, SparseCall
     from tilefold.ops.sparse.sparse_mixed import attend_and_fuse
@@ -160,7 +158,7 @@ def prepare_stages(
     return Ready(inputs, calls, listed, capacity, coarse.kind, coarse.reduction, index)
 
 
-def index_alone(index: "BlockIndex") -> Call:
+def index_alone(index: BlockIndex) -> Call:
     """The index stage by itself: the same lists from a map of the blocks."""
     from tilefold import sparse
 
@@ -177,30 +175,28 @@ class VideoInputs:
     """q [batch, queries, heads, dim], k and v [batch, seq, kv_heads, dim], gate_coarse and gate_fine [batch, queries, heads]
     from 0 to 1, and the generator that they were drawn from."""
 
-    q: "Tensor"
-    k: "Tensor"
-    v: "Tensor"
-    gates: "dict[str, Any]"
-    generator: "Generator"
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gates: dict[str, Any]
+    generator: Generator
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
     """A pipeline that ran once: its output, what its stages made, and a call for each stage and, last, for the whole."""
 
-    out: "Tensor"
-    stages: "Stages"
+    out: Tensor
+    stages: Stages
     calls: dict[str, Call]
 
 
 def video_inputs(shape: VideoShape, where: str, seed: int = 0, queries: int | None = None) -> VideoInputs:
     """Normally distributed inputs in the shape's dtype; queries: how many, None: as many as keys."""
-    import torch
-
     generator = torch.Generator(device=where).manual_seed(seed)
     rows = shape.seq if queries is None else queries
 
-    def normal(*size: int) -> "Tensor":
+    def normal(*size: int) -> Tensor:
         return torch.randn(size, generator=generator, device=where, dtype=getattr(torch, shape.dtype))
 
     q = normal(shape.batch, rows, shape.heads, shape.dim)
@@ -209,9 +205,8 @@ def video_inputs(shape: VideoShape, where: str, seed: int = 0, queries: int | No
     return VideoInputs(q, k, v, gates, generator)
 
 
-def self_attention(shape: VideoShape, inputs: VideoInputs, coarse: "CoarseOptions", select: "SelectOptions") -> Made:
+def self_attention(shape: VideoShape, inputs: VideoInputs, coarse: CoarseOptions, select: SelectOptions) -> Made:
     """`sparse_video_attention` of all tokens over all tokens."""
-    import tilefold
     from tilefold import sparse
 
     q, k, v, gates = inputs.q, inputs.k, inputs.v, inputs.gates
@@ -228,7 +223,7 @@ def self_attention(shape: VideoShape, inputs: VideoInputs, coarse: "CoarseOption
     return Made(out, made, calls)
 
 
-def listed_pairs(stages: "Stages | None", shape: VideoShape, queries: int | None = None) -> int:
+def listed_pairs(stages: Stages | None, shape: VideoShape, queries: int | None = None) -> int:
     """How many pairs of a query and a KV block the lists name, over all heads; without stages how many there are."""
     if stages is not None:
         return int(stages.index.expand(shape.batch, shape.heads).counts.sum())
@@ -248,10 +243,10 @@ def dense_case(shape: VideoShape, queries: int | None = None) -> "Case":
 
 def dense_calls(
     case: "Case",
-    tensors: "tuple[Tensor, Tensor, Tensor]",
+    tensors: tuple[Tensor, Tensor, Tensor],
     where: str,
     peers: tuple[str, ...],
-    grad: "Tensor | None" = None,
+    grad: Tensor | None = None,
 ) -> tuple[dict[str, Call], list[str]]:
     """(calls of the peers by their titles, forward, and with a grad forward + backward; why any of them is missing)."""
     from tilefold.bench.attention.peers import IMPLEMENTATIONS
@@ -262,8 +257,8 @@ def dense_calls(
 
 def listed_calls(
     case: "Case",
-    tensors: "tuple[Tensor, Tensor, Tensor]",
-    index: "BlockIndex",
+    tensors: tuple[Tensor, Tensor, Tensor],
+    index: BlockIndex,
     sparsity: float,
     where: str,
     peers: tuple[str, ...],
@@ -287,11 +282,9 @@ def implementations() -> "dict[str, Implementation]":
 
 
 def _calls_of(
-    kind: str, peers: "Sequence[Implementation]", inputs: "Inputs", where: str, grad: "Tensor | None" = None
+    kind: str, peers: "Sequence[Implementation]", inputs: "Inputs", where: str, grad: Tensor | None = None
 ) -> tuple[dict[str, Call], list[str]]:
     """(calls by "kind title", why any peer is missing)."""
-    import torch
-
     from tilefold.bench.loop import first_line
 
     calls: dict[str, Call] = {}
@@ -343,7 +336,7 @@ def _row(
     costs: dict[str, Cost],
     beside: dict[str, Cost],
     shape: VideoShape,
-    device: "Device",
+    device: Device,
     total: float,
 ) -> StageRow:
     """costs: of the stages; beside: of what is none."""
