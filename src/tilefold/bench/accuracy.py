@@ -7,16 +7,13 @@ results that agree may both be wrong.
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from tilefold import reference
+from tilefold.bench.implementation import Inputs
 from tilefold.errors import ShapeError, Unsupported
-
-if TYPE_CHECKING:
-    from tilefold.bench.implementation import Inputs
 
 __all__ = ["BINS", "Difference", "Facts", "difference_of", "exact_result", "facts_of"]
 
@@ -157,7 +154,7 @@ def _along(first: Tensor, second: Tensor, axis: int) -> tuple[float, ...]:
     return tuple(found)
 
 
-def exact_result(inputs: "Inputs") -> dict[str, Tensor]:
+def exact_result(inputs: Inputs) -> dict[str, Tensor]:
     """out and lse, or dq, dk, dv, of the reference in fp64, from inputs widened to it, so that gradients are not rounded either.
 
     Unsupported for a case whose scores it could not hold."""

@@ -1,20 +1,18 @@
 """What implementations make of one problem, by name: the tensors that `tilefold compare` sets beside each other."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import tilefold
 from tilefold.bench.accuracy import LARGEST, exact_result
+from tilefold.bench.implementation import Inputs
 from tilefold.errors import Unsupported, ValueRangeError
 from tilefold.plan.sparse.video import VideoShape
 from tilefold.reference.rounding import plain
 from tilefold.sparse.stages import SelectOptions
-
-if TYPE_CHECKING:
-    from tilefold.bench.implementation import Inputs
 
 __all__ = ["VIDEO_NAMES", "attention_results", "check_name", "check_video_names", "video_results", "without_lse"]
 
@@ -40,7 +38,7 @@ def check_name(name: str) -> None:
         )
 
 
-def attention_results(name: str, inputs: "Inputs", device: str) -> Results:
+def attention_results(name: str, inputs: Inputs, device: str) -> Results:
     """ "out", and "lse" [B, H, Sq] (natural log) of those that tell it; or "dq", "dk", "dv". Unsupported, naming the
     implementation, if it cannot take the case."""
     from tilefold.bench.attention.peers import IMPLEMENTATIONS
@@ -61,7 +59,7 @@ def attention_results(name: str, inputs: "Inputs", device: str) -> Results:
     return results
 
 
-def _own_lse(inputs: "Inputs", plan: Any = None) -> Tensor:
+def _own_lse(inputs: Inputs, plan: Any = None) -> Tensor:
     from tilefold.bench.implementation import window_of
 
     p, tensors = inputs.problem, (inputs.q, inputs.k, inputs.v)
@@ -79,7 +77,7 @@ def _own_lse(inputs: "Inputs", plan: Any = None) -> Tensor:
     return lse
 
 
-def _portable_lse(inputs: "Inputs") -> Tensor:
+def _portable_lse(inputs: Inputs) -> Tensor:
     from tilefold.bench.attention.block_peers import portable_plans
 
     plans = portable_plans(inputs)
@@ -87,7 +85,7 @@ def _portable_lse(inputs: "Inputs") -> Tensor:
     return _own_lse(inputs, plans[0])
 
 
-_LSE: dict[str, Callable[["Inputs"], Tensor]] = {"tilefold": _own_lse, "portable": _portable_lse}
+_LSE: dict[str, Callable[[Inputs], Tensor]] = {"tilefold": _own_lse, "portable": _portable_lse}
 
 
 def without_lse(names: tuple[str, str]) -> list[str]:

@@ -1,19 +1,21 @@
 """What one command, one suite and one document need of any family of `tilefold bench`."""
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tilefold.bench import family_report
+from tilefold.bench.attention import report
+from tilefold.bench.attention.cases import cases_of
 from tilefold.bench.choice import chosen, select_cases
+from tilefold.bench.family import Family
+from tilefold.bench.records.record import Sheet
+from tilefold.bench.run import run_cases
+from tilefold.bench.setting import Options, Setting
 from tilefold.errors import ValueRangeError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-    from tilefold.bench.family import Family
-    from tilefold.bench.records.record import Sheet
-    from tilefold.bench.setting import Options, Setting
 
 __all__ = ["AttentionEngine", "Engine", "Request", "peers_of"]
 
@@ -35,18 +37,10 @@ class Request:
 
 
 class Engine:
-    """A family.  A *result* is what one case left: the row of a case, of video that of a point.
+    """A family.  A *result* is what one case left: the row of a case, of video that of a point."""
 
-    place: module and name of its Family."""
-
-    def __init__(self, name: str, place: str = "") -> None:
-        self.name, self.place = name, place
-
-    @property
-    def family(self) -> "Family":
-        module, attribute = self.place.rsplit(".", 1)
-        found: Family = getattr(importlib.import_module(f"tilefold.bench.{module}"), attribute)
-        return found
+    def __init__(self, family: Family) -> None:
+        self.name, self.family = family.name, family
 
     @property
     def known(self) -> Mapping[str, Any]:
@@ -66,52 +60,40 @@ class Engine:
         cases: Sequence[Any],
         peers: Sequence[Any],
         device: str,
-        options: "Options",
+        options: Options,
         progress: Callable[[Any, str], None],
         finished: Callable[[Any], None],
     ) -> list[Any]:
         """A result for each case that was reached."""
-        from tilefold.bench.run import run_cases
-
         return run_cases(self.family, cases, peers, device, options, progress, finished)
 
-    def records(self, result: Any, setting: "Setting") -> list[dict[str, Any]]:
-        from tilefold.bench.family_report import family_records
-
-        return family_records([result], setting)
+    def records(self, result: Any, setting: Setting) -> list[dict[str, Any]]:
+        return family_report.family_records([result], setting)
 
     def findings(self, results: Sequence[Any]) -> dict[str, Any]:
         """What a document says of all results together."""
         return {"lines": self.notes(results)}
 
-    def sheets(self, results: Sequence[Any], setting: "Setting") -> "list[Sheet]":
+    def sheets(self, results: Sequence[Any], setting: Setting) -> list[Sheet]:
         """The tables for a document."""
-        from tilefold.bench.family_report import family_sheets
-
-        return family_sheets(results, setting)
+        return family_report.family_sheets(results, setting)
 
     def details(self, results: Sequence[Any], width: int, asked: bool) -> "list[RenderableType]":
         """Further tables for a terminal; asked: also those that say little of most runs."""
         return []
 
     def notes(self, results: Sequence[Any]) -> list[str]:
-        from tilefold.bench.family_report import family_lines
-
-        return family_lines(results)
+        return family_report.family_lines(results)
 
     def wrong(self, results: Sequence[Any]) -> bool:
         """Whether a result of tilefold failed its check, or failed."""
-        from tilefold.bench.family_report import ours_wrong
-
-        return ours_wrong(results)
+        return family_report.ours_wrong(results)
 
 
 class AttentionEngine(Engine):
     """dense and sparse, whose tables have rates and shapes."""
 
     def cases(self, request: Request, gpu: bool) -> tuple[Any, ...]:
-        from tilefold.bench.attention.cases import cases_of
-
         if not request.quick and not gpu:
             raise ValueRangeError(
                 f"the full cases of {self.name!r} need a GPU: in the interpreter they would take days. Add --quick"
@@ -119,30 +101,20 @@ class AttentionEngine(Engine):
         how = request.size(gpu), request.dtype, request.direction, request.sparsities
         return select_cases(cases_of(self.name, *how), request.pattern)
 
-    def records(self, result: Any, setting: "Setting") -> list[dict[str, Any]]:
-        from tilefold.bench.attention.report import records_of
-
-        return records_of([result], setting)
+    def records(self, result: Any, setting: Setting) -> list[dict[str, Any]]:
+        return report.records_of([result], setting)
 
     def findings(self, results: Sequence[Any]) -> dict[str, Any]:
-        from tilefold.bench.attention.report import findings
+        return report.findings(results)
 
-        return findings(results)
-
-    def sheets(self, results: Sequence[Any], setting: "Setting") -> "list[Sheet]":
-        from tilefold.bench.attention.report import sheets_of
-
-        return sheets_of(results)
+    def sheets(self, results: Sequence[Any], setting: Setting) -> list[Sheet]:
+        return report.sheets_of(results)
 
     def details(self, results: Sequence[Any], width: int, asked: bool) -> "list[RenderableType]":
-        from tilefold.bench.attention.report import detail_tables
-
-        return detail_tables(results, width) if asked or any(row.case.pattern for row in results) else []
+        return report.detail_tables(results, width) if asked or any(row.case.pattern for row in results) else []
 
     def notes(self, results: Sequence[Any]) -> list[str]:
-        from tilefold.bench.attention.report import crossing_lines
-
-        return [*crossing_lines(results), *super().notes(results)]
+        return [*report.crossing_lines(results), *super().notes(results)]
 
 
 def peers_of(engine: Engine, names: Sequence[str] | None, device: str, must: bool = False) -> tuple[Any, ...]:

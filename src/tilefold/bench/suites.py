@@ -3,8 +3,14 @@
 from dataclasses import dataclass
 from typing import Any
 
+from tilefold.bench.attention.peers import DENSE, SPARSE
 from tilefold.bench.choice import INSTALLED, NONE, meant, select_cases
+from tilefold.bench.decode.serving import DECODE
 from tilefold.bench.engine import AttentionEngine, Engine, Request
+from tilefold.bench.matrix.conv import CONV
+from tilefold.bench.matrix.gemm import GEMM
+from tilefold.bench.matrix.lowbit import LOWBIT
+from tilefold.bench.matrix.move import MOVE
 from tilefold.bench.video.engine import VideoEngine
 from tilefold.errors import ValueRangeError
 
@@ -13,14 +19,9 @@ __all__ = ["ENGINES", "SUITES", "Part", "Suite", "engine_named", "peers_for", "s
 ENGINES: dict[str, Engine] = {
     one.name: one
     for one in (
-        AttentionEngine("dense", "attention.peers.DENSE"),
-        AttentionEngine("sparse", "attention.peers.SPARSE"),
-        Engine("decode", "decode.serving.DECODE"),
-        Engine("gemm", "matrix.gemm.GEMM"),
-        Engine("conv", "matrix.conv.CONV"),
-        Engine("lowbit", "matrix.lowbit.LOWBIT"),
-        Engine("move", "matrix.move.MOVE"),
-        VideoEngine("video"),
+        *map(AttentionEngine, (DENSE, SPARSE)),
+        *map(Engine, (DECODE, GEMM, CONV, LOWBIT, MOVE)),
+        VideoEngine(),
     )
 }
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -12,12 +12,10 @@ import tilefold
 from tilefold.bench.attention.cases import Case, cases_of
 from tilefold.bench.choice import select_cases
 from tilefold.bench.decode.cases import DecodeCase, decode_cases
+from tilefold.bench.family import Judge
 from tilefold.bench.matrix.gemm import EIGHT, GemmCase, gemm_cases
 from tilefold.errors import Unsupported, ValueRangeError
 from tilefold.plan.problem import AttentionProblem
-
-if TYPE_CHECKING:
-    from tilefold.bench.family import Judge
 
 __all__ = ["PARTS", "Tunable", "Work", "problems_of_cases", "problems_of_model"]
 
@@ -36,7 +34,7 @@ class Work:
     sets: Sequence[Any]
     problem: Any
     call: Callable[[Any, Any], Callable[[], Tensor]]
-    judge: "Callable[[], Judge]"
+    judge: Callable[[], Judge]
 
 
 @dataclass(frozen=True, slots=True)

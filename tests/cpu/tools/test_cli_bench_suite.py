@@ -11,7 +11,7 @@ from tilefold.bench.attention.peers import IMPLEMENTATIONS
 from tilefold.bench.choice import chosen
 from tilefold.bench.engine import Request
 from tilefold.bench.loop import run_each
-from tilefold.bench.matrix import gemm
+from tilefold.bench.matrix.gemm import GEMM
 from tilefold.bench.power import parse_smi
 from tilefold.bench.records.readme import Place, refreshed
 from tilefold.bench.records.record import markdown_text
@@ -181,8 +181,8 @@ def test_a_suite_writes_one_document_and_is_compared_with_the_next(tmp_path, mon
     def broken(inputs):
         raise RuntimeError("no such kernel")
 
-    broken_peer = replace(gemm.GEMM.peers["tilefold"], prepare=broken)
-    monkeypatch.setattr(gemm, "GEMM", replace(gemm.GEMM, peers=gemm.GEMM.peers | {"tilefold": broken_peer}))
+    peers = GEMM.peers | {"tilefold": replace(GEMM.peers["tilefold"], prepare=broken)}
+    monkeypatch.setattr(ENGINES["gemm"], "family", replace(GEMM, peers=peers))
     second = run(*common, "--compare", old, code=1)
     assert "gemm 1 of 1 1 failed conv 1 of 1 1 ok" in said(second)
     assert "regression: gemm b3_m20_n33_k17_sharedb_bias_silu tilefold, events: ok -> failed" in said(second)

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
 
 import tilefold
 from tilefold.bench import timers
+from tilefold.bench.attention.cases import Case
+from tilefold.bench.implementation import Implementation, Inputs
 from tilefold.bench.timers import Timing
 from tilefold.plan.cost import Bound, Cost, bound
 from tilefold.plan.device import Device
@@ -16,10 +18,6 @@ from tilefold.plan.sparse.video import STAGES, VideoShape, dense_cost, index_cos
 from tilefold.plan.sparse.video_launches import TOGETHER
 from tilefold.sparse import BlockIndex
 from tilefold.sparse.stages import CoarseOptions, SelectOptions, Stages
-
-if TYPE_CHECKING:
-    from tilefold.bench.attention.cases import Case
-    from tilefold.bench.implementation import Implementation, Inputs
 
 __all__ = [
     "ALONE",
@@ -231,7 +229,7 @@ def listed_pairs(stages: Stages | None, shape: VideoShape, queries: int | None =
     return shape.batch * shape.heads * rows * shape.blocks
 
 
-def dense_case(shape: VideoShape, queries: int | None = None) -> "Case":
+def dense_case(shape: VideoShape, queries: int | None = None) -> Case:
     """Dense attention of the same tokens; queries: how many, None: as many as keys."""
     from tilefold.bench.attention.cases import Case
     from tilefold.plan.problem import AttentionProblem
@@ -242,7 +240,7 @@ def dense_case(shape: VideoShape, queries: int | None = None) -> "Case":
 
 
 def dense_calls(
-    case: "Case",
+    case: Case,
     tensors: tuple[Tensor, Tensor, Tensor],
     where: str,
     peers: tuple[str, ...],
@@ -256,7 +254,7 @@ def dense_calls(
 
 
 def listed_calls(
-    case: "Case",
+    case: Case,
     tensors: tuple[Tensor, Tensor, Tensor],
     index: BlockIndex,
     sparsity: float,
@@ -273,7 +271,7 @@ def listed_calls(
     return _calls_of("lists", [known[name] for name in peers], Inputs(listed, *tensors, index), where)
 
 
-def implementations() -> "dict[str, Implementation]":
+def implementations() -> dict[str, Implementation]:
     """Everybody who may take part, by name: dense PEERS, and LISTED, who follow lists ("fa4-lists": fa4 over them)."""
     from tilefold.bench.attention.peers import IMPLEMENTATIONS
 
@@ -282,7 +280,7 @@ def implementations() -> "dict[str, Implementation]":
 
 
 def _calls_of(
-    kind: str, peers: "Sequence[Implementation]", inputs: "Inputs", where: str, grad: Tensor | None = None
+    kind: str, peers: Sequence[Implementation], inputs: Inputs, where: str, grad: Tensor | None = None
 ) -> tuple[dict[str, Call], list[str]]:
     """(calls by "kind title", why any peer is missing)."""
     from tilefold.bench.loop import first_line
