@@ -15,6 +15,8 @@ from tilefold.bench.attention.peers import DEFAULT_PEERS, DENSE
 from tilefold.bench.attention.peers import SPARSE as LISTED
 from tilefold.bench.choice import chosen
 from tilefold.bench.implementation import make_inputs
+from tilefold.bench.loop import gpu_lost
+from tilefold.bench.power import Sampler, source_of
 from tilefold.bench.run import run_case, scratch_bytes
 from tilefold.bench.setting import Options
 from tilefold.plan.problem import AttentionProblem
@@ -205,8 +207,6 @@ def test_clocks_and_power_are_read_while_the_gpu_works(products):
     """Through nvidia-smi."""
     import time
 
-    from tilefold.bench.power import Sampler, source_of
-
     source = source_of("cuda")
     if source is None:
         pytest.skip("nvidia-smi is not here")
@@ -223,6 +223,4 @@ def test_clocks_and_power_are_read_while_the_gpu_works(products):
 
 
 def test_a_launch_that_is_refused_does_not_count_as_a_lost_gpu():
-    from tilefold.bench.loop import gpu_lost
-
     assert not gpu_lost(RuntimeError("CUDA error: invalid configuration argument"))

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rich.console import Console
 
 from cases.bench import RIGHT, SETTING, rows, timing
 from tilefold import reference
@@ -21,6 +22,7 @@ from tilefold.bench.setting import Options
 from tilefold.cli.runtime import print_tables
 from tilefold.errors import ValueRangeError
 from tilefold.plan.problem import AttentionProblem
+from tilefold.reference.sparse import element_mask
 
 PROBLEM = AttentionProblem(2, 96, 160, 4, 2, 16, 8, dtype="float32")
 SPARSE = Case("sparse", PROBLEM, Pattern("uneven", 0, 32, 16))
@@ -97,8 +99,6 @@ def whole_reference(inputs):
 @pytest.mark.parametrize("batch", [0, 1])
 def test_visible_is_the_element_mask_of_the_lists(batch):
     inputs = make_inputs(SPARSE, "cpu")
-    from tilefold.reference.sparse import element_mask
-
     rows = [0, 5, 31, 32, 95]
     want = element_mask(inputs.index, 2, 4)[batch : batch + 1][:, :, rows]
     assert torch.equal(visible(inputs, rows, batch=batch), want)
@@ -256,8 +256,6 @@ def test_the_best_peer_does_the_same_work_and_is_not_ours():
 
 
 def test_tables_have_a_column_for_the_best_peer_and_one_table_a_direction():
-    from rich.console import Console
-
     parts = report.directions(measured())
     assert [part[0].case.direction for part in parts] == ["forward", "backward"]
     sheets = report.sheets_of(measured())
@@ -338,8 +336,6 @@ def test_documents_and_rows_carry_the_new_figures():
 
 
 def test_cold_and_warm_replays_have_columns_of_their_own():
-    from rich.console import Console
-
     case = Case("sparse", DECODE, Pattern("random", 90))
     cell = Cell(case, "tilefold", "ok", "", RIGHT, timing(0.03), graph=timing(0.0125), warm=timing(0.0118))
     console = Console(width=140, color_system=None)

@@ -7,6 +7,9 @@ import pytest
 import torch
 
 from cases.cli import command, reports
+from tilefold import reference
+from tilefold.bench.attention.peers import IMPLEMENTATIONS
+from tilefold.bench.implementation import Implementation, Prepared
 from tilefold.bench.judge import Judge
 from tilefold.bench.records.runs import read_measured
 from tilefold.bench.timers import Timing
@@ -101,9 +104,6 @@ def test_a_budget_says_how_much_it_leaves_out():
 @pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
 def test_peers_that_follow_lists_are_held_to_the_lists_and_timed(tmp_path, monkeypatch, wrong):
     """By a stand-in, for the libraries need a GPU: it gets the fine stage's lists, its result is judged over them."""
-    from tilefold import reference
-    from tilefold.bench.attention.peers import IMPLEMENTATIONS
-    from tilefold.bench.implementation import Implementation, Prepared
 
     def prepare(inputs):
         assert inputs.case.pattern.blocks == "64" and inputs.index.geometry[:2] == (64, 64)

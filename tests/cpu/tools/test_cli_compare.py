@@ -8,8 +8,12 @@ import pytest
 import torch
 
 from cases.cli import command, reports
+from tilefold import reference
 from tilefold.bench.accuracy import difference_of
+from tilefold.bench.compared import video_results
 from tilefold.cli import compare
+from tilefold.plan.sparse.video import VideoShape
+from tilefold.sparse import SelectOptions
 
 run = command("compare")
 
@@ -121,11 +125,6 @@ def test_the_whole_video_pipeline(tmp_path, size):
 @pytest.mark.no_poison
 def test_same_lists_are_the_first_ones(monkeypatch):
     """An oracle that would select other blocks attends the first one's when it is told to."""
-    from tilefold import reference
-    from tilefold.bench.compared import video_results
-    from tilefold.plan.sparse.video import VideoShape
-    from tilefold.sparse import SelectOptions
-
     true = reference.sparse_video_attention
 
     def other(*tensors, select, **options):  # selects more blocks than it is asked to

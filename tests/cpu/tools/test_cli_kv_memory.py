@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from cases.cli import command
 from tilefold.bench.decode.kv_memory import FILLED, MODELS, Workload, layouts_of, paging_gains
@@ -178,8 +179,6 @@ def test_the_page_shows_what_is_printed():
 
 
 def test_examples_of_the_page(device):
-    import torch
-
     names = {}
     for example in PAGE.read_text().split("```python\n")[1:]:
         code = example.split("```")[0].replace('"cuda"', f'"{device.type}"')

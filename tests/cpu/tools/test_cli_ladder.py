@@ -1,13 +1,20 @@
 """`tilefold ladder`: the list, the table with its JSON, a student's own kernel that is right, wrong or broken, refusals."""
 
 import json
+from dataclasses import replace
 
 import pytest
+import torch
+from rich.console import Console
 
 from cases.cli import command, reports
-from tilefold.ladder import RUNGS
+from tilefold.cli import ladder_report
+from tilefold.cli.ladder_report import parts_of
+from tilefold.ladder import RUNGS, Tile, profile
+from tilefold.ladder.course import Deviation, Result, Swept
 from tilefold.plan import device_named
 from tilefold.plan.problem import AttentionProblem
+from tilefold.reference import Comparison
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.no_poison]
 TINY = ("--seq", "16,24", "--heads", "1", "--dim", "16")
@@ -134,15 +141,6 @@ def test_tables_fit_80_columns(given):
 
 def test_large_figures_fit_80_columns(capsys):
     """A GPU's tables with the widest figures that they have to hold: five lengths, seconds, five-digit counts."""
-    from dataclasses import replace
-
-    from rich.console import Console
-
-    from tilefold.cli import ladder_report
-    from tilefold.ladder import Tile, profile
-    from tilefold.ladder.course import Deviation, Result, Swept
-    from tilefold.reference import Comparison
-
     device = device_named("h200")
     p = AttentionProblem(1, 8192, 8192, 16, 16, 128, 128)
     costs = {name: each.cost(p) for name, each in RUNGS.items()}
@@ -258,8 +256,6 @@ def test_refusals(tmp_path):
 
 def test_what_a_table_says_of_measured_times():
     """Rates, speed-ups and shares of the bound from given times; naive's products are those of the FP32 pipe."""
-    from tilefold.ladder import profile
-
     p = AttentionProblem(1, 4096, 4096, 16, 16, 128, 128)
     costs = {name: RUNGS[name].cost(p) for name in ("naive", "flash")}
     rows = profile.table({"naive": 10.0, "flash": 0.5, "tilefold": 0.25}, costs, p, device_named("h200"))
@@ -275,10 +271,6 @@ def test_what_a_table_says_of_measured_times():
 
 def test_the_sweeps_table():
     """The least of each length in brackets, and why a cell is empty below."""
-    from tilefold.cli.ladder_report import parts_of
-    from tilefold.ladder import Tile
-    from tilefold.ladder.course import Swept
-
     a, b = str(Tile(16, 16)), str(Tile(32, 64))
     problems = [AttentionProblem(1, n, n, 2, 2, 32, 32) for n in (64, 128)]
     cells = ({a: 2.0, b: 1.0}, {a: "OutOfResources: shared memory", b: 30.0})
@@ -291,8 +283,6 @@ def test_the_sweeps_table():
 
 
 def test_a_sweep_keeps_what_cannot_run():
-    from tilefold.ladder import profile
-
     def refused():
         raise RuntimeError("out of shared memory")
 
@@ -317,8 +307,6 @@ def test_a_setting_with_a_wrong_result_is_said_and_not_measured(monkeypatch):
 
 
 def test_a_row_that_finds_too_little_memory_is_left_out(monkeypatch):
-    import torch
-
     from tilefold.ladder import course, naive
 
     def full(*given, **options):

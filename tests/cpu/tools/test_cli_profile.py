@@ -6,6 +6,11 @@ import pytest
 import torch
 
 from cases.cli import command, reports
+from tilefold.bench.timers import Timing
+from tilefold.bench.video.stages import ALONE, StageRow, VideoRun, prepare_stages
+from tilefold.cli import profile
+from tilefold.plan.sparse.video import VideoShape
+from tilefold.sparse import CoarseOptions, SelectOptions
 
 run = command("profile", "video")
 
@@ -42,10 +47,6 @@ def test_every_stage_and_every_report(tmp_path):
 
 @pytest.mark.interpreter
 def test_the_index_alone_makes_the_lists_of_the_stages():
-    from tilefold.bench.video.stages import ALONE, prepare_stages
-    from tilefold.plan.sparse.video import VideoShape
-    from tilefold.sparse import CoarseOptions, SelectOptions
-
     ready = prepare_stages(
         VideoShape(2, 2, 1, 200, 16, "float32"), "cpu", CoarseOptions(), SelectOptions("top_p", top_p=0.6)
     )
@@ -57,11 +58,6 @@ def test_the_index_alone_makes_the_lists_of_the_stages():
 
 def test_the_published_shape_has_what_its_authors_report():
     """In a column of its own that names their device, and with a sentence; no other shape has it."""
-    from tilefold.bench.timers import Timing
-    from tilefold.bench.video.stages import StageRow, VideoRun
-    from tilefold.cli import profile
-    from tilefold.plan.sparse.video import VideoShape
-
     names = ("coarse", "select", "fine", "fuse", "index alone", "pipeline", "dense cuDNN")
     rows = tuple(StageRow(name, Timing(2.0, 2.0, 2.0, 1, "events"), None, None, None) for name in names)
     head, table = profile._table(VideoRun(VideoShape(1, 12, 12, 23296, 128), 0.35, 1, rows, ()))

@@ -6,7 +6,10 @@ import sys
 import pytest
 
 from cases.cli import command
+from tilefold import ladder
+from tilefold.bench.choice import select_cases
 from tilefold.cli import profile_run
+from tilefold.ladder import RUNGS
 from tilefold.plan import device_named
 from tilefold.profiling import session
 from tilefold.profiling.cases import FAMILIES, cases_in, prepare_case
@@ -144,9 +147,6 @@ def test_the_work_of_a_call_goes_to_its_one_kernel():
 
 def test_every_rung_is_a_case():
     """At each length plain and causal, split and flash with one query too; a filter finds the plain one first."""
-    from tilefold.bench.choice import select_cases
-    from tilefold.ladder import RUNGS
-
     cases = cases_in("ladder", "full")
     assert len({case.name for case in cases}) == len(cases)
     for n in (512, 1024, 2048, 4096, 8192):
@@ -168,8 +168,6 @@ def test_every_rung_is_a_case():
 @pytest.mark.parametrize("place", range(12))
 def test_every_case_of_the_ladder_runs_and_declares_what_it_loads(place):
     """The call that is profiled is counted: what it declares of the L2 cache and of products is what it does."""
-    from tilefold import ladder
-
     case = cases_in("ladder", "tiny")[place]
     made = prepare_case("ladder", case, "cpu")
     with ladder.counting() as counts:

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import typer.testing
+from triton import knobs
 
 import tilefold
 from tilefold.cli.app import app
@@ -91,8 +92,6 @@ def test_what_kernels_declare_of_themselves(machine):
 
         def get(self):
             return self.said
-
-    from triton import knobs
 
     with tilefold.profile(metadata=True) as p:
         assert knobs.runtime.launch_enter_hook.calls == [p._declared_by_launch]
