@@ -1,5 +1,6 @@
 """`tilefold`'s command line in this process, and whether what it prints fits the terminal."""
 
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,13 +39,15 @@ def widths() -> Iterator[list[tuple[str, int, int]]]:
 
 def command(*names: str, columns: int = WIDTH, **environment: str) -> Callable[..., Any]:
     """run(*arguments, code=0): the command `names` with arguments, which has to end with that exit code; None: with any.
+    Strings are words, several if there are spaces: run("dense --quick", "--json", path).
 
     -> the runner's result, and as `said` its output with every run of white space as one space.  Its tables have to fit."""
 
     def run(*arguments: Any, code: int | None = 0, **more: str) -> Any:
         given = {"COLUMNS": str(columns), "NO_COLOR": "1", **environment, **more}
         with widths() as seen:
-            result: Any = CliRunner().invoke(app, [*names, *map(str, arguments)], env=given)
+            words = [word for one in arguments for word in (shlex.split(one) if isinstance(one, str) else [str(one)])]
+            result: Any = CliRunner().invoke(app, [*names, *words], env=given)
         assert code is None or result.exit_code == code, result.output
         assert [one for one in seen if one[1] > one[2]] == []
         assert "\u2026" not in result.output

@@ -17,21 +17,11 @@ run = command("bench")
 def test_quick_dense_with_every_output(tmp_path):
     files, options = reports(tmp_path, "dense", "csv", "json", "markdown")
     result = run(
-        *[
-            "dense",
-            "--quick",
-            "--case",
-            "d32,n40|packed4_causal|window",
-            "--dtype",
-            "fp16",
-            "--peers",
-            "flash,math,cudnn",
-            "--rounds",
-            "1",
-            "--host",
-        ],
+        "dense --quick --case d32,n40|packed4_causal|window --dtype fp16 --peers flash,math,cudnn",
+        "--rounds 1 --host",
         *options,
-        *("--results", str(tmp_path / "results")),
+        "--results",
+        str(tmp_path / "results"),
     )
     assert "Times in the interpreter say nothing about a GPU" in result.output
     assert "cuDNN: needs a GPU" in result.output
@@ -55,22 +45,7 @@ def test_quick_dense_with_every_output(tmp_path):
 @pytest.mark.no_poison
 def test_sparse_at_the_sparsities_that_are_asked_for(tmp_path):
     figures = tmp_path / "sparse.json"
-    result = run(
-        *[
-            "sparse",
-            "--quick",
-            "--dtype",
-            "fp32",
-            "--peers",
-            "none",
-            "--rounds",
-            "1",
-            "--sparsity",
-            "25,50,...,99",
-            "--json",
-        ],
-        str(figures),
-    )
+    result = run("sparse --quick --dtype fp32 --peers none --rounds 1 --sparsity 25,50,...,99 --json", str(figures))
     rows = json.loads(figures.read_text())["rows"]
     assert [(row["case"].rsplit("_", 2)[1], row["kept"]) for row in rows] == [
         ("s25", "3/4"),

@@ -33,9 +33,7 @@ run = command("bench", "video")
 def test_a_sweep_over_sparsity_with_every_output(tmp_path):
     files, options = reports(tmp_path, "video", "json", "markdown", "png", "html")
     results = tmp_path / "results"
-    result = run(
-        "--sweep", "sparsity", "--values", "0,50", "--peers", "math,fa4", "--results", results, *TINY, *options
-    )
+    result = run("--sweep sparsity --values 0,50 --peers math,fa4 --results", results, *TINY, *options)
     assert "sparsity: 128 tokens, batch 1, 2 heads on 2 KV heads, D=16, float32" in result.output
     # Which one is faster depends on what else runs on the machine.
     assert re.search(

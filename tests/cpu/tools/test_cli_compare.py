@@ -71,9 +71,7 @@ def columns(output, corner):
 @pytest.mark.no_poison
 def test_several_seeds_and_the_rows_of_lse(tmp_path):
     file = tmp_path / "report.json"
-    result = run(
-        "tilefold", "fp64", "--quick", "--dtype", "fp32", "--case", "d32,n40", "--seed", 3, "--seeds", 4, "--json", file
-    )
+    result = run("tilefold fp64 --quick --dtype fp32 --case d32,n40 --seed 3 --seeds 4 --json", file)
     document = json.loads(file.read_text())
     assert document["seeds"] == [3, 4, 5, 6]
     assert [each["name"] for each in document["tensors"]] == [

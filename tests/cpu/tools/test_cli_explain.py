@@ -40,8 +40,8 @@ def test_json_is_the_plan_on_every_device(device):
 
 def test_every_option_reaches_the_problem():
     result = run(
-        *["--heads", "8", "--q", "64", "--dim", "80", "--dim-v", "96", "--dtype", "fp16", "--causal"],
-        *["--window", "31,0", "--softcap", "--alibi", "--bias", "--mask", "--sinks", "--varlen", "--json"],
+        "--heads 8 --q 64 --dim 80 --dim-v 96 --dtype fp16 --causal --window 31,0 --softcap",
+        "--alibi --bias --mask --sinks --varlen --json",
     )
     problem = AttentionPlan.from_json(result.output).problem
     assert problem == AttentionProblem(
@@ -192,20 +192,7 @@ def test_context_parallelism_over_ranks_that_are_not_here():
 
 def test_ranks_in_nondeterministic():
     """Another kernel: more FLOP/s, less memory."""
-    sizes = (
-        "--heads",
-        "32",
-        "--kv-heads",
-        "8",
-        "--q",
-        "131072",
-        "--dim",
-        "128",
-        "--causal",
-        "--ranks",
-        "2",
-        "--backward",
-    )
+    sizes = ("--heads 32 --kv-heads 8 --q 131072 --dim 128 --causal --ranks 2 --backward",)
     kept, free = (run(*sizes, *extra).output for extra in ((), ("--non-deterministic",)))
     assert "with backward\n" in kept
     assert "with non-deterministic backward\n" in free

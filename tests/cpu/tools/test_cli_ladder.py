@@ -170,21 +170,7 @@ def test_one_query_is_the_split_rungs_default(tmp_path):
 def test_torch_has_the_same_mask(tmp_path):
     """Fewer queries than keys, grouped heads, causal at the bottom right: torch's rows are judged as all others."""
     path = tmp_path / "few.json"
-    given = (
-        "--queries",
-        5,
-        "--seq",
-        24,
-        "--causal",
-        "--heads",
-        4,
-        "--kv-heads",
-        2,
-        "--dim",
-        16,
-        "--dtype",
-        "fp32,bf16",
-    )
+    given = ("--queries 5 --seq 24 --causal --heads 4 --kv-heads 2 --dim 16 --dtype fp32,bf16",)
     run("--rung", "naive", *given, "--json", path)
     for found in json.loads(path.read_text())["results"]:
         assert all(found["verdicts"][name]["ok"] for name in ("torch math", "torch SDPA"))

@@ -19,9 +19,7 @@ run = command("profile", "video")
 @pytest.mark.no_poison
 def test_every_stage_and_every_report(tmp_path):
     files, options = reports(tmp_path, "report", "json", "png", "html")
-    result = run(
-        "--shape", "1,2,128,16", "--dtype", "fp32", "--sparsity", "0.5", "--peers", "math,fa4", "--backward", *options
-    )
+    result = run("--shape 1,2,128,16 --dtype fp32 --sparsity 0.5 --peers math,fa4 --backward", *options)
     document = json.loads(files["json"].read_text())
     rows = {row["name"]: row for row in document["rows"]}
     stages = ("coarse", "select", "fine", "fuse")

@@ -111,9 +111,7 @@ def test_the_page_needs_nothing_else_and_is_not_broken_by_names(files):
 
 def test_the_command(files, tmp_path):
     out = {kind: tmp_path / f"out.{kind}" for kind in ("html", "png")}
-    result = run(
-        files / "old.jsonl", files / "bench.json", "--device", "h200", "--html", out["html"], "--png", out["png"]
-    )
+    result = run(files / "old.jsonl", files / "bench.json", "--device h200 --html", out["html"], "--png", out["png"])
     assert "old: 1 kernels" in result.output and "bench: 1 kernels" in result.output
     assert "roofs as recorded" in result.output
     assert out["png"].read_bytes().startswith(b"\x89PNG")
