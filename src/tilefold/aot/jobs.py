@@ -154,7 +154,7 @@ def _run_worker(jobs: Sequence[Job], environment: Mapping[str, str], timeout_s: 
     return results, f"no result within {timeout_s:g} s" if overdue.is_set() else f"exit status {code}; {said}"
 
 
-def _overdue(process: subprocess.Popen[str], overdue: threading.Event) -> None:
+def _overdue(process: "subprocess.Popen[str]", overdue: threading.Event) -> None:
     overdue.set()
     process.kill()
 

@@ -10,7 +10,6 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 import triton.language as tl
 from triton import knobs
 from triton.runtime import interpreter
@@ -162,6 +161,8 @@ def numbers(value: Any) -> np.ndarray[Any, Any]:
     if dtype == tl.bfloat16:
         return (data.astype(np.uint32) << 16).view(np.float32)
     if dtype.is_fp8():
+        import torch
+
         kinds = {
             "fp8e4nv": torch.float8_e4m3fn,
             "fp8e5": torch.float8_e5m2,
