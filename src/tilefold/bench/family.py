@@ -12,7 +12,7 @@ from tilefold.reference import Comparison
 if TYPE_CHECKING:
     from tilefold.bench.run import Row
 
-__all__ = ["Calls", "Case", "Family", "Judge", "Peer", "each"]
+__all__ = ["Calls", "Case", "Family", "Judge", "Peer", "by_name", "each"]
 
 
 class Case(Protocol):
@@ -60,8 +60,8 @@ class Peer:
     title: str
     what: str
     package: str
-    refuses: Callable[[Any, str], str | None]
     prepare: Callable[[Sequence[Any]], Calls]
+    refuses: Callable[[Any, str], str | None] = lambda case, device: None
 
     @property
     def ours(self) -> bool:
@@ -92,6 +92,11 @@ class Family:
     prepare: Callable[[Any, Sequence[Any]], Calls] = lambda peer, sets: peer.prepare(sets)
     replayed: Callable[[Any], bool] = lambda case: True
     attention: bool = False
+
+
+def by_name(*peers: Peer) -> dict[str, Peer]:
+    """As a Family has them."""
+    return {peer.name: peer for peer in peers}
 
 
 def each(make: Callable[[Any], Callable[[], Tensor]]) -> Callable[[Sequence[Any]], Calls]:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from tilefold.ops.environment import installed
+
 __all__ = ["Options", "Setting", "setting_of"]
 
 
@@ -49,7 +51,8 @@ def setting_of(device: str) -> Setting:
     else:
         title, backend = f"Triton interpreter on {platform.machine()}, {os.cpu_count()} cores", "interpreter"
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    return Setting(title, backend, now, commit(), version(), torch.__version__, triton.__version__)
+    own = installed("tilefold") or "checkout"
+    return Setting(title, backend, now, commit(), own, torch.__version__, triton.__version__)
 
 
 @functools.cache
@@ -72,13 +75,3 @@ def commit() -> str:
         )
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-
-
-def version() -> str:
-    """The installed version of tilefold, or "checkout" where it is not installed."""
-    from importlib import metadata
-
-    try:
-        return metadata.version("tilefold")
-    except metadata.PackageNotFoundError:
-        return "checkout"

@@ -215,7 +215,7 @@ def _started(rank: int, ranks: int, work: "Work", folder: str) -> None:
 def _report(work: "Work", lines: "list[Line]", runtime: Runtime, files: Files) -> None:
     from dataclasses import asdict
 
-    from tilefold.bench.parallel.table import HEAD, rows_of, to_json, to_markdown
+    from tilefold.bench.parallel.table import HEAD, cells_of, to_json, to_markdown
     from tilefold.bench.parallel.ways import PEERS
     from tilefold.bench.setting import setting_of
 
@@ -229,7 +229,7 @@ def _report(work: "Work", lines: "list[Line]", runtime: Runtime, files: Files) -
             "GB a rank"
         )
     )
-    print_tables(console, HEAD, rows_of(lines), keys=3)
+    print_tables(console, HEAD, [*map(cells_of, lines)], keys=3)
     for line in lines:
         if line.note:
             said = "" if line.status == "ok" else f"{line.status}: "

@@ -77,5 +77,5 @@ def _inputs(case: LadderCase, device: str, seed: int) -> tuple[LadderCase, Input
     return case, make_inputs(Case("dense", case.problem), device, seed)
 
 
-_OWN = Peer("tilefold", "the ladder", "a rung of the ladder", "tilefold", lambda case, device: None, _prepare)
+_OWN = Peer("tilefold", "the ladder", "a rung of the ladder", "tilefold", _prepare)
 LADDER = Family("ladder", ladder_cases, _inputs, lambda one: Judge(one[1]), {_OWN.name: _OWN}, {})

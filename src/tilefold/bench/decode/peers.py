@@ -40,16 +40,14 @@ def _plain_refuses(case: DecodeCase, device: str) -> str | None:
 
 
 OWN = (
-    Peer(
-        "tilefold", "tilefold", "tilefold.attention_kvcache", "tilefold", lambda case, device: None, each(attend_cached)
-    ),
+    Peer("tilefold", "tilefold", "tilefold.attention_kvcache", "tilefold", each(attend_cached)),
     Peer(
         "plain",
         "tilefold plain",
         "the same with the cache contiguous and in the queries' dtype",
         "tilefold",
-        _plain_refuses,
         each(lambda inputs: attend_cached(inputs.plain)),
+        _plain_refuses,
     ),
 )
 
@@ -157,13 +155,13 @@ def _prepare_fa4(sets: Sequence[DecodeInputs]) -> Calls:
 
 TORCH_AND_FA4 = (
     *(
-        Peer(name, title, what, "torch", _sdpa_refuses(name), _prepare_sdpa(name))
+        Peer(name, title, what, "torch", _prepare_sdpa(name), _sdpa_refuses(name))
         for name, title, what in (
             ("cudnn", "cuDNN", "torch SDPA, cuDNN backend"),
             ("flash", "FA2", "torch SDPA, flash backend (FlashAttention-2)"),
             ("math", "math", "torch SDPA, math backend"),
         )
     ),
-    Peer("fa4", "FA4", "flash_attn.cute, if installed", "flash-attn-4", _fa4_refuses, _prepare_fa4),
-    Peer("flex", "Flex", "torch FlexAttention, compiled", "torch", _flex_refuses, _prepare_flex),
+    Peer("fa4", "FA4", "flash_attn.cute, if installed", "flash-attn-4", _prepare_fa4, _fa4_refuses),
+    Peer("flex", "Flex", "torch FlexAttention, compiled", "torch", _prepare_flex, _flex_refuses),
 )

@@ -12,7 +12,7 @@ from torch import Tensor
 from tilefold.bench.decode.cases import DecodeCase, decode_cases
 from tilefold.bench.decode.inputs import DecodeInputs, DecodeJudge, make_decode_inputs
 from tilefold.bench.decode.peers import OWN, TORCH_AND_FA4
-from tilefold.bench.family import Calls, Family, Peer
+from tilefold.bench.family import Calls, Family, Peer, by_name
 from tilefold.bench.run import METHODS, Row
 from tilefold.errors import Unsupported
 from tilefold.ops.environment import importable
@@ -114,7 +114,7 @@ def _vllm_call(function: Any, inputs: DecodeInputs) -> Callable[[], Tensor]:
     return call
 
 
-_ALL = (
+DECODE_PEERS = by_name(
     *OWN,
     *TORCH_AND_FA4,
     Peer(
@@ -122,12 +122,11 @@ _ALL = (
         "flashinfer",
         "flashinfer's paged wrappers, if installed",
         "flashinfer-python",
-        _flashinfer_refuses,
         _prepare_flashinfer,
+        _flashinfer_refuses,
     ),
-    Peer("vllm", "vLLM", "vLLM's decoding kernel in Triton, if installed", "vllm", _vllm_refuses, _prepare_vllm),
+    Peer("vllm", "vLLM", "vLLM's decoding kernel in Triton, if installed", "vllm", _prepare_vllm, _vllm_refuses),
 )
-DECODE_PEERS: dict[str, Peer] = {one.name: one for one in _ALL}
 # Device -> who is measured unasked.
 DECODE_DEFAULTS: dict[str, tuple[str, ...]] = {
     "cuda": ("plain", "cudnn", "flash", "fa4", "flex", "flashinfer", "vllm"),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilefold.bench.choice import of_size
-from tilefold.bench.family import Calls, Family, Peer, each
+from tilefold.bench.family import Calls, Family, Peer, by_name, each
 from tilefold.bench.matrix.product import BYTES, WholeJudge, ours, roof_of
 
 __all__ = ["CONV", "ConvCase", "conv_cases"]
@@ -157,16 +157,15 @@ def conv_cases(size: str = "full") -> tuple[ConvCase, ...]:
     )
 
 
-PEERS = (
-    Peer("tilefold", "tilefold", "ops.conv2d", "tilefold", lambda case, device: None, each(by_tilefold)),
-    Peer("torch", "torch", "cuDNN through torch", "torch", lambda case, device: None, _prepare_torch),
-)
 CONV = Family(
     name="conv",
     cases=conv_cases,
     inputs=conv_inputs,
     judge=conv_judge,
-    peers={peer.name: peer for peer in PEERS},
+    peers=by_name(
+        Peer("tilefold", "tilefold", "ops.conv2d", "tilefold", each(by_tilefold)),
+        Peer("torch", "torch", "cuDNN through torch", "torch", _prepare_torch),
+    ),
     defaults={"cuda": ("torch",), "cpu": ("torch",)},
     record=asdict,
     rotating="inputs",

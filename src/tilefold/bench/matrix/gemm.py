@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilefold.bench.choice import of_size
-from tilefold.bench.family import Family, Peer, each
+from tilefold.bench.family import Family, Peer, by_name, each
 from tilefold.bench.matrix.product import ACTIVATIONS, BYTES, WholeJudge, activated, ours, roof_of
 
 __all__ = ["GEMM", "GemmCase", "gemm_cases"]
@@ -161,16 +161,15 @@ def gemm_cases(size: str = "full") -> tuple[GemmCase, ...]:
     return of_size(size, {"full": full, "quick": quick, "tiny": tiny})
 
 
-PEERS = (
-    Peer("tilefold", "tilefold", "ops.matmul, ops.bmm", "tilefold", lambda case, device: None, each(by_tilefold)),
-    Peer("torch", "torch", "cuBLAS through torch", "torch", lambda case, device: None, each(by_torch)),
-)
 GEMM = Family(
     name="gemm",
     cases=gemm_cases,
     inputs=gemm_inputs,
     judge=gemm_judge,
-    peers={peer.name: peer for peer in PEERS},
+    peers=by_name(
+        Peer("tilefold", "tilefold", "ops.matmul, ops.bmm", "tilefold", each(by_tilefold)),
+        Peer("torch", "torch", "cuBLAS through torch", "torch", each(by_torch)),
+    ),
     defaults={"cuda": ("torch",), "cpu": ("torch",)},
     record=asdict,
     rotating="factors",

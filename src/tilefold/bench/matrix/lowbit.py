@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilefold.bench.choice import of_size
-from tilefold.bench.family import Calls, Family, Peer, each
+from tilefold.bench.family import Calls, Family, Peer, by_name, each
 from tilefold.bench.matrix.eight import (
     EightCase,
     EightInputs,
@@ -135,20 +135,16 @@ def lowbit_cases(size: str = "full") -> tuple[LowbitCase | EightCase, ...]:
     return of_size(size, {"full": full, "quick": quick, "tiny": tiny})
 
 
-def _always(case: Any, device: str) -> None:
-    return None
-
-
 PEERS = (
-    Peer("tilefold", "tilefold", "ops.lowbit_matmul, ops.matmul_w8a8", "tilefold", _always, each(by_tilefold)),
-    Peer("cublas", "cuBLAS", "torch, the dequantised weight in 16 bits", "torch", _always, prepare_cublas),
+    Peer("tilefold", "tilefold", "ops.lowbit_matmul, ops.matmul_w8a8", "tilefold", each(by_tilefold)),
+    Peer("cublas", "cuBLAS", "torch, the dequantised weight in 16 bits", "torch", prepare_cublas),
     Peer(
         "scaled_mm",
         "torch, 8 bits",
         "torch._scaled_mm, torch._int_mm of given codes",
         "torch",
-        refuses_scaled,
         prepare_scaled,
+        refuses_scaled,
     ),
     *LIBRARIES,
 )
@@ -157,7 +153,7 @@ LOWBIT = Family(
     cases=lowbit_cases,
     inputs=family_inputs,
     judge=lowbit_judge,
-    peers={peer.name: peer for peer in PEERS},
+    peers=by_name(*PEERS),
     defaults={"cuda": tuple(peer.name for peer in PEERS[1:]), "cpu": ("cublas",)},
     record=asdict,
     rotating="weights",

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tilefold.bench.choice import of_size
-from tilefold.bench.family import Family, Judge, Peer, each
+from tilefold.bench.family import Family, Judge, Peer, by_name, each
 from tilefold.bench.matrix.product import BYTES, WholeJudge, ours
 from tilefold.reference import Comparison
 
@@ -146,16 +146,15 @@ def move_cases(size: str = "full") -> tuple[MoveCase, ...]:
     return of_size(size, {"full": full, "quick": (add, replace(add, lies="turned"), turn), "tiny": tiny})
 
 
-PEERS = (
-    Peer("tilefold", "tilefold", "ops.add, ops.transpose", "tilefold", lambda case, device: None, each(by_tilefold)),
-    Peer("torch", "torch", "x + y, x.t().contiguous()", "torch", lambda case, device: None, each(by_torch)),
-)
 MOVE = Family(
     name="move",
     cases=move_cases,
     inputs=move_inputs,
     judge=move_judge,
-    peers={peer.name: peer for peer in PEERS},
+    peers=by_name(
+        Peer("tilefold", "tilefold", "ops.add, ops.transpose", "tilefold", each(by_tilefold)),
+        Peer("torch", "torch", "x + y, x.t().contiguous()", "torch", each(by_torch)),
+    ),
     defaults={"cuda": ("torch",), "cpu": ("torch",)},
     record=asdict,
     rotating="inputs",
