@@ -39,15 +39,14 @@ def widths() -> Iterator[list[tuple[str, int, int]]]:
 
 def command(*names: str, columns: int = WIDTH, **environment: str) -> Callable[..., Any]:
     """run(*arguments, code=0): the command `names` with arguments, which has to end with that exit code; None: with any.
-    Strings are words, several if there are spaces: run("dense --quick", "--json", path).
+    Strings are words, several if there are spaces, and a tuple is what it holds: run("dense --quick", ("--json", path)).
 
     -> the runner's result, and as `said` its output with every run of white space as one space.  Its tables have to fit."""
 
     def run(*arguments: Any, code: int | None = 0, **more: str) -> Any:
         given = {"COLUMNS": str(columns), "NO_COLOR": "1", **environment, **more}
         with widths() as seen:
-            words = [word for one in arguments for word in (shlex.split(one) if isinstance(one, str) else [str(one)])]
-            result: Any = CliRunner().invoke(app, [*names, *words], env=given)
+            result: Any = CliRunner().invoke(app, [*names, *_words(arguments)], env=given)
         assert code is None or result.exit_code == code, result.output
         assert [one for one in seen if one[1] > one[2]] == []
         assert "\u2026" not in result.output
@@ -55,6 +54,19 @@ def command(*names: str, columns: int = WIDTH, **environment: str) -> Callable[.
         return result
 
     return run
+
+
+def _words(given: Any) -> list[str]:
+    if isinstance(given, tuple | list):
+        return [word for one in given for word in _words(one)]
+    return shlex.split(given) if isinstance(given, str) else [str(given)]
+
+
+def refused(run: Callable[..., Any], *cases: tuple[Any, str]) -> None:
+    """Each (arguments, message) is wrong usage, and told so."""
+    for arguments, message in cases:
+        result = run(arguments, code=2)
+        assert message in result.said, result.output
 
 
 def reports(folder: Path, name: str, *kinds: str) -> tuple[dict[str, Path], list[str]]:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from cases.cli import command
+from cases.cli import command, refused
 from tilefold import ladder
 from tilefold.bench.choice import select_cases
 from tilefold.cli import profile_run
@@ -70,18 +70,17 @@ def test_a_report_of_counters(tmp_path):
 def test_refusals(tmp_path):
     there = tmp_path / "there.py"
     there.write_text("")
-    for arguments, message in (
-        (("absent.py",), "the script must be a file, got 'absent.py'"),  # short for: script absent.py
-        (("script", "absent.py"), "the script must be a file, got 'absent.py'"),
+    refused(
+        run,
+        ("absent.py", "the script must be a file, got 'absent.py'"),  # short for: script absent.py
+        ("script absent.py", "the script must be a file, got 'absent.py'"),
         ((there,), "a profile needs a GPU"),
-        (("case", "dense", "nothing-like-it"), "matches none of"),
-        (("case", "dance", "d128"), "family must be one of dense"),
-        (("case", "dense", "d128"), "a profile needs a GPU"),
+        ("case dense nothing-like-it", "matches none of"),
+        ("case dance d128", "family must be one of dense"),
+        ("case dense d128", "a profile needs a GPU"),
         (("import", tmp_path / "absent.ncu-rep"), "must be a .ncu-rep or a CSV file"),
         (("import", there), "no table of ncu"),
-    ):
-        result = run(*arguments, code=2)
-        assert message in result.said, result.output
+    )
 
 
 def test_scripts_run_as_main_with_their_arguments(tmp_path):
