@@ -2,10 +2,9 @@
 
 from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 
-from tilefold.cli.runtime import dtype_named, pair_of, user_errors
+from tilefold.cli.runtime import dtype_named, pair_of, prepare_runtime, user_errors
 from tilefold.errors import Unsupported, ValueRangeError
 
 if TYPE_CHECKING:
@@ -224,10 +223,7 @@ def _record(device: str) -> "Device":
 
     if device != "here":
         return device_named(device)
-    from tilefold.cli.runtime import prepare_runtime
-    from tilefold.ops.device import device_of
-
-    return device_of(torch.device(prepare_runtime().device))
+    return prepare_runtime().record()
 
 
 def _sparse_problem(

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 import typer.core
 from rich.console import Console
@@ -29,7 +28,6 @@ from tilefold.errors import ValueRangeError
 
 if TYPE_CHECKING:
     from tilefold.bench.video.stages import StageRow, VideoRun
-    from tilefold.plan.device import Device
     from tilefold.profiling.video import Explanation, LaunchRow
 
 __all__ = ["EPILOG", "app"]
@@ -150,7 +148,7 @@ def video(
     if method not in options:
         raise ValueRangeError(f"--method must be one of {', '.join(options)}, got {method!r}")
     names = names_from(peers, "--peers", PEERS)
-    device = _device(runtime.gpu)
+    device = runtime.record()
     console = Console()
     console.print(Text(runtime.note, style="dim"))
     what = made, device, runtime.device, CoarseOptions(kind=coarse), SelectOptions(method=method, **options[method])  # type: ignore[arg-type]
@@ -190,13 +188,6 @@ def _pair(text: str) -> tuple[float, float]:
     except ValueError:
         raise ValueRangeError(f"--tau must be two numbers MIN,MAX from 0 to 1, got {text!r}") from None
     return low, high
-
-
-def _device(gpu: bool) -> "Device":
-    """The device whose roofs count."""
-    from tilefold.ops.device import device_of
-
-    return device_of(torch.device("cuda" if gpu else "cpu"))
 
 
 def _rows(rows: "tuple[StageRow, ...]") -> tuple[tuple[str, ...], ...]:

@@ -89,15 +89,12 @@ def _machine(measure: bool, name: str | None, console: Console) -> "tuple[Device
             "no GPU here whose roofs could be drawn: name a known one, --device h200, or --measure the interpreter"
         )
     runtime = prepare_runtime()
-    from tilefold.ops.device import device_of
-
-    where = torch.device("cuda", torch.cuda.current_device()) if runtime.gpu else torch.device("cpu")
-    record = device_of(where)
+    record = runtime.record()
     if not measure:
         found = load_roofs()
         return with_roofs(record, found), found
     console.print(Text(runtime.note, style="dim"))
-    found = measure_roofs(record, where)
+    found = measure_roofs(record, torch.device(runtime.device))
     kept = store_roofs(found) if runtime.gpu else None
     if kept is not None:
         say([f"kept in {kept}"], console)

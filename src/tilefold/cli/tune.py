@@ -1,17 +1,16 @@
 """`tilefold tune`: measures candidate plans on this GPU, shows what they gain, and writes a table that later processes use."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from tilefold.cli.progress import measuring
 from tilefold.cli.runtime import Runtime, integers, names_from, prepare_runtime, table_of, user_errors
 from tilefold.errors import DeviceError, ValueRangeError
 
@@ -69,7 +68,7 @@ def tune(
     if sum((show, forget, bool(case or model))) != 1 or (case and model):
         raise ValueRangeError("tune takes one of CASE, --model, --show and --forget")
     runtime = _runtime()
-    device = _device(runtime)
+    device = runtime.record()
     path = _path(device, table)
     if show:
         _show(path, console)
@@ -88,12 +87,6 @@ def _runtime() -> Runtime:
             "used where TILEFOLD_TUNED names it"
         )
     return prepare_runtime()
-
-
-def _device(runtime: Runtime) -> "Device":
-    from tilefold.ops.device import device_of
-
-    return device_of(torch.device("cuda", torch.cuda.current_device()) if runtime.gpu else torch.device("cpu"))
 
 
 def _path(device: "Device", table: Path | None) -> Path:
@@ -141,9 +134,10 @@ def _tune(
     seconds, quick, take = how
     console.print(Text(runtime.note, style="dim"))
     identity = identity_of(device)
-    with _bar(console, len(tunables)) as progress:
+    with measuring(console, len(tunables), verb="tuning", by_case=True) as step:
         log = Log(_log(path), identity)
-        found = measure(tunables, device, runtime.device, log, Limits(seconds, quick), progress)
+        limits = Limits(seconds, quick)
+        found = measure(tunables, device, runtime.device, log, limits, lambda one, what: step(one.title, what))
     _print(found, console)
     worth = [one for one in found if one.worth]
     if not take:
@@ -162,20 +156,6 @@ def _tune(
     if dropped:
         why = "measured again, or with other versions"
         console.print(Text(f"{dropped} earlier ones are replaced or left out: {why}.", style="dim"), soft_wrap=True)
-
-
-@contextmanager
-def _bar(console: Console, total: int) -> "Iterator[Callable[[Tunable, str], None]]":
-    """A bar of so many problems -> step(problem, what is done now)."""
-    columns = (TextColumn("tuning"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=console, transient=True) as progress:
-        task, seen = progress.add_task("", total=total), set()
-
-        def step(one: "Tunable", what: str) -> None:
-            seen.add(one)
-            progress.update(task, description=f"{one.title}: {what}", completed=len(seen) - 1)
-
-        yield step
 
 
 def _print(found: "Sequence[Outcome]", console: Console) -> None:

@@ -696,12 +696,10 @@ def test_doctor_says_which_table_is_used(tmp_path, monkeypatch):
 
 
 def test_commands_say_that_a_table_is_used(tmp_path, monkeypatch):
-    from tilefold.ops import device as devices
-
     monkeypatch.delenv("TRITON_INTERPRET")
     for name, value in (("is_available", True), ("get_device_name", "NVIDIA H200"), ("current_device", 0)):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    monkeypatch.setattr(devices, "device_of", lambda device: H200)
+    monkeypatch.setattr(runtime, "device_of", lambda device: H200)
     monkeypatch.setattr(environment, "triton_fault", lambda: None)
     assert runtime.prepare_runtime().note == "Kernels run on NVIDIA H200."
     _use(monkeypatch, tmp_path / "t.json", _table())
