@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tilefold import reference
-from tilefold.bench.implementation import Inputs
+from tilefold.bench.implementation import Inputs, window_of
 from tilefold.errors import ShapeError, Unsupported
 
 __all__ = ["BINS", "Difference", "Facts", "difference_of", "exact_result", "facts_of"]
@@ -158,8 +158,6 @@ def exact_result(inputs: Inputs) -> dict[str, Tensor]:
     """out and lse, or dq, dk, dv, of the reference in fp64, from inputs widened to it, so that gradients are not rounded either.
 
     Unsupported for a case whose scores it could not hold."""
-    from tilefold.bench.implementation import window_of
-
     p = inputs.problem
     if p.varlen:
         raise Unsupported(f"{inputs.case.name} is a packed batch; compare its sequences as cases of their own")

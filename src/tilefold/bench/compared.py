@@ -7,8 +7,12 @@ import torch
 from torch import Tensor
 
 import tilefold
+from tilefold import reference, sparse
 from tilefold.bench.accuracy import LARGEST, exact_result
-from tilefold.bench.implementation import Inputs
+from tilefold.bench.attention.block_peers import portable_plans
+from tilefold.bench.attention.peers import IMPLEMENTATIONS
+from tilefold.bench.implementation import Inputs, window_of
+from tilefold.bench.video.stages import video_inputs
 from tilefold.errors import Unsupported, ValueRangeError
 from tilefold.plan.sparse.video import VideoShape
 from tilefold.reference.rounding import plain
@@ -30,8 +34,6 @@ Results = dict[str, Tensor]
 
 def check_name(name: str) -> None:
     """ValueRangeError unless it is an implementation of attention."""
-    from tilefold.bench.attention.peers import IMPLEMENTATIONS
-
     if name != "fp64" and name not in IMPLEMENTATIONS:
         raise ValueRangeError(
             f"an implementation must be a file or one of fp64, {', '.join(IMPLEMENTATIONS)}, got {name!r}"
@@ -41,8 +43,6 @@ def check_name(name: str) -> None:
 def attention_results(name: str, inputs: Inputs, device: str) -> Results:
     """ "out", and "lse" [B, H, Sq] (natural log) of those that tell it; or "dq", "dk", "dv". Unsupported, naming the
     implementation, if it cannot take the case."""
-    from tilefold.bench.attention.peers import IMPLEMENTATIONS
-
     if name == "fp64":
         return exact_result(inputs)
     implementation = IMPLEMENTATIONS[name]
@@ -60,8 +60,6 @@ def attention_results(name: str, inputs: Inputs, device: str) -> Results:
 
 
 def _own_lse(inputs: Inputs, plan: Any = None) -> Tensor:
-    from tilefold.bench.implementation import window_of
-
     p, tensors = inputs.problem, (inputs.q, inputs.k, inputs.v)
     options: dict[str, Any] = {"causal": p.causal, "return_lse": True}
     if inputs.index is not None:
@@ -78,8 +76,6 @@ def _own_lse(inputs: Inputs, plan: Any = None) -> Tensor:
 
 
 def _portable_lse(inputs: Inputs) -> Tensor:
-    from tilefold.bench.attention.block_peers import portable_plans
-
     plans = portable_plans(inputs)
     assert plans is not None, "`prepare` has refused this case"
     return _own_lse(inputs, plans[0])
@@ -129,8 +125,6 @@ def video_results(
     oracles in float64 on inputs widened to it; plain: the same in the inputs' dtype. same_lists: the second attends the lists
     that the first selected, so that a tie broken the other way does not show in all that follows.
     Unsupported if an oracle's scores would be too many."""
-    from tilefold.bench.video.stages import video_inputs
-
     scores = shape.batch * shape.heads * shape.seq**2
     for name in names:
         if name in ORACLES and scores > LARGEST:
@@ -156,8 +150,6 @@ def _pipeline(
     name: str, tensors: dict[str, Tensor], options: dict[str, Any], grad: Tensor | None, lists: Any
 ) -> tuple[Results, Any]:
     """(the results of one implementation, the lists it attended); lists: those that an oracle is to attend, or None."""
-    from tilefold import reference, sparse
-
     run: Any = sparse.sparse_video_attention
     if name in ORACLES:
         work = torch.float64 if name == "fp64" else tensors["q"].dtype

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tilefold.bench import timers
+from tilefold.bench import setting, timers
 from tilefold.bench.loop import FAILED, MEMORY, OK, checked, first_line, gpu_lost
 from tilefold.bench.run import TIMES_L2
 from tilefold.errors import DeviceError, PlanError, TilefoldError
@@ -335,8 +335,6 @@ class _Search:
 
 def identity_of(device: Device) -> dict[str, str]:
     """What a measurement holds for: the present GPU, whose record is `device`, and the versions of what runs on it."""
-    from tilefold.bench import setting
-
     here = setting.setting_of("cpu" if device.backend == "interpreter" else "cuda")
     ours = here.tilefold if here.commit == "unknown" else here.commit
     torch = str(here.torch)  # it is of a class of its own

@@ -18,8 +18,8 @@ from tilefold.bench.attention.cases import Case
 from tilefold.bench.implementation import Implementation, Inputs, Prepared
 from tilefold.errors import Unsupported
 from tilefold.ops.environment import installed as version_of
-from tilefold.plan.sparse.sparse import SparsePlan
-from tilefold.plan.sparse.sparse_backward import SparseBackwardPlan
+from tilefold.plan.sparse.sparse import SparsePlan, plan_sparse
+from tilefold.plan.sparse.sparse_backward import SparseBackwardPlan, plan_sparse_backward
 from tilefold.sparse import BlockIndex
 
 __all__ = ["BLOCK_PEERS", "portable_plans"]
@@ -32,8 +32,6 @@ def portable_plans(inputs: Inputs) -> tuple[SparsePlan, SparseBackwardPlan] | No
 
     Raises Unsupported if no portable tile fits."""
     from tilefold.ops.sparse import sparse as ops
-    from tilefold.plan.sparse.sparse import plan_sparse
-    from tilefold.plan.sparse.sparse_backward import plan_sparse_backward
 
     if inputs.index is None:
         return None

@@ -87,8 +87,6 @@ def lists_of(pattern: Pattern, problem: AttentionProblem, seed: int = 0) -> Bloc
 
     The same for a seed everywhere. Memory while it is made: about 25 bytes for each pair of blocks of one batch entry.
     Raises ShapeError if the tokens of a video pattern are not those of the problem."""
-    from tilefold.sparse import BlockIndex
-
     p = problem
     rows, columns = -(-p.seq_q // pattern.block_q), -(-p.seq_k // pattern.block_k)
     draw = {"random": random_map, "video": video_map, "uneven": uneven_map}[pattern.kind]

@@ -7,6 +7,7 @@ lists of blocks alone are in `block_peers`.
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -108,8 +109,6 @@ def _packed_sdpa(inputs: Inputs) -> Function:
 
 def _packed_flash(inputs: Inputs) -> Function:
     """torch's own function for packed batches, which is FlashAttention-2."""
-    import inspect
-
     from torch.nn.attention import varlen
 
     attend: Any = varlen.varlen_attn

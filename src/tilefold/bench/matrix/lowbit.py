@@ -21,7 +21,7 @@ from tilefold.bench.matrix.eight import (
 )
 from tilefold.bench.matrix.lowbit_peers import LIBRARIES
 from tilefold.bench.matrix.product import BYTES, WholeJudge, ours, product_of, roof_of
-from tilefold.quant import QuantizedTensor
+from tilefold.quant import QuantizedTensor, quantize_weight
 
 __all__ = ["LOWBIT", "LowbitCase", "LowbitInputs", "lowbit_cases"]
 
@@ -72,8 +72,6 @@ def family_inputs(case: LowbitCase | EightCase, device: str, seed: int = 0) -> L
 
 def lowbit_inputs(case: LowbitCase, device: str, seed: int = 0) -> LowbitInputs:
     """Standard-normal x, and a normal weight over the root of K, quantised; the same for a seed and device."""
-    from tilefold.quant import quantize_weight
-
     generator = torch.Generator(device=device).manual_seed(seed)
     dtype = getattr(torch, case.dtype)
     x = torch.randn(case.m, case.k, generator=generator, device=device, dtype=dtype)

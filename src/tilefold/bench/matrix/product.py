@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilefold import reference
+from tilefold import ops, reference
 from tilefold.bench.judge import verdict_of
 from tilefold.errors import Unsupported
 from tilefold.ops.device import device_of
@@ -71,8 +71,6 @@ def roof_of(case: Any, device: str) -> float:
 
 def ours(name: str) -> Any:
     """An operation of the collection.  Unsupported where this build does not have it."""
-    from tilefold import ops
-
     if name not in ops.COLLECTION:
         raise Unsupported(f"tilefold.ops.{name} is not in this build")
     return getattr(ops, name)

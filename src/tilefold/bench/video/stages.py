@@ -8,12 +8,19 @@ import torch
 from torch import Generator, Tensor
 
 import tilefold
+from tilefold import sparse
 from tilefold.bench import timers
 from tilefold.bench.attention.cases import Case
+from tilefold.bench.attention.lists import Pattern
+from tilefold.bench.attention.peers import IMPLEMENTATIONS
 from tilefold.bench.implementation import Implementation, Inputs
+from tilefold.bench.loop import first_line
 from tilefold.bench.timers import Timing
+from tilefold.ops.sparse.sparse_call import Lists, SparseCall
+from tilefold.ops.sparse.sparse_mixed import attend_and_fuse
 from tilefold.plan.cost import Bound, Cost, bound
 from tilefold.plan.device import Device
+from tilefold.plan.problem import AttentionProblem
 from tilefold.plan.sparse.video import STAGES, VideoShape, dense_cost, index_cost, stage_costs
 from tilefold.plan.sparse.video_launches import TOGETHER
 from tilefold.sparse import BlockIndex
@@ -100,8 +107,6 @@ def profile_video(
 
     device: whose roofs count; where: "cuda" or "cpu". coarse, select: the pipeline's options. backward: also the gradients of
     q, k, v and both gates, with the forward pass, as one row each. ready: what `prepare_stages` made of the same arguments."""
-    from tilefold import sparse
-
     ready = ready or prepare_stages(shape, where, coarse, select)
     inputs, calls, listed = ready.inputs, dict(ready.calls), ready.listed
     q, k, v, gates = inputs.q, inputs.k, inputs.v, inputs.gates
@@ -140,9 +145,6 @@ class Ready:
 
 def prepare_stages(shape: VideoShape, where: str, coarse: CoarseOptions, select: SelectOptions, seed: int = 0) -> Ready:
     """Inputs on a device ("cuda" or "cpu") and what `profile_video` times over them."""
-    from tilefold.ops.sparse.sparse_call import Lists, SparseCall
-    from tilefold.ops.sparse.sparse_mixed import attend_and_fuse
-
     inputs = video_inputs(shape, where, seed)
     made = self_attention(shape, inputs, coarse, select)
     index, branch = made.stages.index, made.stages.coarse_out
@@ -158,8 +160,6 @@ def prepare_stages(shape: VideoShape, where: str, coarse: CoarseOptions, select:
 
 def index_alone(index: BlockIndex) -> Call:
     """The index stage by itself: the same lists from a map of the blocks."""
-    from tilefold import sparse
-
     keep, (block_q, block_k, seq_q, seq_k) = index.to_map(), index.geometry
     sizes: dict[str, Any] = {"block_q": block_q, "block_k": block_k, "seq_q": seq_q, "seq_k": seq_k}
     return lambda: sparse.index(keep, **sizes, capacity=index.capacity)
@@ -205,8 +205,6 @@ def video_inputs(shape: VideoShape, where: str, seed: int = 0, queries: int | No
 
 def self_attention(shape: VideoShape, inputs: VideoInputs, coarse: CoarseOptions, select: SelectOptions) -> Made:
     """`sparse_video_attention` of all tokens over all tokens."""
-    from tilefold import sparse
-
     q, k, v, gates = inputs.q, inputs.k, inputs.v, inputs.gates
     options: dict[str, Any] = {"coarse": coarse, "select": select, "block": shape.block}
     out, made = sparse.sparse_video_attention(q, k, v, return_stages=True, **options, **gates)
@@ -231,9 +229,6 @@ def listed_pairs(stages: Stages | None, shape: VideoShape, queries: int | None =
 
 def dense_case(shape: VideoShape, queries: int | None = None) -> Case:
     """Dense attention of the same tokens; queries: how many, None: as many as keys."""
-    from tilefold.bench.attention.cases import Case
-    from tilefold.plan.problem import AttentionProblem
-
     rows, keys = shape.seq if queries is None else queries, shape.seq
     heads = (shape.heads, shape.kv_heads)
     return Case("dense", AttentionProblem(shape.batch, rows, keys, *heads, shape.dim, shape.dim, dtype=shape.dtype))
@@ -247,9 +242,6 @@ def dense_calls(
     grad: Tensor | None = None,
 ) -> tuple[dict[str, Call], list[str]]:
     """(calls of the peers by their titles, forward, and with a grad forward + backward; why any of them is missing)."""
-    from tilefold.bench.attention.peers import IMPLEMENTATIONS
-    from tilefold.bench.implementation import Inputs
-
     return _calls_of("dense", [IMPLEMENTATIONS[name] for name in peers], Inputs(case, *tensors), where, grad)
 
 
@@ -262,10 +254,6 @@ def listed_calls(
     peers: tuple[str, ...],
 ) -> tuple[dict[str, Call], list[str]]:
     """The same of peers that follow lists, over those of the fine stage; sparsity: per cent, as it was asked for."""
-    from tilefold.bench.attention.cases import Case
-    from tilefold.bench.attention.lists import Pattern
-    from tilefold.bench.implementation import Inputs
-
     known = implementations()
     listed = Case("sparse", case.problem, Pattern("random", sparsity, index.block_q, index.block_k))
     return _calls_of("lists", [known[name] for name in peers], Inputs(listed, *tensors, index), where)
@@ -273,8 +261,6 @@ def listed_calls(
 
 def implementations() -> dict[str, Implementation]:
     """Everybody who may take part, by name: dense PEERS, and LISTED, who follow lists ("fa4-lists": fa4 over them)."""
-    from tilefold.bench.attention.peers import IMPLEMENTATIONS
-
     known = {name: IMPLEMENTATIONS[name] for name in ("tilefold", *PEERS, *LISTED) if name in IMPLEMENTATIONS}
     return known | {"fa4-lists": replace(IMPLEMENTATIONS["fa4"], name="fa4-lists")}
 
@@ -283,8 +269,6 @@ def _calls_of(
     kind: str, peers: Sequence[Implementation], inputs: Inputs, where: str, grad: Tensor | None = None
 ) -> tuple[dict[str, Call], list[str]]:
     """(calls by "kind title", why any peer is missing)."""
-    from tilefold.bench.loop import first_line
-
     calls: dict[str, Call] = {}
     notes = []
     for peer in peers:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import tilefold
-from tilefold import reference
+from tilefold import reference, sparse
 from tilefold.bench.implementation import Inputs
 from tilefold.bench.judge import Judge, verdict_of
 from tilefold.bench.loop import MEMORY, OK, WRONG, first_line
@@ -32,6 +32,7 @@ from tilefold.errors import ShapeError, ValueRangeError
 from tilefold.plan.cost import Cost
 from tilefold.plan.sparse.video import STAGES, VideoShape, stage_costs
 from tilefold.reference import Comparison
+from tilefold.sparse.coarse import attend_rows
 from tilefold.sparse.stages import CoarseOptions, SelectOptions
 
 __all__ = [
@@ -201,8 +202,6 @@ def measure_point(
 
     graph: time replays of CUDA graphs instead of calls; a step over a cache always is, on a GPU, for it takes less time than
     its launches."""
-    from tilefold.sparse.stages import CoarseOptions, SelectOptions
-
     coarse, select = CoarseOptions(), SelectOptions(method="top_k", sparsity=point.sparsity / 100)
     replays = where == "cuda" and (graph or point.queries is not None)
     try:
@@ -250,9 +249,6 @@ def cached_step(point: Point, inputs: VideoInputs, coarse: CoarseOptions, select
 
     Every call makes the same step: it goes on from a copy of the cache's lengths and shares the rest, so a timed append or
     step includes that copy of one number a sequence."""
-    from tilefold import sparse
-    from tilefold.sparse.coarse import attend_rows
-
     shape, q, gates = point.shape, inputs.q, inputs.gates
     cache = sparse.VideoCache(
         shape.batch, shape.seq, shape.kv_heads, shape.dim, block=shape.block, page_size=point.page_size,
