@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from tilefold.bench.loop import GPU_LOST
 from tilefold.cli.options import RunOptions
 from tilefold.cli.progress import measuring
 from tilefold.cli.runtime import Runtime, print_tables, say, warn_of_times, writable
@@ -84,8 +85,6 @@ class Done:
     @property
     def lost(self) -> bool:
         """Whether the GPU was lost: nothing runs any more."""
-        from tilefold.bench.loop import GPU_LOST
-
         return any(str(row.get("note", "")).startswith(GPU_LOST) for row in self.records)
 
     @property

@@ -10,6 +10,7 @@ from rich.text import Text
 from tilefold.cli.bench_flow import Done, Outputs, finish, measure, peer_names, show
 from tilefold.cli.options import RunOptions, with_run
 from tilefold.cli.runtime import Runtime, header, prepare_runtime, say, table_of, user_errors
+from tilefold.errors import ValueRangeError
 
 if TYPE_CHECKING:
     from tilefold.bench.setting import Setting
@@ -50,7 +51,6 @@ def suite(
     runtime = prepare_runtime()
     from tilefold.bench.engine import peers_of
     from tilefold.bench.setting import setting_of
-    from tilefold.errors import ValueRangeError
 
     chosen = suite_named(name, runtime.gpu)
     outputs = Outputs.asked(run, [part.family for part in chosen.parts])

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilefold import BlockIndex
+
 __all__ = ["CheckCase", "arguments", "check_cases"]
 
 POINTERS, BOX, VARLEN = "attention_forward", "attention_forward_box", "attention_forward_varlen"
@@ -156,8 +158,6 @@ def arguments(case: CheckCase, device: str) -> tuple[tuple[Tensor, Tensor, Tenso
 
 def _index(case: CheckCase, longest: tuple[int, int], generator: Any, device: str) -> dict[str, Any]:
     """The lists of a sparse call, other ones for every sequence and head."""
-    from tilefold import BlockIndex
-
     batch, blocks = len(case.lengths), [-(-n // block) for n, block in zip(longest, case.blocks, strict=True)]
     keep = torch.rand(batch, case.heads, *blocks, generator=generator) < (1.0 if case.lists == "full" else 0.5)
     sizes = None

@@ -14,7 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+import tilefold
+from tilefold.ops.device import device_of
 from tilefold.ops.environment import importable, installed, interpreter_fault, triton_fault, triton_version
+from tilefold.plan.table import VARIABLE, table_in_use
 
 __all__ = ["EPILOG", "Finding", "doctor", "findings"]
 
@@ -81,8 +84,6 @@ def machine() -> list[Finding]:
 
 def libraries() -> list[Finding]:
     """tilefold, torch, triton and numpy."""
-    import tilefold
-
     toolkit = (
         f"CUDA {torch.version.cuda}"
         if torch.version.cuda
@@ -148,14 +149,10 @@ def tuned() -> list[Finding]:
     """The table of measured plans that this machine's device plans with, or why there is none."""
     import warnings
 
-    from tilefold.plan.table import VARIABLE, table_in_use
-
     if gpu_fault() is not None:
         return [
             Finding("plans", "measured here", INFO, "no GPU: plans for other devices are by the rules or their tables")
         ]
-    from tilefold.ops.device import device_of
-
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         found = table_in_use(device_of(torch.device("cuda", torch.cuda.current_device())))

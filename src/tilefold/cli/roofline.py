@@ -11,9 +11,9 @@ from rich.text import Text
 from tilefold.cli.options import Png
 from tilefold.cli.runtime import prepare_runtime, say, table_of, user_errors, writable, write_files
 from tilefold.errors import DeviceError, ValueRangeError
+from tilefold.plan.device import Device, device_named
 
 if TYPE_CHECKING:
-    from tilefold.plan.device import Device
     from tilefold.profiling.roofs import Roofs
 
 __all__ = ["EPILOG", "roofline"]
@@ -79,7 +79,6 @@ def roofline(
 
 def _machine(measure: bool, name: str | None, console: Console) -> "tuple[Device, Roofs | None]":
     """The device with its roofs, and what was measured of it, if anything."""
-    from tilefold.plan.device import device_named
     from tilefold.profiling.roofs import load_roofs, measure_roofs, store_roofs, with_roofs
 
     if name is not None:

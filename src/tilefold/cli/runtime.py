@@ -18,10 +18,12 @@ from rich.text import Text
 from tilefold.bench.page import columns_that_fit, grouped_tables, save_png
 from tilefold.errors import DeviceError, DtypeError, TilefoldError, ValueRangeError
 from tilefold.ops.device import device_of, interpreting
+from tilefold.ops.environment import check_environment, triton_fault
+from tilefold.plan.device import Device
+from tilefold.plan.table import VARIABLE, table_in_use
 
 if TYPE_CHECKING:
     from tilefold.bench.setting import Setting
-    from tilefold.plan.device import Device
 
 __all__ = [
     "DTYPES",
@@ -71,7 +73,7 @@ class Runtime:
         """Whether that is a GPU."""
         return self.device == "cuda"
 
-    def record(self) -> "Device":
+    def record(self) -> Device:
         """What plans and bounds know of it."""
         return device_of(torch.device("cuda", torch.cuda.current_device()) if self.gpu else torch.device("cpu"))
 
@@ -82,8 +84,6 @@ def prepare_runtime(kernels: bool = True) -> Runtime:
     kernels: False: plain torch on the CPU will do, unless TRITON_INTERPRET asks for the interpreter.
     Raises DeviceError where neither can be used.
     """
-    from tilefold.ops.environment import check_environment
-
     asked = os.environ.get("TRITON_INTERPRET")
     if not kernels and not torch.cuda.is_available() and not interpreting():
         return Runtime("cpu", "No GPU here: plain torch on the CPU.")
@@ -109,9 +109,6 @@ def prepare_runtime(kernels: bool = True) -> Runtime:
 
 def _tables() -> str:
     """Said of what makes plans here other than elsewhere."""
-    from tilefold.ops.environment import triton_fault
-    from tilefold.plan.table import VARIABLE, table_in_use
-
     if triton_fault() is not None:
         return ""
     found = table_in_use(Runtime("cuda", "").record())

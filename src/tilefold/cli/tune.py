@@ -10,13 +10,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from tilefold.bench.loop import OK, WRONG
 from tilefold.cli.progress import measuring
 from tilefold.cli.runtime import Runtime, integers, names_from, prepare_runtime, table_of, user_errors
 from tilefold.errors import DeviceError, ValueRangeError
+from tilefold.plan.device import Device
+from tilefold.plan.table import OFF, VARIABLE, Table, read_table, table_path, write_table
 
 if TYPE_CHECKING:
-    from tilefold.plan.device import Device
-    from tilefold.plan.table import Table
     from tilefold.tune.measure import Outcome
     from tilefold.tune.problems import Tunable
 
@@ -89,9 +90,7 @@ def _runtime() -> Runtime:
     return prepare_runtime()
 
 
-def _path(device: "Device", table: Path | None) -> Path:
-    from tilefold.plan.table import OFF, VARIABLE, table_path
-
+def _path(device: Device, table: Path | None) -> Path:
     path = table_path(device.name, table)
     if path is None:
         raise ValueRangeError(f"{VARIABLE}={OFF} switches tables off: name one by --table, or unset it")
@@ -121,13 +120,12 @@ def _tunables(
 
 def _tune(
     tunables: "Sequence[Tunable]",
-    device: "Device",
+    device: Device,
     runtime: Runtime,
     path: Path,
     how: tuple[float, bool, bool],
     console: Console,
 ) -> None:
-    from tilefold.plan.table import write_table
     from tilefold.tune.measure import Limits, Log, identity_of, table_of_outcomes
     from tilefold.tune.measure import tune as measure
 
@@ -160,7 +158,6 @@ def _tune(
 
 def _print(found: "Sequence[Outcome]", console: Console) -> None:
     """A row a problem, then what was wrong and what is left."""
-    from tilefold.bench.loop import OK, WRONG
     from tilefold.tune.candidates import shown
 
     rows = []
@@ -187,9 +184,7 @@ def _print(found: "Sequence[Outcome]", console: Console) -> None:
         )
 
 
-def _read(path: Path) -> "Table":
-    from tilefold.plan.table import read_table
-
+def _read(path: Path) -> Table:
     try:
         return read_table(path)
     except (OSError, ValueRangeError) as error:

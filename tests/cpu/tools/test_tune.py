@@ -677,13 +677,11 @@ def test_a_table_in_the_users_cache_is_used_by_another_process(tmp_path):
 
 
 def test_doctor_says_which_table_is_used(tmp_path, monkeypatch):
-    from tilefold.ops import device as devices
-
     (none,) = doctor.tuned()
     assert none.section == "plans" and "no GPU" in none.detail
     monkeypatch.setattr(doctor, "gpu_fault", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(devices, "device_of", lambda device: H200)
+    monkeypatch.setattr(doctor, "device_of", lambda device: H200)
     (absent,) = doctor.tuned()
     assert absent.state == "no" and "the rules decide" in absent.detail
     entry = _entry("attention", candidates.rules_plan(*PLANNED["prefill"], H200), **CHANGES["prefill"])
