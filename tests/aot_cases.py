@@ -24,6 +24,13 @@ def problem(dim: int = 128, dim_v: int | None = None, **changes: object) -> Atte
     return AttentionProblem(**{**shape, **changes})  # type: ignore[arg-type]
 
 
+def job(builder: str, target: str, /, **kwargs: Any) -> Job:
+    """What `example_launch` of a module of `tilefold.ops` makes of the arguments, compiled for a target; another function of it
+    is named behind a colon."""
+    function = builder if ":" in builder else f"{builder}:example_launch"
+    return Job(f"tilefold.ops.{function}", kwargs, target)
+
+
 @dataclass(frozen=True)
 class Results:
     """What became of the jobs (name, target) that one Triton compiled."""

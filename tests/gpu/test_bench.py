@@ -1,6 +1,7 @@
 """The timers and the command line on a GPU: figures agree with one another, outputs are checked, files are written."""
 
 import json
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,10 @@ from tilefold.bench.attention.cases import DECODE, Case, cases_of
 from tilefold.bench.attention.lists import Pattern
 from tilefold.bench.attention.peers import DEFAULT_PEERS, DENSE
 from tilefold.bench.attention.peers import SPARSE as LISTED
+from tilefold.bench.choice import chosen
 from tilefold.bench.implementation import make_inputs
+from tilefold.bench.loop import gpu_lost
+from tilefold.bench.power import Sampler, source_of
 from tilefold.bench.run import run_case, scratch_bytes
 from tilefold.bench.setting import Options
 from tilefold.plan.problem import AttentionProblem
@@ -33,10 +37,8 @@ def products():
 
 @pytest.mark.alone
 def test_events_and_graph_agree_on_a_call_that_fills_the_gpu(products):
-    by_events, by_graph = timers.time_events(products[0]), timers.time_graph(products)
-    assert by_events.method == "events"
-    assert by_graph.method == "graph"
-    assert 0.3 < by_graph.ms / by_events.ms < 1.5
+    by_events, by_graph = timers.event_samples(products[0]), timers.graph_sampler(products)()
+    assert 0.3 < statistics.median(by_graph) / statistics.median(by_events) < 1.5
 
 
 @pytest.mark.alone
@@ -47,7 +49,7 @@ def test_host_time_does_not_wait_for_the_gpu():
         return a @ a
 
     host = timers.time_host(call, torch.cuda.synchronize, calls=20, repetitions=3)
-    assert host.ms < timers.time_events(call).ms / 2
+    assert host.ms < statistics.median(timers.event_samples(call)) / 2
 
 
 def test_alternating_samples_every_call(products):
@@ -60,7 +62,7 @@ def test_alternating_samples_every_call(products):
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_available_implementation_is_right_and_timed(causal):
     case = Case("dense", AttentionProblem(2, 1024, 1024, 8, 8, 128, 128, causal=causal))
-    implementations = DENSE.peers_named((*DEFAULT_PEERS["dense"]["cuda"], "efficient", "math"))
+    implementations = chosen(DENSE.peers, (*DEFAULT_PEERS["dense"]["cuda"], "efficient", "math"))
     options = Options(rounds=2, rep_ms=5.0, host=True, graph=True)
     row = run_case(DENSE, case, implementations, "cuda", options, lambda *_: None)
     cells = {cell.implementation: cell for cell in row.cells}
@@ -76,7 +78,7 @@ def test_every_available_implementation_is_right_and_timed(causal):
 def alone(case):
     """The cell of tilefold, measured without peers."""
     options = Options(rounds=1, rep_ms=5.0)
-    return run_case(DENSE, case, DENSE.peers_named(("none",)), "cuda", options, lambda *_: None).cells
+    return run_case(DENSE, case, chosen(DENSE.peers, ("none",)), "cuda", options, lambda *_: None).cells
 
 
 def test_a_large_case_is_judged_on_sampled_rows_without_running_out_of_memory():
@@ -92,7 +94,7 @@ SPARSE = Case("sparse", AttentionProblem(1, 8192, 8192, 8, 8, 128, 128), Pattern
 def test_every_available_sparse_implementation_is_right_and_timed(backward):
     case = replace(SPARSE, backward=backward)
     names = [name for name in DEFAULT_PEERS["sparse"]["cuda"] if name != "flex" or not backward]  # tunes for a minute
-    implementations = LISTED.peers_named(tuple(names))
+    implementations = chosen(LISTED.peers, tuple(names))
     cells = run_case(LISTED, case, implementations, "cuda", Options(rounds=2, rep_ms=5.0), lambda *_: None).cells
     by_name = {cell.implementation: cell for cell in cells}
     assert by_name["tilefold"].status == ("ok" if not backward else by_name["tilefold"].status)
@@ -205,8 +207,6 @@ def test_clocks_and_power_are_read_while_the_gpu_works(products):
     """Through nvidia-smi."""
     import time
 
-    from tilefold.bench.power import Sampler, source_of
-
     source = source_of("cuda")
     if source is None:
         pytest.skip("nvidia-smi is not here")
@@ -223,6 +223,4 @@ def test_clocks_and_power_are_read_while_the_gpu_works(products):
 
 
 def test_a_launch_that_is_refused_does_not_count_as_a_lost_gpu():
-    from tilefold.bench.loop import gpu_lost
-
     assert not gpu_lost(RuntimeError("CUDA error: invalid configuration argument"))

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tilefold.bench.choice import chosen
 from tilefold.bench.decode.cases import DecodeCase
 from tilefold.bench.decode.serving import DECODE, DECODE_DEFAULTS
 from tilefold.bench.run import run_case
@@ -16,7 +17,7 @@ SMALL = DecodeCase((2048,) * 4)
 
 
 def cells_of(case, names):
-    row = run_case(DECODE, case, DECODE.peers_named(names), "cuda", Options(1), lambda *_: None)
+    row = run_case(DECODE, case, chosen(DECODE.peers, names), "cuda", Options(1), lambda *_: None)
     return row, {cell.implementation: cell for cell in row.cells}
 
 

@@ -7,14 +7,13 @@ results that agree may both be wrong.
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
+from tilefold import reference
+from tilefold.bench.implementation import Inputs, window_of
 from tilefold.errors import ShapeError, Unsupported
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from tilefold.bench.implementation import Inputs
 
 __all__ = ["BINS", "Difference", "Facts", "difference_of", "exact_result", "facts_of"]
 
@@ -72,10 +71,8 @@ class Difference:
         return self.first.dtype == self.second.dtype and self.first.sha256 == self.second.sha256
 
 
-def facts_of(t: "Tensor") -> Facts:
+def facts_of(t: Tensor) -> Facts:
     """The facts of a tensor on any device, of any strides."""
-    import torch
-
     digest = hashlib.sha256()
     squares, largest, smallest, specials = 0.0, -float("inf"), float("inf"), 0
     for part in _chunks(t):
@@ -93,15 +90,13 @@ def facts_of(t: "Tensor") -> Facts:
 
 
 def difference_of(
-    name: str, first: "Tensor", second: "Tensor", rtol: float = 1e-5, atol: float = 1e-5, axis: int = 1
+    name: str, first: Tensor, second: Tensor, rtol: float = 1e-5, atol: float = 1e-5, axis: int = 1
 ) -> Difference:
     """How `second` differs from `first`, computed in fp64; name: what the tensors are called in a report.
 
     axis: the dimension along which the largest differences are listed (1: the tokens of [batch, tokens, heads, dim]), the last
     one if there are fewer. Raises ShapeError if the shapes are not the same.
     """
-    import torch
-
     if first.shape != second.shape:
         raise ShapeError(f"{name} has shapes {tuple(first.shape)} and {tuple(second.shape)}: they must be the same")
     axis = max(0, min(axis, first.dim() - 1))
@@ -138,7 +133,7 @@ def difference_of(
     )  # fmt: skip
 
 
-def _chunks(t: "Tensor") -> "Iterator[Tensor]":
+def _chunks(t: Tensor) -> Iterator[Tensor]:
     """The elements in row-major order, a few at a time: nothing is copied whole."""
     if t.numel() <= CHUNK or t.dim() == 0:
         yield t.detach().reshape(-1)
@@ -147,7 +142,7 @@ def _chunks(t: "Tensor") -> "Iterator[Tensor]":
         yield from _chunks(part)
 
 
-def _along(first: "Tensor", second: "Tensor", axis: int) -> tuple[float, ...]:
+def _along(first: Tensor, second: Tensor, axis: int) -> tuple[float, ...]:
     """The largest finite difference at each index of a dimension."""
     if first.dim() == 0 or first.numel() == 0:
         return ()
@@ -159,15 +154,10 @@ def _along(first: "Tensor", second: "Tensor", axis: int) -> tuple[float, ...]:
     return tuple(found)
 
 
-def exact_result(inputs: "Inputs") -> "dict[str, Tensor]":
+def exact_result(inputs: Inputs) -> dict[str, Tensor]:
     """out and lse, or dq, dk, dv, of the reference in fp64, from inputs widened to it, so that gradients are not rounded either.
 
     Unsupported for a case whose scores it could not hold."""
-    import torch
-
-    from tilefold import reference
-    from tilefold.bench.implementation import window_of
-
     p = inputs.problem
     if p.varlen:
         raise Unsupported(f"{inputs.case.name} is a packed batch; compare its sequences as cases of their own")

@@ -4,10 +4,21 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
-from tilefold.bench.implementation import version_of
 from tilefold.errors import Unsupported, ValueRangeError
+from tilefold.ops.environment import installed as version_of
 
-__all__ = ["INSTALLED", "Known", "chosen", "figures_in", "fits", "installed", "names_in", "select_cases", "whereabouts"]
+__all__ = [
+    "INSTALLED",
+    "NONE",
+    "chosen",
+    "figures_in",
+    "fits",
+    "installed",
+    "meant",
+    "names_in",
+    "of_size",
+    "select_cases",
+]
 
 OURS, NONE, INSTALLED = "tilefold", "none", "installed"
 
@@ -32,6 +43,7 @@ class Known(Protocol):
     def package(self) -> str: ...
 
 
+Cases = TypeVar("Cases")
 NamedCase = TypeVar("NamedCase", bound=Named)
 One = TypeVar("One", bound=Known)
 
@@ -46,6 +58,13 @@ def select_cases(cases: tuple[NamedCase, ...], pattern: str | None) -> tuple[Nam
     if not chosen:
         raise ValueRangeError(f"case filter {pattern!r} matches none of: {', '.join(case.name for case in cases)}")
     return chosen
+
+
+def of_size(size: str, known: Mapping[str, Cases]) -> Cases:
+    """The cases of a size: "full", "quick" or "tiny".  ValueRangeError for another one."""
+    if size not in known:
+        raise ValueRangeError(f"size must be one of {', '.join(known)}, got {size!r}")
+    return known[size]
 
 
 def fits(name: str, pattern: str) -> bool:

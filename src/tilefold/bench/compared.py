@@ -1,17 +1,22 @@
 """What implementations make of one problem, by name: the tensors that `tilefold compare` sets beside each other."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import Tensor
+
+import tilefold
+from tilefold import reference, sparse
 from tilefold.bench.accuracy import LARGEST, exact_result
+from tilefold.bench.attention.block_peers import portable_plans
+from tilefold.bench.attention.peers import IMPLEMENTATIONS
+from tilefold.bench.implementation import Inputs, window_of
+from tilefold.bench.video.stages import video_inputs
 from tilefold.errors import Unsupported, ValueRangeError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from tilefold.bench.implementation import Inputs
-    from tilefold.plan.sparse.video import VideoShape
-    from tilefold.sparse.stages import SelectOptions
+from tilefold.plan.sparse.video import VideoShape
+from tilefold.reference.rounding import plain
+from tilefold.sparse.stages import SelectOptions
 
 __all__ = ["VIDEO_NAMES", "attention_results", "check_name", "check_video_names", "video_results", "without_lse"]
 
@@ -21,7 +26,7 @@ ORACLES = ("fp64", "plain")
 # Of the video pipeline, in the order in which they are made; `kept` is 1 where a query block's list has a KV block.
 STAGES = ("coarse", "scores", "gini", "tau", "mass", "kept", "fine", "lse", "out")
 
-Results = dict[str, "Tensor"]
+Results = dict[str, Tensor]
 
 
 # --- attention by itself ------------------------------------------------------------------------------------------------------
@@ -29,19 +34,15 @@ Results = dict[str, "Tensor"]
 
 def check_name(name: str) -> None:
     """ValueRangeError unless it is an implementation of attention."""
-    from tilefold.bench.attention.peers import IMPLEMENTATIONS
-
     if name != "fp64" and name not in IMPLEMENTATIONS:
         raise ValueRangeError(
             f"an implementation must be a file or one of fp64, {', '.join(IMPLEMENTATIONS)}, got {name!r}"
         )
 
 
-def attention_results(name: str, inputs: "Inputs", device: str) -> Results:
+def attention_results(name: str, inputs: Inputs, device: str) -> Results:
     """ "out", and "lse" [B, H, Sq] (natural log) of those that tell it; or "dq", "dk", "dv". Unsupported, naming the
     implementation, if it cannot take the case."""
-    from tilefold.bench.attention.peers import IMPLEMENTATIONS
-
     if name == "fp64":
         return exact_result(inputs)
     implementation = IMPLEMENTATIONS[name]
@@ -58,10 +59,7 @@ def attention_results(name: str, inputs: "Inputs", device: str) -> Results:
     return results
 
 
-def _own_lse(inputs: "Inputs", plan: Any = None) -> "Tensor":
-    import tilefold
-    from tilefold.bench.implementation import window_of
-
+def _own_lse(inputs: Inputs, plan: Any = None) -> Tensor:
     p, tensors = inputs.problem, (inputs.q, inputs.k, inputs.v)
     options: dict[str, Any] = {"causal": p.causal, "return_lse": True}
     if inputs.index is not None:
@@ -77,15 +75,13 @@ def _own_lse(inputs: "Inputs", plan: Any = None) -> "Tensor":
     return lse
 
 
-def _portable_lse(inputs: "Inputs") -> "Tensor":
-    from tilefold.bench.attention.block_peers import portable_plans
-
+def _portable_lse(inputs: Inputs) -> Tensor:
     plans = portable_plans(inputs)
     assert plans is not None, "`prepare` has refused this case"
     return _own_lse(inputs, plans[0])
 
 
-_LSE: dict[str, Callable[["Inputs"], "Tensor"]] = {"tilefold": _own_lse, "portable": _portable_lse}
+_LSE: dict[str, Callable[[Inputs], Tensor]] = {"tilefold": _own_lse, "portable": _portable_lse}
 
 
 def without_lse(names: tuple[str, str]) -> list[str]:
@@ -116,8 +112,8 @@ def check_video_names(names: tuple[str, str], backward: bool, same_lists: bool) 
 
 def video_results(
     names: tuple[str, str],
-    shape: "VideoShape",
-    select: "SelectOptions",
+    shape: VideoShape,
+    select: SelectOptions,
     device: str,
     seed: int,
     backward: bool,
@@ -129,8 +125,6 @@ def video_results(
     oracles in float64 on inputs widened to it; plain: the same in the inputs' dtype. same_lists: the second attends the lists
     that the first selected, so that a tie broken the other way does not show in all that follows.
     Unsupported if an oracle's scores would be too many."""
-    from tilefold.bench.video.stages import video_inputs
-
     scores = shape.batch * shape.heads * shape.seq**2
     for name in names:
         if name in ORACLES and scores > LARGEST:
@@ -142,8 +136,6 @@ def video_results(
     tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, **inputs.gates}
     grad = None
     if backward:
-        import torch
-
         grad = torch.randn(inputs.q.shape, generator=inputs.generator, device=device, dtype=inputs.q.dtype)
     lists: Any = None
     found = []
@@ -155,14 +147,9 @@ def video_results(
 
 
 def _pipeline(
-    name: str, tensors: "dict[str, Tensor]", options: dict[str, Any], grad: "Tensor | None", lists: Any
+    name: str, tensors: dict[str, Tensor], options: dict[str, Any], grad: Tensor | None, lists: Any
 ) -> tuple[Results, Any]:
     """(the results of one implementation, the lists it attended); lists: those that an oracle is to attend, or None."""
-    import torch
-
-    from tilefold import reference, sparse
-    from tilefold.reference.rounding import plain
-
     run: Any = sparse.sparse_video_attention
     if name in ORACLES:
         work = torch.float64 if name == "fp64" else tensors["q"].dtype

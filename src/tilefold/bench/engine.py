@@ -1,22 +1,23 @@
-"""The families of `tilefold bench` behind one interface: what one command, one suite and one document need of any of them."""
+"""What one command, one suite and one document need of any family of `tilefold bench`."""
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from tilefold.bench.choice import chosen
-from tilefold.bench.video.engine import VideoEngine
+from tilefold.bench import family_report
+from tilefold.bench.attention import report
+from tilefold.bench.attention.cases import cases_of
+from tilefold.bench.choice import chosen, select_cases
+from tilefold.bench.family import Family
+from tilefold.bench.records.record import Sheet
+from tilefold.bench.run import run_cases
+from tilefold.bench.setting import Options, Setting
 from tilefold.errors import ValueRangeError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from tilefold.bench.family import Family
-    from tilefold.bench.records.record import Sheet
-    from tilefold.bench.setting import Options, Setting
-
-__all__ = ["ENGINES", "AttentionEngine", "Engine", "FamilyEngine", "Request", "engine_named", "flat", "peers_of"]
+__all__ = ["AttentionEngine", "Engine", "Request", "peers_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,71 +36,23 @@ class Request:
         return "tiny" if not gpu else "quick" if self.quick else "full"
 
 
-class Engine(Protocol):
-    """A family.  A *result* is what one case left, whatever the family keeps of it."""
+class Engine:
+    """A family.  A *result* is what one case left: the row of a case, of video that of a point."""
 
-    name: str
+    def __init__(self, family: Family) -> None:
+        self.name, self.family = family.name, family
 
     @property
     def known(self) -> Mapping[str, Any]:
         """All implementations by name, "tilefold" among them."""
-
-    def usual(self, device: str) -> tuple[str, ...]:
-        """The peers that are measured unasked."""
-
-    def cases(self, request: Request, gpu: bool) -> tuple[Any, ...]:
-        """Raises ValueRangeError where there are none, or none that could run here."""
-
-    def run(
-        self,
-        cases: Sequence[Any],
-        peers: Sequence[Any],
-        device: str,
-        options: "Options",
-        progress: Callable[[Any, str], None],
-        finished: Callable[[Any], None],
-    ) -> list[Any]:
-        """A result for each case that was reached."""
-
-    def records(self, result: Any, setting: "Setting") -> list[dict[str, Any]]: ...
-
-    def findings(self, results: Sequence[Any]) -> dict[str, Any]:
-        """What a document says of all results together."""
-
-    def sheets(self, results: Sequence[Any], setting: "Setting") -> "list[Sheet]":
-        """The tables for a document."""
-
-    def details(self, results: Sequence[Any], width: int, asked: bool) -> "list[RenderableType]":
-        """Further tables for a terminal; asked: also those that say little of most runs."""
-
-    def notes(self, results: Sequence[Any]) -> list[str]: ...
-
-    def wrong(self, results: Sequence[Any]) -> bool:
-        """Whether a result of tilefold failed its check, or failed."""
-
-
-class FamilyEngine:
-    """A result is the row of a case.  place: module and name of the Family."""
-
-    def __init__(self, name: str, place: str) -> None:
-        self.name, self.place = name, place
-
-    @property
-    def family(self) -> "Family":
-        module, attribute = self.place.rsplit(".", 1)
-        found: Family = getattr(importlib.import_module(f"tilefold.bench.{module}"), attribute)
-        return found
-
-    @property
-    def known(self) -> Mapping[str, Any]:
         return self.family.peers
 
     def usual(self, device: str) -> tuple[str, ...]:
+        """The peers that are measured unasked."""
         return self.family.defaults[device]
 
     def cases(self, request: Request, gpu: bool) -> tuple[Any, ...]:
-        from tilefold.bench.choice import select_cases
-
+        """Raises ValueRangeError where there are none, or none that could run here."""
         return select_cases(self.family.cases(request.size(gpu)), request.pattern)
 
     def run(
@@ -107,48 +60,40 @@ class FamilyEngine:
         cases: Sequence[Any],
         peers: Sequence[Any],
         device: str,
-        options: "Options",
+        options: Options,
         progress: Callable[[Any, str], None],
         finished: Callable[[Any], None],
     ) -> list[Any]:
-        from tilefold.bench.run import run_cases
-
+        """A result for each case that was reached."""
         return run_cases(self.family, cases, peers, device, options, progress, finished)
 
-    def records(self, result: Any, setting: "Setting") -> list[dict[str, Any]]:
-        from tilefold.bench.family_report import family_records
-
-        return family_records([result], setting)
+    def records(self, result: Any, setting: Setting) -> list[dict[str, Any]]:
+        return family_report.family_records([result], setting)
 
     def findings(self, results: Sequence[Any]) -> dict[str, Any]:
+        """What a document says of all results together."""
         return {"lines": self.notes(results)}
 
-    def sheets(self, results: Sequence[Any], setting: "Setting") -> "list[Sheet]":
-        from tilefold.bench.family_report import family_sheets
-
-        return family_sheets(results, setting)
+    def sheets(self, results: Sequence[Any], setting: Setting) -> list[Sheet]:
+        """The tables for a document."""
+        return family_report.family_sheets(results, setting)
 
     def details(self, results: Sequence[Any], width: int, asked: bool) -> "list[RenderableType]":
+        """Further tables for a terminal; asked: also those that say little of most runs."""
         return []
 
     def notes(self, results: Sequence[Any]) -> list[str]:
-        from tilefold.bench.family_report import family_lines
-
-        return family_lines(results)
+        return family_report.family_lines(results)
 
     def wrong(self, results: Sequence[Any]) -> bool:
-        from tilefold.bench.family_report import ours_wrong
+        """Whether a result of tilefold failed its check, or failed."""
+        return family_report.ours_wrong(results)
 
-        return ours_wrong(results)
 
-
-class AttentionEngine(FamilyEngine):
+class AttentionEngine(Engine):
     """dense and sparse, whose tables have rates and shapes."""
 
     def cases(self, request: Request, gpu: bool) -> tuple[Any, ...]:
-        from tilefold.bench.attention.cases import cases_of
-        from tilefold.bench.choice import select_cases
-
         if not request.quick and not gpu:
             raise ValueRangeError(
                 f"the full cases of {self.name!r} need a GPU: in the interpreter they would take days. Add --quick"
@@ -156,55 +101,20 @@ class AttentionEngine(FamilyEngine):
         how = request.size(gpu), request.dtype, request.direction, request.sparsities
         return select_cases(cases_of(self.name, *how), request.pattern)
 
-    def records(self, result: Any, setting: "Setting") -> list[dict[str, Any]]:
-        from tilefold.bench.attention.report import rows_of
-
-        return rows_of(result.cells, setting)
+    def records(self, result: Any, setting: Setting) -> list[dict[str, Any]]:
+        return report.records_of([result], setting)
 
     def findings(self, results: Sequence[Any]) -> dict[str, Any]:
-        from tilefold.bench.attention.report import findings
+        return report.findings(results)
 
-        return findings(flat(results))
-
-    def sheets(self, results: Sequence[Any], setting: "Setting") -> "list[Sheet]":
-        from tilefold.bench.attention.report import sheets_of
-
-        return sheets_of(flat(results))
+    def sheets(self, results: Sequence[Any], setting: Setting) -> list[Sheet]:
+        return report.sheets_of(results)
 
     def details(self, results: Sequence[Any], width: int, asked: bool) -> "list[RenderableType]":
-        from tilefold.bench.attention.report import detail_tables
-
-        cells = flat(results)
-        return detail_tables(cells, width) if asked or any(cell.case.pattern for cell in cells) else []
+        return report.detail_tables(results, width) if asked or any(row.case.pattern for row in results) else []
 
     def notes(self, results: Sequence[Any]) -> list[str]:
-        from tilefold.bench.attention.report import crossing_lines, notes_of
-
-        return [*crossing_lines(flat(results)), *notes_of(flat(results))]
-
-
-def flat(results: Sequence[Any]) -> list[Any]:
-    """The cells of all cases."""
-    return [cell for row in results for cell in row.cells]
-
-
-ENGINES: dict[str, Engine] = {
-    "dense": AttentionEngine("dense", "attention.peers.DENSE"),
-    "sparse": AttentionEngine("sparse", "attention.peers.SPARSE"),
-    "decode": FamilyEngine("decode", "decode.serving.DECODE"),
-    "gemm": FamilyEngine("gemm", "matrix.gemm.GEMM"),
-    "conv": FamilyEngine("conv", "matrix.conv.CONV"),
-    "lowbit": FamilyEngine("lowbit", "matrix.lowbit.LOWBIT"),
-    "move": FamilyEngine("move", "matrix.move.MOVE"),
-    "video": VideoEngine(),
-}
-
-
-def engine_named(name: str) -> Engine:
-    """The family. ValueRangeError if there is none of that name."""
-    if name not in ENGINES:
-        raise ValueRangeError(f"family must be one of {', '.join(ENGINES)}, got {name!r}")
-    return ENGINES[name]
+        return [*report.crossing_lines(results), *super().notes(results)]
 
 
 def peers_of(engine: Engine, names: Sequence[str] | None, device: str, must: bool = False) -> tuple[Any, ...]:

@@ -5,15 +5,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tilefold.bench.choice import chosen
+from torch import Tensor
+
+from tilefold.reference import Comparison
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from tilefold.bench.run import Row
-    from tilefold.reference import Comparison
 
-__all__ = ["Calls", "Case", "Family", "Judge", "Peer", "each"]
+__all__ = ["Calls", "Case", "Family", "Judge", "Peer", "by_name", "each"]
 
 
 class Case(Protocol):
@@ -35,7 +34,7 @@ class Case(Protocol):
 class Judge(Protocol):
     """The reference of one set of inputs."""
 
-    def verdict(self, result: Any) -> "Comparison": ...
+    def verdict(self, result: Any) -> Comparison: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class Calls:
 
     judge: what the first one's output is judged by, if not by the family's judge (who rounds weights in its own way)."""
 
-    calls: "list[Callable[[], Any]]"
+    calls: list[Callable[[], Any]]
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     judge: Judge | None = None
 
@@ -61,8 +60,8 @@ class Peer:
     title: str
     what: str
     package: str
-    refuses: Callable[[Any, str], str | None]
     prepare: Callable[[Sequence[Any]], Calls]
+    refuses: Callable[[Any, str], str | None] = lambda case, device: None
 
     @property
     def ours(self) -> bool:
@@ -94,11 +93,12 @@ class Family:
     replayed: Callable[[Any], bool] = lambda case: True
     attention: bool = False
 
-    def peers_named(self, names: tuple[str, ...]) -> tuple[Any, ...]:
-        """tilefold, then the named ones in the order given; "none" alone names nobody.  ValueRangeError: unknown name."""
-        return chosen(self.peers, names)
+
+def by_name(*peers: Peer) -> dict[str, Peer]:
+    """As a Family has them."""
+    return {peer.name: peer for peer in peers}
 
 
-def each(make: "Callable[[Any], Callable[[], Tensor]]") -> Callable[[Sequence[Any]], Calls]:
+def each(make: Callable[[Any], Callable[[], Tensor]]) -> Callable[[Sequence[Any]], Calls]:
     """A prepare that treats every set of inputs by itself."""
     return lambda sets: Calls([make(one) for one in sets])

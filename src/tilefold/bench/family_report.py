@@ -20,14 +20,14 @@ from tilefold.bench.run import METHODS, Cell, Row
 from tilefold.bench.setting import Setting
 
 __all__ = [
-    "METHODS",
+    "OURS",
+    "cell_record",
     "family_lines",
     "family_records",
     "family_sheets",
     "family_table",
-    "family_title",
-    "methods_of",
     "ours_wrong",
+    "speedup",
 ]
 
 OURS = "tilefold"
@@ -102,8 +102,8 @@ def best_speedup(row: Row, method: str) -> float | None:
 def family_lines(rows: Sequence[Row]) -> list[str]:
     """Sentences below the tables: the family's own, and why something is missing, equal reasons said once."""
     lines = list(rows[0].family.lines(rows)) if rows else []
-    said = [(cell.implementation, cell.status, cell.note, row.case.name) for row in rows for cell in row.cells]
-    return lines + notes_text(said, len(rows), lambda name: str(rows[0].family.peers[name].title))
+    said = [(row.title(cell), cell.status, cell.note, row.case.name) for row in rows for cell in row.cells]
+    return lines + notes_text(said, len(rows))
 
 
 def ours_wrong(rows: Sequence[Row]) -> bool:
@@ -117,11 +117,35 @@ def ours_wrong(rows: Sequence[Row]) -> bool:
 
 def family_records(rows: Sequence[Row], setting: Setting) -> list[dict[str, Any]]:
     """One flat record per implementation and case; None where nothing was measured."""
-    return [_record(row, cell, setting) for row in rows for cell in row.cells]
+    return [
+        cell_record(row, cell, setting, row.family.record(row.case), _figures(row, cell))
+        for row in rows
+        for cell in row.cells
+    ]
 
 
-def _record(row: Row, cell: Cell, setting: Setting) -> dict[str, Any]:
-    case, peer = row.case, row.family.peers[cell.implementation]
+def cell_record(
+    row: Row, cell: Cell, setting: Setting, case: dict[str, Any], figures: dict[str, Any]
+) -> dict[str, Any]:
+    """What the record of a cell is in every family; case, figures: the columns that are a family's own."""
+    peer = row.family.peers[cell.implementation]
+    timed = {"events": cell.timing, "graph": cell.graph, "warm": cell.warm, "host": cell.host}
+    return {
+        **head(setting, row.family.name, row.case.name, row.case.direction if row.family.attention else "forward"),
+        **case,
+        "implementation": cell.implementation,
+        "ours": peer.ours,
+        "version": version_in(peer.package, setting),
+        "status": cell.status,
+        **figures,
+        "bytes": row.case.bytes,
+        "flops": row.case.flops,
+        **tail(setting, cell.verdict, cell.note, rounds_of(timed)),
+    }
+
+
+def _figures(row: Row, cell: Cell) -> dict[str, Any]:
+    case = row.case
     timed: dict[str, Any] = {}
     for method in METHODS:
         time = cell.by(method)
@@ -135,20 +159,11 @@ def _record(row: Row, cell: Cell, setting: Setting) -> dict[str, Any]:
             f"{method}_tilefold_speedup": speedup(row, cell.implementation, method),
         }
     return {
-        **head(setting, row.family.name, case.name, "forward"),
-        **row.family.record(case),
-        "implementation": cell.implementation,
-        "ours": peer.ours,
-        "version": version_in(peer.package, setting),
-        "status": cell.status,
         **timed,
         "copy_gb_per_s": row.copied * 1e-9 or None,
         "floor_us": row.floor_ms * 1e3 if row.floor_ms else None,
         "roof_tflop_per_s": row.roof * 1e-12 or None,
         "sets": row.sets,
-        "bytes": case.bytes,
-        "flops": case.flops,
-        **tail(setting, cell.verdict, cell.note, rounds_of({method: cell.by(method) for method in METHODS})),
     }
 
 

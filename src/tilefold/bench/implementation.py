@@ -1,21 +1,17 @@
 """What an implementation under measurement is: the inputs it gets, the call it gives back, and how it refuses."""
 
-import functools
-import importlib.metadata
-import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from tilefold.bench.attention.cases import Case
 from tilefold.bench.attention.lists import lists_of
 from tilefold.plan.problem import AttentionProblem
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from tilefold.sparse import BlockIndex
+from tilefold.sparse import BlockIndex
 
 __all__ = [
     "Function",
@@ -23,15 +19,14 @@ __all__ = [
     "Inputs",
     "Prepared",
     "Result",
-    "importable",
     "make_inputs",
+    "output_of",
     "prepared",
-    "version_of",
     "window_of",
 ]
 
 Result = Any  # the output [B, Sq, H, Dv], or the gradients (dq, dk, dv) in the shapes of q, k and v
-Function = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
+Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +38,12 @@ class Inputs:
     """
 
     case: Case
-    q: "Tensor"
-    k: "Tensor"
-    v: "Tensor"
-    index: "BlockIndex | None" = None
-    grad: "Tensor | None" = None
-    offsets: "Tensor | None" = None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    index: BlockIndex | None = None
+    grad: Tensor | None = None
+    offsets: Tensor | None = None
 
     @property
     def problem(self) -> AttentionProblem:
@@ -95,13 +90,11 @@ def make_inputs(case: Case, device: str, seed: int = 0) -> Inputs:
     """Standard-normal q, k, v and gradient, the same for a seed and device, and the case's lists, whatever the seed.
 
     Never zeros: a GPU draws less power on them and runs faster."""
-    import torch
-
     generator = torch.Generator(device=device).manual_seed(seed)
     p = case.problem
     dtype = getattr(torch, p.dtype)
 
-    def normal(*shape: int) -> "Tensor":
+    def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
     batch, seq_q, seq_k = (1, sum(case.lengths), sum(case.lengths)) if case.lengths else (p.batch, p.seq_q, p.seq_k)
@@ -119,8 +112,6 @@ def prepared(
 ) -> Prepared:
     """The call of a function of (q, k, v) in the case's direction: the function itself, or torch's gradient through it, over a
     graph that is made here once and kept."""
-    import torch
-
     if inputs.grad is None:
         q, k, v = inputs.q, inputs.k, inputs.v
         return Prepared(lambda: function(q, k, v), context)
@@ -135,18 +126,6 @@ def window_of(problem: AttentionProblem) -> tuple[int, int] | None:
     return None if problem.window == (-1, -1) else problem.window
 
 
-def importable(module: str) -> bool:
-    """Whether a (dotted) module can be imported, found out without importing it (but its parents)."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
-
-
-@functools.cache
-def version_of(package: str) -> str | None:
-    """The installed version of a distribution, or None."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def output_of(result: Any) -> Any:
+    """The output of a function that gives it alone or with an lse behind it, as its version has it."""
+    return result[0] if isinstance(result, tuple) else result

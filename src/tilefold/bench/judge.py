@@ -8,15 +8,13 @@ depend on that head alone, but on all its queries: some heads are computed in fu
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
+from tilefold import reference
 from tilefold.bench.implementation import Inputs, Result
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from tilefold.reference.tolerance import Comparison
+from tilefold.reference.tolerance import Comparison
 
 __all__ = ["Judge", "sampled_heads", "sampled_rows", "verdict_of", "visible"]
 
@@ -25,19 +23,15 @@ HEADS = 2
 STRETCH = 1 << 25  # scores that the reference of a backward holds at a time, of which it keeps a few copies in fp64
 
 
-def verdict_of(results: "Sequence[Tensor]", pairs: "Iterable[tuple[Tensor, Tensor, Tensor]]") -> "Comparison":
+def verdict_of(results: Sequence[Tensor], pairs: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Comparison:
     """Of some comparisons (got, oracle, plain) the one nearest to its limit or furthest beyond; results: all of what was
     computed, the parts that were not sampled included, which has to be finite."""
-    from tilefold import reference
-
     worst = max((reference.compare(*each) for each in pairs), key=lambda one: one.strain)
     return replace(worst, finite=all(bool(t.isfinite().all()) for t in results))
 
 
 def sampled_rows(seq_q: int, count: int = ROWS, seed: int = 1) -> list[int]:
     """`count` different query rows, ascending, the first and the last among them; all rows if there are fewer."""
-    import torch
-
     if seq_q <= count:
         return list(range(seq_q))
     inner = torch.randperm(seq_q - 2, generator=torch.Generator().manual_seed(seed))[: count - 2] + 1
@@ -46,8 +40,6 @@ def sampled_rows(seq_q: int, count: int = ROWS, seed: int = 1) -> list[int]:
 
 def sampled_heads(batch: int, kv_heads: int, count: int = HEADS, seed: int = 1) -> list[tuple[int, int]]:
     """`count` different (batch entry, KV head), ascending, the last among them; all if there are fewer."""
-    import torch
-
     everything = [(b, h) for b in range(batch) for h in range(kv_heads)]
     order = torch.randperm(len(everything) - 1, generator=torch.Generator().manual_seed(seed))[: count - 1]
     return sorted([*(everything[i] for i in order.tolist()), everything[-1]])
@@ -63,26 +55,20 @@ class Judge:
     """
 
     def __init__(self, inputs: Inputs, count: int = ROWS, lists: bool = True) -> None:
-        import torch
-
         self.inputs, self.lists = inputs, lists
         self.rows = sampled_rows(inputs.q.shape[1], count)
         self.heads = sampled_heads(inputs.q.shape[0], inputs.problem.kv_heads)
         both = (torch.float64, inputs.q.dtype)
         self.want, self.plain = (self._gradients(d) if inputs.case.backward else [self._rows(d)] for d in both)
 
-    def verdict(self, result: Result) -> "Comparison":
+    def verdict(self, result: Result) -> Comparison:
         """Judge an output [B, Sq, H, Dv], or gradients (dq, dk, dv)."""
         backward = self.inputs.case.backward
         parts = self._sampled(result) if backward else [result[:, self.rows]]
         return verdict_of(result if backward else (result,), zip(parts, self.want, self.plain, strict=True))
 
-    def _rows(self, dtype: "torch.dtype") -> "Tensor":
+    def _rows(self, dtype: torch.dtype) -> Tensor:
         """The sampled rows of the output [B, rows, H, Dv], one batch entry at a time."""
-        import torch
-
-        from tilefold import reference
-
         i = self.inputs
         outs = []
         for b in range(i.q.shape[0]):
@@ -91,10 +77,8 @@ class Judge:
             outs.append(reference.attention(q, k, v, mask=mask, dtype=dtype)[0])
         return torch.cat(outs)
 
-    def _sampled(self, result: "Sequence[Tensor]") -> "list[Tensor]":
+    def _sampled(self, result: Sequence[Tensor]) -> list[Tensor]:
         """Of each gradient the sampled heads: [tokens, heads of the group or 1, dim] of all, one after the other."""
-        import torch
-
         group = self.inputs.problem.group
         dq, dk, dv = result
         return [
@@ -102,19 +86,13 @@ class Judge:
             for t, n in ((dq, group), (dk, 1), (dv, 1))
         ]
 
-    def _gradients(self, dtype: "torch.dtype") -> "list[Tensor]":
+    def _gradients(self, dtype: torch.dtype) -> list[Tensor]:
         """dq, dk, dv of the sampled heads, as `_sampled` cuts them out of a result."""
-        import torch
-
         each = [self._gradients_of(b, h, dtype) for b, h in self.heads]
         return [torch.cat(parts, 1) for parts in zip(*each, strict=True)]
 
-    def _gradients_of(self, b: int, h: int, dtype: "torch.dtype") -> "tuple[Tensor, Tensor, Tensor]":
+    def _gradients_of(self, b: int, h: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """dq [Sq, group, D], dk [Sk, 1, D], dv [Sk, 1, Dv] of a KV head; dk and dv summed over the stretches in fp64."""
-        import torch
-
-        from tilefold import reference
-
         i, group = self.inputs, self.inputs.problem.group
         assert i.grad is not None
         mine = slice(h * group, (h + 1) * group)
@@ -141,15 +119,11 @@ class Judge:
             yield list(range(start, min(start + step, queries)))
 
 
-def visible(
-    inputs: Inputs, rows: list[int], lists: bool = True, batch: int = 0, heads: slice | None = None
-) -> "Tensor":
+def visible(inputs: Inputs, rows: list[int], lists: bool = True, batch: int = 0, heads: slice | None = None) -> Tensor:
     """Which keys each of the rows of a batch entry sees: bool [1, H or 1, len(rows), seq_k], on the inputs' device.  Of a packed
     batch those of its own sequence, whose queries and keys have the same places.
 
     lists: narrow what causal and window allow to the blocks listed; heads: only those of the lists."""
-    import torch
-
     p, device = inputs.problem, inputs.q.device
     query = torch.tensor(rows, device=device)
     place = query[:, None] + (p.seq_k - p.seq_q)

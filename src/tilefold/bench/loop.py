@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Optional, TypeVar
+from typing import TypeVar
+
+import torch
 
 from tilefold.errors import TilefoldError, Unsupported
-
-if TYPE_CHECKING:
-    from tilefold.reference import Comparison
+from tilefold.reference import Comparison
 
 __all__ = [
     "FAILED",
@@ -30,7 +30,7 @@ Case = TypeVar("Case")
 Result = TypeVar("Result")
 Ready = TypeVar("Ready")
 Outcome = tuple[
-    str, str, Optional["Comparison"], Ready | None
+    str, str, Comparison | None, Ready | None
 ]  # status, why, what the judge found, what is ready to be timed
 
 
@@ -68,8 +68,6 @@ def gpu_lost(error: Exception) -> bool:
     """Whether an error left a GPU that runs nothing any more, rather than a launch that was refused."""
     if not isinstance(error, RuntimeError) or "CUDA error" not in str(error):
         return False
-    import torch
-
     try:
         torch.cuda.synchronize()
     except Exception:  # whatever it raises, the context is gone
@@ -77,12 +75,10 @@ def gpu_lost(error: Exception) -> bool:
     return False
 
 
-def checked(attempt: "Callable[[], tuple[Comparison, Ready]]") -> "Outcome[Ready]":
+def checked(attempt: Callable[[], tuple[Comparison, Ready]]) -> Outcome[Ready]:
     """What became of preparing, running and judging an implementation once; raises only what lost the GPU.
 
     Whatever attempt raises becomes a status: Unsupported and NotImplementedError a refusal, too little memory, a failure."""
-    import torch
-
     try:
         verdict, ready = attempt()
     except torch.OutOfMemoryError as error:
@@ -101,8 +97,6 @@ def checked(attempt: "Callable[[], tuple[Comparison, Ready]]") -> "Outcome[Ready
 
 def untimed(failed: Mapping[str, Exception]) -> dict[str, tuple[str, str]]:
     """The status of those that raised while they were timed, and why; raises what lost the GPU."""
-    import torch
-
     found = {}
     for name, error in failed.items():
         if gpu_lost(error):

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 __all__ = [
     "Reading",
     "Sampler",
@@ -202,8 +204,6 @@ def source_of(device: str) -> Source | None:
     """Where readings of the current GPU come from; None without an NVIDIA GPU or nvidia-smi."""
     if device != "cuda":
         return None
-    import torch
-
     uuid = getattr(torch.cuda.get_device_properties(), "uuid", None)
     if torch.version.hip or uuid is None:
         return None

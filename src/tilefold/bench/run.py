@@ -2,18 +2,17 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from tilefold.bench import timers
 from tilefold.bench.family import Calls, Case, Family, Judge
 from tilefold.bench.loop import FAILED, MEMORY, OK, REFUSED, checked, first_line, run_each, untimed
 from tilefold.bench.setting import Options
 from tilefold.bench.timers import Timing, l2_bytes
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from tilefold.reference import Comparison
+from tilefold.reference import Comparison
 
 __all__ = ["METHODS", "TIMES_L2", "Cell", "Row", "run_case", "run_cases"]
 
@@ -42,7 +41,7 @@ class Cell:
     implementation: str
     status: str
     note: str = ""
-    verdict: "Comparison | None" = None
+    verdict: Comparison | None = None
     timing: Timing | None = None
     host: Timing | None = None
     graph: Timing | None = None
@@ -75,6 +74,10 @@ class Row:
 
     def at(self, implementation: str) -> Cell | None:
         return next((cell for cell in self.cells if cell.implementation == implementation), None)
+
+    def title(self, cell: Cell) -> str:
+        """What tables call the implementation of a cell."""
+        return str(self.family.peers[cell.implementation].title)
 
     @property
     def floor_ms(self) -> float | None:
@@ -114,8 +117,6 @@ def run_case(
     family: Family, case: Case, peers: Sequence[Any], device: str, options: Options, progress: Progress
 ) -> Row:
     """Check every implementation on a case and time those that passed, alternating."""
-    import torch
-
     cells: dict[str, Cell] = {}
     ready: dict[str, Calls] = {}
     copied, count = 0.0, 1
@@ -157,7 +158,7 @@ def check_one(
         return Cell(case, peer.name, REFUSED, reason), None
     scratch: int | None = None
 
-    def attempt() -> "tuple[Comparison, Calls]":
+    def attempt() -> tuple[Comparison, Calls]:
         nonlocal scratch
         calls = family.prepare(peer, sets)
         with calls.context():
@@ -172,8 +173,6 @@ def check_one(
 
 def scratch_bytes(call: Callable[[], Any]) -> int:
     """Bytes that a (warmed) call allocates at its peak beyond what is still there when it has returned: its results."""
-    import torch
-
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     result = call()
@@ -231,8 +230,6 @@ def warm_note(touched: int, cache: int) -> str:
 def host_timing(calls: Calls, device: str, timing: Timing | None) -> Timing:
     """The host cost of a call that takes so long: of as many calls at a time as about 50 ms hold, 10 to 100; in the interpreter,
     where it is the whole cost, of one."""
-    import torch
-
     with calls.context():
         if device == "cuda":
             number = min(100, max(10, round(50 / max(timing.ms if timing else 1.0, 0.01))))
@@ -250,10 +247,8 @@ def _sampler(calls: Calls, device: str, rep_ms: float) -> timers.Sampler:
     return sample
 
 
-def plain_copy(device: str) -> "Callable[[], Tensor]":
+def plain_copy(device: str) -> Callable[[], Tensor]:
     """A copy that is far larger than the caches: what memory gives to those who read and write in order."""
-    import torch
-
     source = torch.ones(COPY_BYTES[device], dtype=torch.uint8, device=device)
     into = torch.zeros_like(source)
     return lambda: into.copy_(source)

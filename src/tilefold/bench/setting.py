@@ -8,6 +8,10 @@ import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
+from tilefold.ops.environment import installed
+
 __all__ = ["Options", "Setting", "setting_of"]
 
 
@@ -40,7 +44,6 @@ class Setting:
 
 def setting_of(device: str) -> Setting:
     """The setting of a run on "cuda" or "cpu", now, of the checkout that tilefold is imported from."""
-    import torch
     import triton
 
     if device == "cuda":
@@ -48,7 +51,8 @@ def setting_of(device: str) -> Setting:
     else:
         title, backend = f"Triton interpreter on {platform.machine()}, {os.cpu_count()} cores", "interpreter"
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    return Setting(title, backend, now, commit(), version(), torch.__version__, triton.__version__)
+    own = installed("tilefold") or "checkout"
+    return Setting(title, backend, now, commit(), own, torch.__version__, triton.__version__)
 
 
 @functools.cache
@@ -71,13 +75,3 @@ def commit() -> str:
         )
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-
-
-def version() -> str:
-    """The installed version of tilefold, or "checkout" where it is not installed."""
-    from importlib import metadata
-
-    try:
-        return metadata.version("tilefold")
-    except metadata.PackageNotFoundError:
-        return "checkout"

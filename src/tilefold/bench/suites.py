@@ -1,13 +1,36 @@
-"""Named sets of families and cases: what `tilefold bench suite NAME` runs, one family after the other."""
+"""The families of `tilefold bench`, and named sets of them: what `tilefold bench suite NAME` runs, one after the other."""
 
 from dataclasses import dataclass
 from typing import Any
 
-from tilefold.bench.choice import INSTALLED, NONE, meant
-from tilefold.bench.engine import ENGINES, Engine, Request, engine_named
+from tilefold.bench.attention.peers import DENSE, SPARSE
+from tilefold.bench.choice import INSTALLED, NONE, meant, select_cases
+from tilefold.bench.decode.serving import DECODE
+from tilefold.bench.engine import AttentionEngine, Engine, Request
+from tilefold.bench.matrix.conv import CONV
+from tilefold.bench.matrix.gemm import GEMM
+from tilefold.bench.matrix.lowbit import LOWBIT
+from tilefold.bench.matrix.move import MOVE
+from tilefold.bench.video.engine import VideoEngine
 from tilefold.errors import ValueRangeError
 
-__all__ = ["SUITES", "Part", "Suite", "peers_for", "suite_named"]
+__all__ = ["ENGINES", "SUITES", "Part", "Suite", "engine_named", "peers_for", "suite_named"]
+
+ENGINES: dict[str, Engine] = {
+    one.name: one
+    for one in (
+        *map(AttentionEngine, (DENSE, SPARSE)),
+        *map(Engine, (DECODE, GEMM, CONV, LOWBIT, MOVE)),
+        VideoEngine(),
+    )
+}
+
+
+def engine_named(name: str) -> Engine:
+    """The family. ValueRangeError if there is none of that name."""
+    if name not in ENGINES:
+        raise ValueRangeError(f"family must be one of {', '.join(ENGINES)}, got {name!r}")
+    return ENGINES[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +47,6 @@ class Part:
 
     def cases(self, pattern: str | None, gpu: bool) -> tuple[Any, ...]:
         """All, or those whose name a pattern of the command has, too; () if none has."""
-        from tilefold.bench.choice import select_cases
-
         found = self.engine.cases(self.request, gpu)
         try:
             return select_cases(found, pattern)

@@ -1,12 +1,12 @@
 """How long a call takes, in six ways, each for a question of its own.
 
 time_alternating  which of several implementations is faster: rounds of short measurements in changing order, so that drifting
-                  clocks and power caps meet all of them alike; the only one whose ratios are published
-time_events       GPU time of one call that finds its inputs outside the L2 cache (flushed before each call)
+                  clocks and power caps meet all of them alike; the only one whose ratios are published.  What it samples:
+event_samples     GPU time of one call that finds its inputs outside the L2 cache (flushed before each call)
 queued_samples    the same where the host is ahead: the device waits for nobody, and what is left is kernels and gaps
-time_graph        GPU time of one call without any launch overhead: replays of a CUDA graph over rotating buffers
-time_host         CPU time that one call costs its caller before it returns, whatever the GPU does meanwhile
-time_wall         wall-clock time of one call on the CPU (the interpreter)
+graph_sampler     GPU time of one call without any launch overhead: replays of a CUDA graph over rotating buffers
+wall_samples      wall-clock time of one call on the CPU (the interpreter)
+time_host         by itself: CPU time that one call costs its caller before it returns, whatever the GPU does meanwhile
 """
 
 import gc
@@ -15,19 +15,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 __all__ = [
     "QUEUE_DEPTH",
     "Timing",
+    "event_samples",
     "graph_sampler",
     "hidden",
     "queued_samples",
     "rotations",
     "summarise",
     "time_alternating",
-    "time_events",
-    "time_graph",
     "time_host",
-    "time_wall",
+    "wall_samples",
 ]
 
 Call = Callable[[], object]
@@ -85,8 +86,6 @@ def event_samples(call: Call, warmup_ms: float = 10, rep_ms: float = 40) -> list
 def hidden(call: Call) -> Call:
     """A call before which the L2 cache is cleared and the device spins, so that its launches are queued when their turn comes.
     `spin_kernel` marks where the work of the call begins and where it ends."""
-    import torch
-
     room = torch.empty(CLEARED, dtype=torch.int8, device="cuda")
 
     def run() -> object:
@@ -101,13 +100,11 @@ def hidden(call: Call) -> Call:
 
 def queued_samples(call: Call, samples: int = 10) -> list[float]:
     """Times of single calls (ms) between CUDA events, the L2 cache cleared and the host ahead of the device."""
-    import torch
-
     times: list[float] = []
     for _ in range(samples):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
-        def timed(start: "torch.cuda.Event" = start, end: "torch.cuda.Event" = end) -> None:
+        def timed(start: torch.cuda.Event = start, end: torch.cuda.Event = end) -> None:
             start.record()
             call()
             end.record()
@@ -127,17 +124,6 @@ def wall_samples(call: Call, budget_s: float = 0.3, least: int = 2) -> list[floa
         call()
         samples.append((time.perf_counter() - start) * 1e3)
     return samples
-
-
-def time_events(call: Call, warmup_ms: float = 25, rep_ms: float = 100) -> Timing:
-    """GPU time of a call between events, the L2 cache flushed before each; the median."""
-    return summarise(event_samples(call, warmup_ms, rep_ms), "events")
-
-
-def time_wall(call: Call, budget_s: float = 0.3, least: int = 2) -> Timing:
-    """Wall-clock time of a call that finishes before it returns (CPU), after one warming call; the median."""
-    call()
-    return summarise(wall_samples(call, budget_s, least), "wall")
 
 
 def time_alternating(
@@ -174,19 +160,12 @@ def rotations(bytes_per_call: int, l2_bytes: int) -> int:
     return max(1, -(-2 * l2_bytes // max(1, bytes_per_call)))
 
 
-def time_graph(calls: Sequence[Call], rounds: int = 10, target_ms: float = 10.0) -> Timing:
-    """GPU time of a call replayed from a CUDA graph: no launch overhead, no gaps that a host would leave.
+def graph_sampler(calls: Sequence[Call], replays: int = 3, target_ms: float = 10.0) -> Sampler:
+    """GPU time of a call replayed from a CUDA graph, which is captured here: no launch overhead, no gaps that a host would leave.
 
     calls: the same call over different buffers, `rotations` of them, so that no replayed call finds its inputs in the L2 cache.
     The graph goes around them until it holds about `target_ms` of work; the samples are replays divided by the calls in them.
     """
-    return summarise(graph_sampler(calls, rounds, target_ms)(), "graph")
-
-
-def graph_sampler(calls: Sequence[Call], replays: int = 3, target_ms: float = 10.0) -> Sampler:
-    """What measures `time_graph`'s calls so many times whenever it is called, the graph captured here: for `time_alternating`."""
-    import torch
-
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -212,8 +191,6 @@ def graph_sampler(calls: Sequence[Call], replays: int = 3, target_ms: float = 10
 
 def _between_events(call: Call) -> float:
     """Milliseconds of GPU time from before to after one call on the current stream."""
-    import torch
-
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     call()
@@ -251,6 +228,4 @@ def time_host(call: Call, synchronize: Call, calls: int = 100, repetitions: int 
 
 def l2_bytes() -> int:
     """Bytes of the current GPU's L2 cache."""
-    import torch
-
     return int(torch.cuda.get_device_properties().L2_cache_size)

@@ -2,6 +2,7 @@
 
 import typer
 
+import tilefold
 from tilefold.cli import bench, check, compare, doctor, explain, kv_memory, ladder, profile, roofline, show, tune
 
 __all__ = ["app"]
@@ -41,8 +42,6 @@ app.command(name="doctor", epilog=doctor.EPILOG)(doctor.doctor)
 @app.callback(invoke_without_command=True)
 def root(version: bool = typer.Option(False, "--version", help="Print the version and exit.", is_eager=True)) -> None:
     if version:
-        import tilefold
-
         typer.echo(f"tilefold {tilefold.__version__}")
         raise typer.Exit
 

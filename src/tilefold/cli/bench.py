@@ -17,23 +17,7 @@ from tilefold.cli.bench_suite import EPILOG as SUITE_EPILOG
 from tilefold.cli.bench_suite import suite
 from tilefold.cli.bench_video import EPILOG as VIDEO_EPILOG
 from tilefold.cli.bench_video import video
-from tilefold.cli.options import (
-    Against,
-    Budget,
-    CaseFilter,
-    Compare,
-    Csv,
-    FailSlower,
-    Json,
-    Log,
-    Markdown,
-    Noise,
-    Peers,
-    Power,
-    Refresh,
-    Results,
-    Rounds,
-)
+from tilefold.cli.options import RunOptions, with_run
 from tilefold.cli.runtime import dtype_named, header, prepare_runtime, user_errors
 
 __all__ = ["EPILOG", "app", "bench"]
@@ -66,13 +50,12 @@ app = typer.Typer(
 )
 
 
+@with_run
 @user_errors
 def bench(
     family: str,
+    run: RunOptions,
     quick: Annotated[bool, typer.Option("--quick", help="Few and small cases (tiny ones in the interpreter).")] = False,
-    peers: Peers = None,
-    against: Against = None,
-    case: CaseFilter = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     direction: Annotated[str, typer.Option(help="forward, backward or both.")] = "forward",
     sparsity: Annotated[
@@ -81,30 +64,18 @@ def bench(
     ] = None,
     host: Annotated[bool, typer.Option("--host", help="Measure the host cost of a call, too.")] = False,
     graph: Annotated[bool, typer.Option("--graph", help="Measure CUDA-graph replays, too (GPU).")] = False,
-    rounds: Rounds = 5,
-    budget: Budget = None,
-    log: Log = False,
-    csv: Csv = None,
-    json: Json = None,
-    markdown: Markdown = None,
-    refresh: Refresh = None,
-    results: Results = None,
-    compare: Compare = None,
-    fail_slower: FailSlower = None,
-    noise: Noise = 2.0,
-    power: Power = True,
 ) -> None:
     """Time the cases of a family and write what was asked for."""
     from tilefold.bench.choice import figures_in
-    from tilefold.bench.engine import Request, engine_named, peers_of
+    from tilefold.bench.engine import Request, peers_of
 
-    files = {"csv": csv, "json": json, "markdown": markdown}
-    outputs = Outputs.asked(files, refresh, results, compare, (fail_slower, noise), power, [family])
-    names, must = peer_names(peers, against)
+    outputs = Outputs.asked(run, [family])
+    names, must = peer_names(run)
     sparsities = () if sparsity is None else figures_in(sparsity, "--sparsity")
-    request = Request(quick, case, dtype_named(dtype), direction, sparsities)
+    request = Request(quick, run.case, dtype_named(dtype), direction, sparsities)
     runtime = prepare_runtime()
     from tilefold.bench.setting import Options, setting_of
+    from tilefold.bench.suites import engine_named
 
     engine = engine_named(family)
     cases = engine.cases(request, runtime.gpu)
@@ -112,11 +83,11 @@ def bench(
     console, setting = Console(), setting_of(runtime.device)
     outputs.check_device(setting.device)
     header(setting, runtime, console)
-    options = Options(rounds if runtime.gpu else min(rounds, 2), host=host, graph=graph, budget_s=budget)
-    done = measure(engine, cases, chosen, runtime, options, outputs, setting, console, log)
+    options = Options(run.rounds if runtime.gpu else min(run.rounds, 2), host=host, graph=graph, budget_s=run.budget)
+    done = measure(engine, cases, chosen, runtime, options, outputs, setting, console, run.log)
     if done.results:
         show(done, setting, runtime, host or graph, console)
-    if done.results or compare is not None:
+    if done.results or run.compare is not None:
         finish([done], setting, runtime, outputs, console)
 
 
@@ -126,7 +97,7 @@ def of_family(family: str) -> Callable[..., None]:
 
     @functools.wraps(bench)
     def command(**options: Any) -> None:
-        bench(family, **options)
+        bench(family=family, **options)
 
     parameters = inspect.signature(bench).parameters.values()
     command.__signature__ = inspect.Signature([p for p in parameters if p.name not in left_out])  # type: ignore[attr-defined]

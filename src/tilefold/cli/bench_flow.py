@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from tilefold.bench.loop import GPU_LOST
+from tilefold.cli.options import RunOptions
 from tilefold.cli.progress import measuring
 from tilefold.cli.runtime import Runtime, print_tables, say, warn_of_times, writable
 from tilefold.errors import ValueRangeError
@@ -40,30 +42,23 @@ class Outputs:
     power: bool = True
 
     @classmethod
-    def asked(
-        cls,
-        files: "dict[str, Path | None]",
-        refresh: str | None,
-        results: Path | None,
-        compare: Path | None,
-        limits: tuple[float | None, float],
-        power: bool,
-        families: Sequence[str],
-    ) -> "Outputs":
-        """From a command's options, all of them checked before anything is measured. files: of "csv", "json" and "markdown"."""
+    def asked(cls, run: RunOptions, families: Sequence[str]) -> "Outputs":
+        """From a command's options, all of them checked before anything is measured."""
         from tilefold.bench.records.readme import place_of
         from tilefold.bench.records.runs import read_rows
 
-        place = place_of(refresh) if refresh else None
+        place = place_of(run.refresh) if run.refresh else None
+        files = {"csv": run.csv, "json": run.json, "markdown": run.markdown}
         writable({**files, "refresh": place.path if place else None})
         if place is not None:
             place.check(families)
-        if limits[0] is not None and compare is None:
-            raise ValueRangeError(f"--fail-slower {limits[0]:g} needs --compare, which says slower than what")
-        old = tuple(read_rows(compare)) if compare else None
+        if run.fail_slower is not None and run.compare is None:
+            raise ValueRangeError(f"--fail-slower {run.fail_slower:g} needs --compare, which says slower than what")
+        old = tuple(read_rows(run.compare)) if run.compare else None
         return cls(
-            **files, refresh=place, results=results, old=old, fail_slower=limits[0], noise=limits[1], power=power
-        )
+            **files, refresh=place, results=run.results, old=old, fail_slower=run.fail_slower, noise=run.noise,
+            power=run.power,
+        )  # fmt: skip
 
     def check_device(self, device: str) -> None:
         """ValueRangeError if --fail-slower would judge this device by another one's times."""
@@ -90,8 +85,6 @@ class Done:
     @property
     def lost(self) -> bool:
         """Whether the GPU was lost: nothing runs any more."""
-        from tilefold.bench.loop import GPU_LOST
-
         return any(str(row.get("note", "")).startswith(GPU_LOST) for row in self.records)
 
     @property
@@ -99,16 +92,16 @@ class Done:
         return bool(self.trouble) or self.engine.wrong(self.results)
 
 
-def peer_names(peers: str | None, against: str | None) -> tuple[tuple[str, ...] | None, bool]:
+def peer_names(run: RunOptions) -> tuple[tuple[str, ...] | None, bool]:
     """The names of --peers or --against, None if neither is given, and whether they have to be installed."""
     from tilefold.bench.choice import names_in
 
-    if peers is not None and against is not None:
+    if run.peers is not None and run.against is not None:
         raise ValueRangeError(
             "give --against or --peers, not both: they name the same, --against insists that it is there"
         )
-    text = against if against is not None else peers
-    return None if text is None else names_in(text), against is not None
+    text = run.peers if run.against is None else run.against
+    return None if text is None else names_in(text), run.against is not None
 
 
 def measure(

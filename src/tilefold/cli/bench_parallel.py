@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.text import Text
@@ -142,7 +143,6 @@ def _heads(text: str) -> tuple[int, int]:
 
 def _run(work: "Work", runtime: Runtime, ranks: int | None) -> "list[Line] | None":
     """The lines, or None on ranks that do not report.  In torchrun's processes, or in some that are started here."""
-    import torch
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
@@ -174,7 +174,6 @@ def _run(work: "Work", runtime: Runtime, ranks: int | None) -> "list[Line] | Non
 
 def _on_rank(work: "Work") -> "list[Line] | None":
     """The lines on rank 0, which shows how far it is."""
-    import torch
     import torch.distributed as dist
 
     from tilefold.bench.parallel.run import measure
@@ -199,7 +198,6 @@ def _on_rank(work: "Work") -> "list[Line] | None":
 def _started(rank: int, ranks: int, work: "Work", folder: str) -> None:
     """One process of those that are started here; rank 0 leaves the lines in a file."""
     runtime = prepare_runtime()
-    import torch
     import torch.distributed as dist
 
     from tilefold.bench.parallel.setup import join
@@ -217,7 +215,7 @@ def _started(rank: int, ranks: int, work: "Work", folder: str) -> None:
 def _report(work: "Work", lines: "list[Line]", runtime: Runtime, files: Files) -> None:
     from dataclasses import asdict
 
-    from tilefold.bench.parallel.table import HEAD, rows_of, to_json, to_markdown
+    from tilefold.bench.parallel.table import HEAD, cells_of, to_json, to_markdown
     from tilefold.bench.parallel.ways import PEERS
     from tilefold.bench.setting import setting_of
 
@@ -231,7 +229,7 @@ def _report(work: "Work", lines: "list[Line]", runtime: Runtime, files: Files) -
             "GB a rank"
         )
     )
-    print_tables(console, HEAD, rows_of(lines), keys=3)
+    print_tables(console, HEAD, [*map(cells_of, lines)], keys=3)
     for line in lines:
         if line.note:
             said = "" if line.status == "ok" else f"{line.status}: "

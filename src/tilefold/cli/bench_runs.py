@@ -78,8 +78,8 @@ def compare_runs(
 def peers() -> None:
     """List the implementations that could be measured, and which of them are installed here."""
     from tilefold.bench.choice import installed
-    from tilefold.bench.engine import ENGINES
-    from tilefold.bench.implementation import version_of
+    from tilefold.bench.suites import ENGINES
+    from tilefold.ops.environment import installed as version_of
 
     rows = []
     for engine in ENGINES.values():

@@ -8,24 +8,9 @@ from rich.console import Console
 from rich.text import Text
 
 from tilefold.cli.bench_flow import Done, Outputs, finish, measure, peer_names, show
-from tilefold.cli.options import (
-    Against,
-    Budget,
-    CaseFilter,
-    Compare,
-    Csv,
-    FailSlower,
-    Json,
-    Log,
-    Markdown,
-    Noise,
-    Peers,
-    Power,
-    Refresh,
-    Results,
-    Rounds,
-)
+from tilefold.cli.options import RunOptions, with_run
 from tilefold.cli.runtime import Runtime, header, prepare_runtime, say, table_of, user_errors
+from tilefold.errors import ValueRangeError
 
 if TYPE_CHECKING:
     from tilefold.bench.setting import Setting
@@ -50,24 +35,11 @@ there. Exit code 1 if a result of tilefold is wrong or failed, or became so.
 """
 
 
+@with_run
 @user_errors
 def suite(
+    run: RunOptions,
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="Which one.", show_default="list them")] = None,
-    peers: Peers = None,
-    against: Against = None,
-    case: CaseFilter = None,
-    rounds: Rounds = 5,
-    budget: Budget = None,
-    log: Log = False,
-    csv: Csv = None,
-    json: Json = None,
-    markdown: Markdown = None,
-    refresh: Refresh = None,
-    results: Results = None,
-    compare: Compare = None,
-    fail_slower: FailSlower = None,
-    noise: Noise = 2.0,
-    power: Power = True,
 ) -> None:
     """Run a named set of families and cases."""
     from tilefold.bench.suites import SUITES, peers_for, suite_named
@@ -75,46 +47,44 @@ def suite(
     if name is None:
         Console().print(table_of(("suite", "what"), [(one.name, one.what) for one in SUITES.values()], left=2))
         return
-    names, must = peer_names(peers, against)
+    names, must = peer_names(run)
     runtime = prepare_runtime()
     from tilefold.bench.engine import peers_of
     from tilefold.bench.setting import setting_of
-    from tilefold.errors import ValueRangeError
 
     chosen = suite_named(name, runtime.gpu)
-    files = {"csv": csv, "json": json, "markdown": markdown}
-    families = [part.family for part in chosen.parts]
-    outputs = Outputs.asked(files, refresh, results, compare, (fail_slower, noise), power, families)
+    outputs = Outputs.asked(run, [part.family for part in chosen.parts])
     for part in chosen.parts:
         peers_of(part.engine, peers_for(part, names, chosen), runtime.device, must)
-    if case is not None and not any(part.cases(case, runtime.gpu) for part in chosen.parts):
-        raise ValueRangeError(f"case filter {case!r} matches no case of the suite {name!r}")
+    if run.case is not None and not any(part.cases(run.case, runtime.gpu) for part in chosen.parts):
+        raise ValueRangeError(f"case filter {run.case!r} matches no case of the suite {name!r}")
     console, setting = Console(), setting_of(runtime.device)
     outputs.check_device(setting.device)
     header(setting, runtime, console)
-    turns = rounds if runtime.gpu else min(rounds, 2)
-    parts = _parts(chosen, (names, case, turns, budget), runtime, outputs, setting, console, log)
+    parts = _parts(chosen, names, run, runtime, outputs, setting, console)
     _summary(parts, console)
     finish(parts, setting, runtime, outputs, console)
 
 
 def _parts(
     chosen: "Suite",
-    how: tuple[tuple[str, ...] | None, str | None, int, float | None],
+    names: tuple[str, ...] | None,
+    run: RunOptions,
     runtime: Runtime,
     outputs: Outputs,
     setting: "Setting",
     console: Console,
-    log: bool,
 ) -> list[Done]:
-    """Every part that has cases; how: peers' names, case filter, rounds, seconds."""
+    """Every part that has cases; names: of the peers."""
+    from tilefold.bench.suites import peers_for
+
     parts: list[Done] = []
     begin = time.perf_counter()
     for part in chosen.parts:
         spent = time.perf_counter() - begin
         console.print(Text(f"\n{part.family}", style="bold underline"))
         try:
-            done = _part(part, chosen, how, spent, runtime, outputs, setting, console, log)
+            done = _part(part, peers_for(part, names, chosen), run, spent, runtime, outputs, setting, console)
         except Exception as error:  # a family that cannot even begin must not cost the others their figures
             done = Done(part.engine, 0, trouble=f"{part.family} failed: {type(error).__name__}: {error}")
             say([done.trouble], console)
@@ -130,27 +100,26 @@ def _parts(
 
 def _part(
     part: "Part",
-    chosen: "Suite",
-    how: tuple[tuple[str, ...] | None, str | None, int, float | None],
+    names: tuple[str, ...] | None,
+    run: RunOptions,
     spent: float,
     runtime: Runtime,
     outputs: Outputs,
     setting: "Setting",
     console: Console,
-    log: bool,
 ) -> Done:
+    """One family; names: of the peers that it is to be beside; spent: seconds of the budget."""
     from tilefold.bench.engine import peers_of
     from tilefold.bench.setting import Options
-    from tilefold.bench.suites import peers_for
 
-    names, pattern, rounds, budget = how
-    cases = part.cases(pattern, runtime.gpu)
+    cases = part.cases(run.case, runtime.gpu)
     if not cases:
         console.print(Text("no case has what the filter asks for", style="dim"))
         return Done(part.engine, 0)
-    peers = peers_of(part.engine, peers_for(part, names, chosen), runtime.device)
-    options = Options(rounds, budget_s=None if budget is None else max(0.0, budget - spent))
-    done = measure(part.engine, cases, peers, runtime, options, outputs, setting, console, log)
+    peers = peers_of(part.engine, names, runtime.device)
+    rounds = run.rounds if runtime.gpu else min(run.rounds, 2)
+    options = Options(rounds, budget_s=None if run.budget is None else max(0.0, run.budget - spent))
+    done = measure(part.engine, cases, peers, runtime, options, outputs, setting, console, run.log)
     if done.results:
         show(done, setting, runtime, False, console)
     return done

@@ -93,8 +93,8 @@ def video(
     """Sweep the sparse video pipeline over sparsity, length or cached tokens, beside dense attention."""
     writable({"json": json, "markdown": markdown, "png": png, "html": html})
     runtime = prepare_runtime()
-    from tilefold.bench.engine import ENGINES
     from tilefold.bench.setting import Options, setting_of
+    from tilefold.bench.suites import ENGINES
     from tilefold.bench.video import report
     from tilefold.bench.video.engine import SHAPES
     from tilefold.bench.video.stages import LISTED, PEERS

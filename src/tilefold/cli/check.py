@@ -1,21 +1,23 @@
 """`tilefold check`: every kernel against its fp64 oracle, on this machine."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+import tilefold
+from tilefold import reference
 from tilefold.bench.loop import first_line
 from tilefold.cli.check_cases import CheckCase, arguments, check_cases
 from tilefold.cli.progress import measuring
 from tilefold.cli.runtime import Runtime, prepare_runtime, user_errors
 from tilefold.errors import PlanError, Unsupported
-
-if TYPE_CHECKING:
-    from tilefold.reference import Comparison
+from tilefold.plan import AttentionPlan
+from tilefold.plan.sparse.sparse import SparsePlan
+from tilefold.reference import Comparison
 
 __all__ = ["EPILOG", "Result", "check"]
 
@@ -52,18 +54,13 @@ class Result:
     case: CheckCase
     kernel: str
     ok: bool | None
-    out: "Comparison | None" = None
+    out: Comparison | None = None
     note: str = ""
     failed: bool = False
 
 
 def run_check(case: CheckCase, device: str) -> Result:
     """Run one case and judge out and lse."""
-    import tilefold
-    from tilefold import reference
-    from tilefold.plan import AttentionPlan
-    from tilefold.plan.sparse.sparse import SparsePlan
-
     (q, k, v), where, options = arguments(case, device)
     planner: Any = tilefold.sparse_plan if case.lists else tilefold.attention_plan
     plan: AttentionPlan | SparsePlan | None = None

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
+
+from tilefold import BlockIndex
 
 __all__ = ["CheckCase", "arguments", "check_cases"]
 
@@ -121,19 +123,15 @@ def check_cases(quick: bool, gpu: bool) -> tuple[CheckCase, ...]:
     return tuple(replace(case, lengths=tuple((9 * q, 9 * k) for q, k in case.lengths)) for case in chosen)
 
 
-def arguments(
-    case: CheckCase, device: str
-) -> tuple[tuple["Tensor", "Tensor", "Tensor"], dict[str, Any], dict[str, Any]]:
+def arguments(case: CheckCase, device: str) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], dict[str, Any]]:
     """q, k, v; the arguments after them (index, where packed sequences or pages lie); the other keyword arguments.
 
     Everything is drawn from a fixed seed on the CPU, so that all machines judge the same numbers.
     """
-    import torch
-
     generator = torch.Generator().manual_seed(20260)
     dtype = getattr(torch, case.dtype)
 
-    def normal(*shape: int, kind: Any = dtype) -> "Tensor":
+    def normal(*shape: int, kind: Any = dtype) -> Tensor:
         return torch.randn(shape, generator=generator).to(kind).to(device)
 
     batch, longest = len(case.lengths), (max(q for q, _ in case.lengths), max(k for _, k in case.lengths))
@@ -160,10 +158,6 @@ def arguments(
 
 def _index(case: CheckCase, longest: tuple[int, int], generator: Any, device: str) -> dict[str, Any]:
     """The lists of a sparse call, other ones for every sequence and head."""
-    import torch
-
-    from tilefold import BlockIndex
-
     batch, blocks = len(case.lengths), [-(-n // block) for n, block in zip(longest, case.blocks, strict=True)]
     keep = torch.rand(batch, case.heads, *blocks, generator=generator) < (1.0 if case.lists == "full" else 0.5)
     sizes = None
@@ -176,10 +170,8 @@ def _index(case: CheckCase, longest: tuple[int, int], generator: Any, device: st
 
 
 def _options(
-    case: CheckCase, longest: tuple[int, int], generator: Any, normal: Callable[..., "Tensor"], device: str
+    case: CheckCase, longest: tuple[int, int], generator: Any, normal: Callable[..., Tensor], device: str
 ) -> dict[str, Any]:
-    import torch
-
     batch = len(case.lengths)
     options: dict[str, Any] = {"causal": case.causal, "softcap": case.cap}
     if not case.lists:

@@ -5,9 +5,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
+import torch
 import typer
 from rich.console import Console
 from rich.text import Text
+from torch import Tensor
 
 from tilefold.bench import page
 from tilefold.cli.options import Html, Json, Png
@@ -25,8 +27,6 @@ from tilefold.cli.runtime import (
 from tilefold.errors import DtypeError, ValueRangeError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from tilefold.bench.accuracy import Difference
 
 __all__ = ["EPILOG", "compare"]
@@ -144,7 +144,7 @@ def _check_family(family: str, options: dict[str, object]) -> None:
 # ---------------------------------------------------------------- what is compared
 
 
-def _pairs_of_files(first: Path, second: Path) -> "list[tuple[str, Tensor, Tensor]]":
+def _pairs_of_files(first: Path, second: Path) -> list[tuple[str, Tensor, Tensor]]:
     """(name, tensor of the first, tensor of the second) for every tensor that both have.
 
     Raises DtypeError for what holds no tensors, ValueRangeError for files with different names in them."""
@@ -156,9 +156,7 @@ def _pairs_of_files(first: Path, second: Path) -> "list[tuple[str, Tensor, Tenso
     return [(name, a[name], b[name]) for name in a]
 
 
-def _tensors_of(path: Path) -> "dict[str, Tensor]":
-    import torch
-
+def _tensors_of(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".npy":
         import numpy
 
@@ -177,7 +175,7 @@ def _tensors_of(path: Path) -> "dict[str, Tensor]":
 
 def _runs_of_case(
     names: tuple[str, str], chosen: tuple[str, bool, str | None, str, str], seeds: range, console: Console
-) -> "tuple[str, Iterator[Pairs]]":
+) -> tuple[str, Iterator[Pairs]]:
     """(the case's name, the pairs of results of each seed)."""
     from tilefold.bench.compared import attention_results, check_name, without_lse
 
@@ -185,8 +183,9 @@ def _runs_of_case(
         check_name(name)
     runtime = prepare_runtime()
     from tilefold.bench.attention.peers import IMPLEMENTATIONS
-    from tilefold.bench.engine import Request, engine_named
+    from tilefold.bench.engine import Request
     from tilefold.bench.implementation import make_inputs
+    from tilefold.bench.suites import engine_named
 
     case = engine_named(chosen[0]).cases(Request(*chosen[1:]), runtime.gpu)[0]
     console.print(Text(f"{runtime.note}\n{case.name}", style="dim"))
@@ -196,7 +195,7 @@ def _runs_of_case(
     if not case.backward and (silent := without_lse(names)):
         console.print(Text(f"no rows of lse: {' and '.join(silent)} tell none", style="dim"))
 
-    def runs() -> "Iterator[Pairs]":
+    def runs() -> Iterator[Pairs]:
         for seed in seeds:
             inputs = make_inputs(case, runtime.device, seed)
             yield _paired(*(attention_results(name, inputs, runtime.device) for name in names))
@@ -211,7 +210,7 @@ def _runs_of_video(
     same_lists: bool,
     seeds: range,
     console: Console,
-) -> "tuple[str, Iterator[Pairs]]":
+) -> tuple[str, Iterator[Pairs]]:
     """(the pipeline's shape and selection, the pairs of results of each seed); asked: --shape, --quick, dtype, --sparsity."""
     from tilefold.bench.compared import check_video_names, video_results
 
@@ -231,14 +230,14 @@ def _runs_of_video(
     what = f"video pipeline {direction}, {batch} x {seq} tokens, {heads} heads, D={dim}, {dtype}, {by}{lists}"
     console.print(Text(f"{runtime.note}\n{what}", style="dim"))
 
-    def runs() -> "Iterator[Pairs]":
+    def runs() -> Iterator[Pairs]:
         for seed in seeds:
             yield _paired(*video_results(names, shape, select, runtime.device, seed, backward, same_lists))
 
     return what, runs()
 
 
-def _paired(first: "dict[str, Tensor]", second: "dict[str, Tensor]") -> "Pairs":
+def _paired(first: dict[str, Tensor], second: dict[str, Tensor]) -> Pairs:
     """What both made."""
     return [(name, first[name], second[name]) for name in first if name in second]
 
@@ -298,7 +297,7 @@ def _show(runs: "Sequence[Sequence[Difference]]", names: tuple[str, str], first_
         _show_differences(tensor[0].name, [*heads, ALL], rows, console)
 
 
-def _show_differences(corner: str, heads: "Sequence[str]", rows: "Sequence[tuple[str, ...]]", console: Console) -> None:
+def _show_differences(corner: str, heads: Sequence[str], rows: Sequence[tuple[str, ...]], console: Console) -> None:
     columns = tuple(zip(DIFFERENCES[1:], *(row[1:] for row in rows), strict=True))
     print_tables(console, (corner, *heads), columns)
 

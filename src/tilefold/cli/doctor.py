@@ -8,12 +8,16 @@ import subprocess
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+import tilefold
+from tilefold.ops.device import device_of
 from tilefold.ops.environment import importable, installed, interpreter_fault, triton_fault, triton_version
+from tilefold.plan.table import VARIABLE, table_in_use
 
 __all__ = ["EPILOG", "Finding", "doctor", "findings"]
 
@@ -61,8 +65,6 @@ def driver() -> str:
 
 def machine() -> list[Finding]:
     """Python, the processor, every GPU and the driver."""
-    import torch
-
     found = [
         Finding("machine", "python", INFO, f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         Finding("machine", "processor", INFO, f"{os.cpu_count()} cores"),
@@ -82,10 +84,6 @@ def machine() -> list[Finding]:
 
 def libraries() -> list[Finding]:
     """tilefold, torch, triton and numpy."""
-    import torch
-
-    import tilefold
-
     toolkit = (
         f"CUDA {torch.version.cuda}"
         if torch.version.cuda
@@ -103,8 +101,6 @@ def libraries() -> list[Finding]:
 
 def gpu_fault() -> str | None:
     """Why the portable kernels cannot run on a GPU here, or None."""
-    import torch
-
     if triton_fault():
         return triton_fault()
     if not torch.cuda.is_available():
@@ -117,8 +113,6 @@ def gpu_fault() -> str | None:
 
 def _hopper_fault() -> str | None:
     """Why the portable kernels serve instead on this GPU, or None."""
-    import torch
-
     from ..kernels import hopper
     from ..ops.hopper import DISABLE, disabled
 
@@ -131,8 +125,6 @@ def _hopper_fault() -> str | None:
 
 def support() -> list[Finding]:
     """Which families of kernels run here, and why the others do not."""
-    import torch
-
     gpu, slow = gpu_fault(), interpreter_fault()
     hip = torch.version.hip is not None
     lines = [
@@ -157,16 +149,10 @@ def tuned() -> list[Finding]:
     """The table of measured plans that this machine's device plans with, or why there is none."""
     import warnings
 
-    from tilefold.plan.table import VARIABLE, table_in_use
-
     if gpu_fault() is not None:
         return [
             Finding("plans", "measured here", INFO, "no GPU: plans for other devices are by the rules or their tables")
         ]
-    import torch
-
-    from tilefold.ops.device import device_of
-
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         found = table_in_use(device_of(torch.device("cuda", torch.cuda.current_device())))

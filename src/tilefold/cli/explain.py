@@ -1,15 +1,14 @@
 """`tilefold explain`: which kernel, tile and grid a problem gets on a device, and why. Pure planning: no GPU is touched."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from tilefold.cli.runtime import dtype_named, pair_of, user_errors
+from tilefold.cli.runtime import dtype_named, pair_of, prepare_runtime, user_errors
 from tilefold.errors import Unsupported, ValueRangeError
-
-if TYPE_CHECKING:
-    from tilefold.plan import AttentionProblem, Device
-    from tilefold.plan.sparse.sparse import SparseProblem
+from tilefold.plan import AttentionProblem, Device
+from tilefold.plan.capabilities import plan_of
+from tilefold.plan.sparse.sparse import SparseProblem, plan_sparse
 
 __all__ = ["EPILOG", "explain"]
 
@@ -158,8 +157,6 @@ def explain(
     from tilefold.cli.explain_dispatch import Dispatch, check_dispatch, explain_split, explain_steps
     from tilefold.cli.explain_parallel import RanksOptions, check_ranks, explain_ranks
     from tilefold.plan import AttentionProblem, plan_forward
-    from tilefold.plan.capabilities import plan_of
-    from tilefold.plan.sparse.sparse import plan_sparse
 
     over = CacheOptions(cache, page_size, num_splits, v_in_k)
     unfit = {"--varlen": varlen, "--bias": bias, "--mask": mask, "--blocks": blocks, "--listed": listed, "--sizes": sizes,
@@ -217,26 +214,19 @@ def explain(
     typer.echo(plan.to_json() if as_json else str(plan))
 
 
-def _record(device: str) -> "Device":
+def _record(device: str) -> Device:
     """The device of that name, or this machine's for "here"."""
     from tilefold.plan import device_named
 
     if device != "here":
         return device_named(device)
-    import torch
-
-    from tilefold.cli.runtime import prepare_runtime
-    from tilefold.ops.device import device_of
-
-    return device_of(torch.device(prepare_runtime().device))
+    return prepare_runtime().record()
 
 
 def _sparse_problem(
-    problem: "AttentionProblem", blocks: str | None, listed: int | None, sizes: bool, page_size: int
-) -> "SparseProblem | None":
+    problem: AttentionProblem, blocks: str | None, listed: int | None, sizes: bool, page_size: int
+) -> SparseProblem | None:
     """The block-sparse problem that the options ask for, or None; Unsupported names an option that does not go with them."""
-    from tilefold.plan.sparse.sparse import SparseProblem
-
     if blocks is None:
         for name, given in (("--listed", listed), ("--sizes", sizes), ("--page-size", page_size)):
             if given:

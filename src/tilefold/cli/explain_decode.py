@@ -2,13 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from tilefold.errors import Unsupported, ValueRangeError
-
-if TYPE_CHECKING:
-    from tilefold.plan import AttentionProblem, Device
-    from tilefold.plan.cache.decode import DecodeProblem
+from tilefold.plan import AttentionProblem, Device
+from tilefold.plan.cache.decode import DecodeProblem, decode_kernel_refusal, plan_decode
 
 __all__ = ["CacheOptions", "check_cache", "explain_cache"]
 
@@ -39,10 +37,9 @@ def check_cache(asked: CacheOptions, others: Mapping[str, object]) -> None:
         raise ValueRangeError(f"--page-size must be at least 0, got {asked.page_size}")
 
 
-def explain_cache(asked: CacheOptions, problem: "AttentionProblem", device: "Device", as_json: bool) -> str:
+def explain_cache(asked: CacheOptions, problem: AttentionProblem, device: Device, as_json: bool) -> str:
     """What `attention_kvcache` does, as text or JSON: a DecodePlan; of a prompt, which is attention_cached's, a SplitDecision."""
     from tilefold.plan import plan_splits
-    from tilefold.plan.cache.decode import decode_kernel_refusal, plan_decode
 
     if not (problem.batch and problem.seq_q):
         raise Unsupported("there is nothing to plan: no queries")
@@ -56,10 +53,8 @@ def explain_cache(asked: CacheOptions, problem: "AttentionProblem", device: "Dev
     return cut.to_json() if as_json else f"attention_kvcache gives this call to attention_cached: {prompt}.\n{cut}"
 
 
-def _problem(asked: CacheOptions, problem: "AttentionProblem") -> "DecodeProblem":
+def _problem(asked: CacheOptions, problem: AttentionProblem) -> DecodeProblem:
     """Of caches with room for problem.seq_k keys, all rows beginning at 16 bytes where they can."""
-    from tilefold.plan.cache.decode import DecodeProblem
-
     storage = HELD[asked.held or "same"]
     itemsize = problem.itemsize if storage == "plain" else 1
     # V as part of K lies where K's rows begin

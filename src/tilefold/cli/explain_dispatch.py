@@ -2,13 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from tilefold.cli.runtime import pair_of
 from tilefold.errors import Unsupported, ValueRangeError
-
-if TYPE_CHECKING:
-    from tilefold.plan import AttentionProblem, Device
+from tilefold.plan import AttentionProblem, Device
 
 __all__ = ["Dispatch", "check_dispatch", "explain_split", "explain_steps"]
 
@@ -69,7 +66,7 @@ def check_dispatch(asked: Dispatch, trace: bool, others: Mapping[str, object]) -
             raise Unsupported(f"{name} does not go with {'--trace' if trace else '--policy'}{instead}")
 
 
-def explain_split(asked: Dispatch, problem: "AttentionProblem", device: "Device") -> str:
+def explain_split(asked: Dispatch, problem: AttentionProblem, device: Device) -> str:
     """The decision of --policy for one call, as text or JSON."""
     from tilefold.plan import plan_splits
 
@@ -79,7 +76,7 @@ def explain_split(asked: Dispatch, problem: "AttentionProblem", device: "Device"
 
 
 def explain_steps(
-    asked: Dispatch, device: "Device", heads: int, kv_heads: int | None, dim: int, batch: int, dtype: str, window: str | None
+    asked: Dispatch, device: Device, heads: int, kv_heads: int | None, dim: int, batch: int, dtype: str, window: str | None
 ) -> str:  # fmt: skip
     """The decisions of --policy for all steps of a generation, as text or JSON."""
     from tilefold.plan import Generation, trace_generation

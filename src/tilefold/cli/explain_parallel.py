@@ -3,13 +3,11 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from tilefold.errors import Unsupported, ValueRangeError
-
-if TYPE_CHECKING:
-    from tilefold.plan import AttentionProblem
-    from tilefold.plan.device import Device
+from tilefold.plan import AttentionProblem
+from tilefold.plan.device import Device
 
 __all__ = ["RanksOptions", "check_ranks", "explain_ranks"]
 
@@ -43,7 +41,7 @@ def check_ranks(asked: RanksOptions, others: Mapping[str, object]) -> None:
             raise Unsupported(f"{name} does not go with --ranks")
 
 
-def explain_ranks(asked: RanksOptions, problem: "AttentionProblem", device: "Device", as_json: bool) -> str:
+def explain_ranks(asked: RanksOptions, problem: AttentionProblem, device: Device, as_json: bool) -> str:
     """The ParallelPlan, its formulas, what its kernels take on that device, and the predictions for other numbers of ranks."""
     from tilefold.plan.parallel.plan import plan_parallel
     from tilefold.plan.parallel.problem import Links, ParallelProblem

@@ -176,7 +176,7 @@ def _print(
     _print_when(work, [each.page_size for each in found if each.page_size], console)
 
 
-def _print_when(work: "Workload", sizes: "list[int]", console: Console) -> None:
+def _print_when(work: "Workload", sizes: list[int], console: Console) -> None:
     """When paging helps: the gain by how full a sequence is, and where it ends."""
     from tilefold.bench.decode.kv_memory import FILLED, paging_gains
 

@@ -1,72 +1,100 @@
 """The options that several commands have, each said once."""
 
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 __all__ = [
-    "Against",
     "Budget",
     "CaseFilter",
-    "Compare",
-    "Csv",
     "FailSlower",
     "Html",
     "Json",
-    "Log",
     "Markdown",
     "Noise",
-    "Peers",
     "Png",
-    "Power",
-    "Refresh",
     "Results",
-    "Rounds",
+    "RunOptions",
+    "with_run",
 ]
 
-Peers = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAMES",
-        help="Comma-separated, or `none`; what is not installed is left out.",
-        show_default="those usual here",
-    ),
-]
-Against = Annotated[
-    str | None, typer.Option(metavar="NAMES", help="As --peers, but they must be installed; `installed`: all that are.")
-]
 CaseFilter = Annotated[
     str | None,
     typer.Option(
         metavar="FILTER", help="Only cases whose name has these comma-separated parts; | separates alternatives."
     ),
 ]
-Rounds = Annotated[int, typer.Option(min=1, help="Turns that each implementation gets.")]
 Budget = Annotated[float | None, typer.Option(min=0, metavar="SECONDS", help="Begin no further case after so long.")]
-Log = Annotated[bool, typer.Option("--log", help="A line for each step, to see where a run got stuck.")]
-Csv = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures as CSV.")]
 Json = Annotated[Path | None, typer.Option(metavar="FILE", help="Write everything as JSON.")]
 Markdown = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the tables for a document.")]
 Png = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the figures (needs matplotlib).")]
 Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write tables and drawing as one HTML file.")]
-Refresh = Annotated[
-    str | None,
-    typer.Option(metavar="FILE[#LABEL]", help="Put them between a document's marks for the family."),
-]
 Results = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="Append the figures of each case, when it is done, to DIR/FAMILY.jsonl."),
-]
-Compare = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="OLD", help="Compare with a .json or .jsonl (FILE@COMMIT: one commit's) or a folder of results."
-    ),
 ]
 FailSlower = Annotated[
     float | None,
     typer.Option(min=0, metavar="PERCENT", help="Exit code 1 if tilefold surely became slower by more."),
 ]
 Noise = Annotated[float, typer.Option(min=0, metavar="PERCENT", help="What may differ between runs of the same code.")]
-Power = Annotated[bool, typer.Option(help="Record clocks, power and temperature (NVIDIA).")]
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What a run of one family is asked, and one of a suite."""
+
+    peers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Comma-separated, or `none`; what is not installed is left out.",
+            show_default="those usual here",
+        ),
+    ] = None
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="As --peers, but they must be installed; `installed`: all that are."),
+    ] = None
+    case: CaseFilter = None
+    rounds: Annotated[int, typer.Option(min=1, help="Turns that each implementation gets.")] = 5
+    budget: Budget = None
+    log: Annotated[bool, typer.Option("--log", help="A line for each step, to see where a run got stuck.")] = False
+    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures as CSV.")] = None
+    json: Json = None
+    markdown: Markdown = None
+    refresh: Annotated[
+        str | None,
+        typer.Option(metavar="FILE[#LABEL]", help="Put them between a document's marks for the family."),
+    ] = None
+    results: Results = None
+    compare: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="OLD", help="Compare with a .json or .jsonl (FILE@COMMIT: one commit's) or a folder of results."
+        ),
+    ] = None
+    fail_slower: FailSlower = None
+    noise: Noise = 2.0
+    power: Annotated[bool, typer.Option(help="Record clocks, power and temperature (NVIDIA).")] = True
+
+
+def with_run(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose parameter `run` is a RunOptions, with those options in its place."""
+    names = [field.name for field in fields(RunOptions)]
+    own = [one for one in inspect.signature(command).parameters.values() if one.name != "run"]
+
+    @functools.wraps(command)
+    def spread(**given: Any) -> None:
+        shared = {name: given.pop(name) for name in names if name in given}
+        command(**given, run=RunOptions(**shared))
+
+    every = [*own, *inspect.signature(RunOptions).parameters.values()]
+    spread.__signature__ = inspect.Signature(every)  # type: ignore[attr-defined]
+    spread.__annotations__ = {one.name: one.annotation for one in every}
+    return spread

@@ -28,7 +28,6 @@ from tilefold.errors import ValueRangeError
 
 if TYPE_CHECKING:
     from tilefold.bench.video.stages import StageRow, VideoRun
-    from tilefold.plan.device import Device
     from tilefold.profiling.video import Explanation, LaunchRow
 
 __all__ = ["EPILOG", "app"]
@@ -149,7 +148,7 @@ def video(
     if method not in options:
         raise ValueRangeError(f"--method must be one of {', '.join(options)}, got {method!r}")
     names = names_from(peers, "--peers", PEERS)
-    device = _device(runtime.gpu)
+    device = runtime.record()
     console = Console()
     console.print(Text(runtime.note, style="dim"))
     what = made, device, runtime.device, CoarseOptions(kind=coarse), SelectOptions(method=method, **options[method])  # type: ignore[arg-type]
@@ -191,15 +190,6 @@ def _pair(text: str) -> tuple[float, float]:
     return low, high
 
 
-def _device(gpu: bool) -> "Device":
-    """The device whose roofs count."""
-    import torch
-
-    from tilefold.ops.device import device_of
-
-    return device_of(torch.device("cuda" if gpu else "cpu"))
-
-
 def _rows(rows: "tuple[StageRow, ...]") -> tuple[tuple[str, ...], ...]:
     return tuple(
         (
@@ -223,7 +213,7 @@ def _rows(rows: "tuple[StageRow, ...]") -> tuple[tuple[str, ...], ...]:
     )
 
 
-def _reported(found: "VideoRun") -> "Mapping[str, float]":
+def _reported(found: "VideoRun") -> Mapping[str, float]:
     """Milliseconds that others report of the stages of this shape."""
     from tilefold.bench.video.reported import stage_ms
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.text import Text
@@ -90,10 +91,7 @@ def case(
     from tilefold.profiling.cases import cases_in, prepare_case
 
     chosen = select_cases(cases_in(family, "quick" if quick else "full", direction), name)[0]
-    _gpu()
-    import torch
-
-    from tilefold.ops.device import device_of
+    runtime = _gpu()
     from tilefold.profiling.roofs import load_roofs, with_roofs
     from tilefold.profiling.session import Declared, profile, with_declared
 
@@ -107,7 +105,7 @@ def case(
                 made.call()
     if _watched():
         return
-    machine = with_roofs(device_of(torch.device("cuda")), load_roofs())
+    machine = with_roofs(runtime.record(), load_roofs())
     found = with_declared(session.profile, Declared(made.flops, made.bytes, made.l2_bytes, made.dtype), calls, machine)
     Console().print(Text(f"{family} {made.name}, {calls} calls", style="bold"))
     again = [

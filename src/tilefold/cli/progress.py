@@ -13,9 +13,10 @@ __all__ = ["measuring"]
 
 @contextmanager
 def measuring(
-    console: Console, total: int, log: bool = False, verb: str = "measuring"
+    console: Console, total: int, log: bool = False, verb: str = "measuring", by_case: bool = False
 ) -> Iterator[Callable[[str, str], None]]:
-    """A bar of `total` steps while it is open -> step(case, what it does now); log: each step also leaves a line."""
+    """A bar of `total` steps while it is open -> step(case, what it does now); log: each step also leaves a line;
+    by_case: all that is done of one case is one step."""
     columns = (
         TextColumn(verb),
         BarColumn(),
@@ -23,12 +24,12 @@ def measuring(
         TextColumn("{task.description}", markup=False),
     )
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=total)
+        task, begun = progress.add_task("", total=total), set[object]()
 
         def step(case: str, what: str) -> None:
-            progress.update(task, description=f"{case}: {what}")
+            begun.add(case if by_case else len(begun))
+            progress.update(task, description=f"{case}: {what}", completed=len(begun) - by_case)
             if log:
                 console.print(Text(f"{time.strftime('%H:%M:%S')} {case}: {what}", style="dim"), soft_wrap=True)
-            progress.advance(task)
 
         yield step

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.text import Text
@@ -10,9 +11,9 @@ from rich.text import Text
 from tilefold.cli.options import Png
 from tilefold.cli.runtime import prepare_runtime, say, table_of, user_errors, writable, write_files
 from tilefold.errors import DeviceError, ValueRangeError
+from tilefold.plan.device import Device, device_named
 
 if TYPE_CHECKING:
-    from tilefold.plan.device import Device
     from tilefold.profiling.roofs import Roofs
 
 __all__ = ["EPILOG", "roofline"]
@@ -78,27 +79,21 @@ def roofline(
 
 def _machine(measure: bool, name: str | None, console: Console) -> "tuple[Device, Roofs | None]":
     """The device with its roofs, and what was measured of it, if anything."""
-    from tilefold.plan.device import device_named
     from tilefold.profiling.roofs import load_roofs, measure_roofs, store_roofs, with_roofs
 
     if name is not None:
         return device_named(name), None
-    import torch
-
     if not torch.cuda.is_available() and not measure:
         raise DeviceError(
             "no GPU here whose roofs could be drawn: name a known one, --device h200, or --measure the interpreter"
         )
     runtime = prepare_runtime()
-    from tilefold.ops.device import device_of
-
-    where = torch.device("cuda", torch.cuda.current_device()) if runtime.gpu else torch.device("cpu")
-    record = device_of(where)
+    record = runtime.record()
     if not measure:
         found = load_roofs()
         return with_roofs(record, found), found
     console.print(Text(runtime.note, style="dim"))
-    found = measure_roofs(record, where)
+    found = measure_roofs(record, torch.device(runtime.device))
     kept = store_roofs(found) if runtime.gpu else None
     if kept is not None:
         say([f"kept in {kept}"], console)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -16,6 +17,10 @@ from rich.text import Text
 
 from tilefold.bench.page import columns_that_fit, grouped_tables, save_png
 from tilefold.errors import DeviceError, DtypeError, TilefoldError, ValueRangeError
+from tilefold.ops.device import device_of, interpreting
+from tilefold.ops.environment import check_environment, triton_fault
+from tilefold.plan.device import Device
+from tilefold.plan.table import VARIABLE, table_in_use
 
 if TYPE_CHECKING:
     from tilefold.bench.setting import Setting
@@ -68,6 +73,10 @@ class Runtime:
         """Whether that is a GPU."""
         return self.device == "cuda"
 
+    def record(self) -> Device:
+        """What plans and bounds know of it."""
+        return device_of(torch.device("cuda", torch.cuda.current_device()) if self.gpu else torch.device("cpu"))
+
 
 def prepare_runtime(kernels: bool = True) -> Runtime:
     """Choose the GPU, or Triton's interpreter where there is none; to be called before anything imports triton.
@@ -75,22 +84,18 @@ def prepare_runtime(kernels: bool = True) -> Runtime:
     kernels: False: plain torch on the CPU will do, unless TRITON_INTERPRET asks for the interpreter.
     Raises DeviceError where neither can be used.
     """
-    import torch
-
-    from tilefold.ops.environment import check_environment
-
     asked = os.environ.get("TRITON_INTERPRET")
-    if not kernels and not torch.cuda.is_available() and not _interpreted():
+    if not kernels and not torch.cuda.is_available() and not interpreting():
         return Runtime("cpu", "No GPU here: plain torch on the CPU.")
     if asked is None and not torch.cuda.is_available():
-        if "triton" in sys.modules and not _interpreted():
+        if "triton" in sys.modules and not interpreting():
             raise DeviceError("there is no GPU, and triton was imported before its interpreter could be switched on")
         os.environ["TRITON_INTERPRET"] = "1"
         check_environment(True)
         return Runtime(
             "cpu", "No GPU here: kernels run on the CPU in Triton's interpreter (TRITON_INTERPRET=1), on small shapes."
         )
-    if _interpreted():
+    if interpreting():
         return Runtime(
             "cpu", "TRITON_INTERPRET is set: kernels run on the CPU in Triton's interpreter, on small shapes."
         )
@@ -104,22 +109,10 @@ def prepare_runtime(kernels: bool = True) -> Runtime:
 
 def _tables() -> str:
     """Said of what makes plans here other than elsewhere."""
-    import torch
-
-    from tilefold.ops.device import device_of
-    from tilefold.ops.environment import triton_fault
-    from tilefold.plan.table import VARIABLE, table_in_use
-
     if triton_fault() is not None:
         return ""
-    found = table_in_use(device_of(torch.device("cuda", torch.cuda.current_device())))
+    found = table_in_use(Runtime("cuda", "").record())
     return f" Plans measured here are used, of {found[0]} ({VARIABLE}=none: the rules alone)." if found else ""
-
-
-def _interpreted() -> bool:
-    from tilefold.ops.device import interpreting
-
-    return interpreting()
 
 
 def user_errors(command: Callable[P, R]) -> Callable[P, R]:

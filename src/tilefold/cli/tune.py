@@ -1,22 +1,23 @@
 """`tilefold tune`: measures candidate plans on this GPU, shows what they gain, and writes a table that later processes use."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from tilefold.bench.loop import OK, WRONG
+from tilefold.cli.progress import measuring
 from tilefold.cli.runtime import Runtime, integers, names_from, prepare_runtime, table_of, user_errors
 from tilefold.errors import DeviceError, ValueRangeError
+from tilefold.plan.device import Device
+from tilefold.plan.table import OFF, VARIABLE, Table, read_table, table_path, write_table
 
 if TYPE_CHECKING:
-    from tilefold.plan.device import Device
-    from tilefold.plan.table import Table
     from tilefold.tune.measure import Outcome
     from tilefold.tune.problems import Tunable
 
@@ -68,7 +69,7 @@ def tune(
     if sum((show, forget, bool(case or model))) != 1 or (case and model):
         raise ValueRangeError("tune takes one of CASE, --model, --show and --forget")
     runtime = _runtime()
-    device = _device(runtime)
+    device = runtime.record()
     path = _path(device, table)
     if show:
         _show(path, console)
@@ -81,8 +82,6 @@ def tune(
 
 def _runtime() -> Runtime:
     """DeviceError without a GPU, unless the interpreter was asked for."""
-    import torch
-
     if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
         raise DeviceError(
             "tilefold tune measures plans on a GPU, and torch sees none here; a table from another machine of the same GPU is "
@@ -91,17 +90,7 @@ def _runtime() -> Runtime:
     return prepare_runtime()
 
 
-def _device(runtime: Runtime) -> "Device":
-    import torch
-
-    from tilefold.ops.device import device_of
-
-    return device_of(torch.device("cuda", torch.cuda.current_device()) if runtime.gpu else torch.device("cpu"))
-
-
-def _path(device: "Device", table: Path | None) -> Path:
-    from tilefold.plan.table import OFF, VARIABLE, table_path
-
+def _path(device: Device, table: Path | None) -> Path:
     path = table_path(device.name, table)
     if path is None:
         raise ValueRangeError(f"{VARIABLE}={OFF} switches tables off: name one by --table, or unset it")
@@ -131,22 +120,22 @@ def _tunables(
 
 def _tune(
     tunables: "Sequence[Tunable]",
-    device: "Device",
+    device: Device,
     runtime: Runtime,
     path: Path,
     how: tuple[float, bool, bool],
     console: Console,
 ) -> None:
-    from tilefold.plan.table import write_table
     from tilefold.tune.measure import Limits, Log, identity_of, table_of_outcomes
     from tilefold.tune.measure import tune as measure
 
     seconds, quick, take = how
     console.print(Text(runtime.note, style="dim"))
     identity = identity_of(device)
-    with _bar(console, len(tunables)) as progress:
+    with measuring(console, len(tunables), verb="tuning", by_case=True) as step:
         log = Log(_log(path), identity)
-        found = measure(tunables, device, runtime.device, log, Limits(seconds, quick), progress)
+        limits = Limits(seconds, quick)
+        found = measure(tunables, device, runtime.device, log, limits, lambda one, what: step(one.title, what))
     _print(found, console)
     worth = [one for one in found if one.worth]
     if not take:
@@ -167,23 +156,8 @@ def _tune(
         console.print(Text(f"{dropped} earlier ones are replaced or left out: {why}.", style="dim"), soft_wrap=True)
 
 
-@contextmanager
-def _bar(console: Console, total: int) -> "Iterator[Callable[[Tunable, str], None]]":
-    """A bar of so many problems -> step(problem, what is done now)."""
-    columns = (TextColumn("tuning"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=console, transient=True) as progress:
-        task, seen = progress.add_task("", total=total), set()
-
-        def step(one: "Tunable", what: str) -> None:
-            seen.add(one)
-            progress.update(task, description=f"{one.title}: {what}", completed=len(seen) - 1)
-
-        yield step
-
-
 def _print(found: "Sequence[Outcome]", console: Console) -> None:
     """A row a problem, then what was wrong and what is left."""
-    from tilefold.bench.loop import OK, WRONG
     from tilefold.tune.candidates import shown
 
     rows = []
@@ -210,9 +184,7 @@ def _print(found: "Sequence[Outcome]", console: Console) -> None:
         )
 
 
-def _read(path: Path) -> "Table":
-    from tilefold.plan.table import read_table
-
+def _read(path: Path) -> Table:
     try:
         return read_table(path)
     except (OSError, ValueRangeError) as error:

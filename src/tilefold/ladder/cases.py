@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tilefold.bench.attention.cases import Case
+from tilefold.bench.choice import of_size
 from tilefold.bench.family import Calls, Family, Peer
 from tilefold.bench.implementation import Inputs, make_inputs
 from tilefold.bench.judge import Judge
-from tilefold.errors import ValueRangeError
 from tilefold.ladder.rungs import RUNGS
 from tilefold.plan.cost import Cost
 from tilefold.plan.problem import AttentionProblem
@@ -62,9 +62,7 @@ def _prepare(sets: Sequence[tuple[LadderCase, Inputs]]) -> Calls:
 def ladder_cases(size: str) -> tuple[LadderCase, ...]:
     """Of size "full", "quick" or "tiny" every rung at each length, plain and causal, those without a mask first; those in FEW
     with one query, too.  ValueRangeError for another size."""
-    if size not in SHAPES:
-        raise ValueRangeError(f"size must be one of {', '.join(SHAPES)}, got {size!r}")
-    lengths, heads, dim = SHAPES[size]
+    lengths, heads, dim = of_size(size, SHAPES)
     found = []
     for n in lengths:
         square = [(rung, n, causal) for causal in (False, True) for rung in RUNGS]
@@ -79,5 +77,5 @@ def _inputs(case: LadderCase, device: str, seed: int) -> tuple[LadderCase, Input
     return case, make_inputs(Case("dense", case.problem), device, seed)
 
 
-_OWN = Peer("tilefold", "the ladder", "a rung of the ladder", "tilefold", lambda case, device: None, _prepare)
+_OWN = Peer("tilefold", "the ladder", "a rung of the ladder", "tilefold", _prepare)
 LADDER = Family("ladder", ladder_cases, _inputs, lambda one: Judge(one[1]), {_OWN.name: _OWN}, {})

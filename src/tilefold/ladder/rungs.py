@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from tilefold import reference
 from tilefold.errors import ValueRangeError
 from tilefold.plan.cost import Cost
 from tilefold.plan.problem import AttentionProblem
 
 if TYPE_CHECKING:
-    import torch
-
     from tilefold.ladder.inputs import Tile
 
 __all__ = ["RUNGS", "Rung", "rung_named", "show", "up_to"]
@@ -38,9 +39,9 @@ class Rung:
         return importlib.import_module(f"tilefold.ladder.{self.name}")
 
     def prepare(
-        self, q: "torch.Tensor", k: "torch.Tensor", v: "torch.Tensor", causal: bool = False, tile: "Tile | None" = None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, tile: "Tile | None" = None,
         **options: Any,
-    ) -> "Callable[[], torch.Tensor]":  # fmt: skip
+    ) -> Callable[[], torch.Tensor]:  # fmt: skip
         """The call that is checked and timed; what is done once before it (a paged cache) is done here.  options: of its
         attention, as `row` of naive and `splits` of split."""
         program = self.program
@@ -101,9 +102,6 @@ def up_to(name: str) -> tuple[Rung, ...]:
 
 def show(name: str) -> None:
     """Run a rung on a small problem, compare it with fp64, print what it declares: what `python -m tilefold.ladder.NAME` does."""
-    import torch
-
-    from tilefold import reference
     from tilefold.ladder.inputs import here, problem_of
     from tilefold.ops.device import interpreting
 

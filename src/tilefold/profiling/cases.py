@@ -1,25 +1,16 @@
 """Cases of the benchmarks as calls to profile: the same inputs and the same call, with the work that they declare."""
 
-import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from tilefold.bench.suites import ENGINES
 from tilefold.errors import ValueRangeError
 
 __all__ = ["FAMILIES", "Chosen", "cases_in", "prepare_case"]
 
-FAMILIES: dict[str, str] = {  # -> where it lies
-    "dense": "bench.attention.peers.DENSE",
-    "sparse": "bench.attention.peers.SPARSE",
-    "decode": "bench.decode.serving.DECODE",
-    "gemm": "bench.matrix.gemm.GEMM",
-    "conv": "bench.matrix.conv.CONV",
-    "lowbit": "bench.matrix.lowbit.LOWBIT",
-    "ladder": "ladder.cases.LADDER",
-    "move": "bench.matrix.move.MOVE",
-}
+FAMILIES = (*(name for name in ENGINES if name != "video"), "ladder")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +41,11 @@ def cases_in(family: str, size: str, direction: str = "forward") -> tuple[Any, .
 
 
 def _family(name: str) -> Any:
-    module, attribute = FAMILIES[name].rsplit(".", 1)
-    return getattr(importlib.import_module(f"tilefold.{module}"), attribute)
+    if name != "ladder":
+        return ENGINES[name].family
+    from tilefold.ladder.cases import LADDER
+
+    return LADDER
 
 
 def prepare_case(family: str, case: Any, device: str) -> Chosen:

@@ -159,7 +159,7 @@ def import_report(path: Path) -> tuple[Measured, ...]:
     return _checked(subprocess.run(command, capture_output=True, text=True, timeout=300, check=False))
 
 
-def _checked(done: "subprocess.CompletedProcess[str]") -> tuple[Measured, ...]:
+def _checked(done: subprocess.CompletedProcess[str]) -> tuple[Measured, ...]:
     try:
         return parse_csv(done.stdout)
     except ValueRangeError:

@@ -13,9 +13,34 @@ from tilefold.aot.targets import TARGETS, Target
 from tilefold.plan.device import Device
 from tilefold.profiling.evidence import Region
 
-__all__ = ["Code", "Launched", "codes_of", "occupancy_on", "product", "read_trace", "region_of", "same_kernel"]
+__all__ = [
+    "Code",
+    "Launched",
+    "Ran",
+    "codes_of",
+    "occupancy_on",
+    "ordered",
+    "product",
+    "read_trace",
+    "region_of",
+    "same_kernel",
+]
 
 COPIES = ("gpu_memcpy", "gpu_memset")
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """One launch, or one copy: its begin and seconds, and what the trace says of it."""
+
+    kernel: str
+    begin: float
+    seconds: float
+    programs: int | None = None
+    threads: int | None = None
+    registers: int | None = None
+    shared_bytes: int | None = None
+    copy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,34 +66,36 @@ class Code:
     binary: bytes = field(default=b"", repr=False)
 
 
+def ordered(document: Mapping[str, Any]) -> tuple[Ran, ...]:
+    """Everything that the device did, by its begin, from a Chrome trace of torch's profiler."""
+    found = []
+    for event in document.get("traceEvents", ()):
+        category = str(event.get("cat", "")).lower()
+        if event.get("ph") != "X" or category not in ("kernel", *COPIES):
+            continue
+        args = event.get("args", {})
+        sizes = product(args.get("grid")), product(args.get("block"))
+        rest = args.get("registers per thread"), args.get("shared memory")
+        begin, seconds = float(event["ts"]) * 1e-6, float(event.get("dur", 0)) * 1e-6
+        found.append(Ran(str(event.get("name", "")), begin, seconds, *sizes, *rest, copy=category in COPIES))
+    return tuple(sorted(found, key=lambda each: each.begin))
+
+
 def read_trace(document: Mapping[str, Any]) -> tuple[tuple[Launched, ...], tuple[tuple[float, float], ...], bool]:
     """A Chrome trace of torch's profiler -> kernels by total time, (begin, end) of all that the device did, graph replays?
 
     Seconds. Copies and fills of memory are in the second, but no kernels.
     """
     found: dict[tuple[Any, ...], list[float]] = {}
-    spans: list[tuple[float, float]] = []
-    replayed = False
-    for event in document.get("traceEvents", ()):
-        if event.get("ph") != "X":
-            continue
-        category, name = str(event.get("cat", "")).lower(), str(event.get("name", ""))
-        replayed = replayed or name == "cudaGraphLaunch"
-        if category != "kernel" and category not in COPIES:
-            continue
-        begin, seconds = float(event["ts"]) * 1e-6, float(event.get("dur", 0)) * 1e-6
-        spans.append((begin, begin + seconds))
-        if category == "kernel":
-            args = event.get("args", {})
-            shape = (
-                product(args.get("grid")),
-                product(args.get("block")),
-                args.get("registers per thread"),
-                args.get("shared memory"),
-            )
-            found.setdefault((name, *shape), []).append(seconds)
+    rans = ordered(document)
+    for ran in rans:
+        if not ran.copy:
+            key = ran.kernel, ran.programs, ran.threads, ran.registers, ran.shared_bytes
+            found.setdefault(key, []).append(ran.seconds)
     kernels = (Launched(key[0], tuple(times), *key[1:]) for key, times in found.items())
-    return tuple(sorted(kernels, key=lambda each: -sum(each.seconds))), tuple(sorted(spans)), replayed
+    replayed = any(event.get("name") == "cudaGraphLaunch" for event in document.get("traceEvents", ()))
+    spans = tuple((ran.begin, ran.begin + ran.seconds) for ran in rans)
+    return tuple(sorted(kernels, key=lambda each: -sum(each.seconds))), spans, replayed
 
 
 def product(sizes: Any) -> int | None:

@@ -1,6 +1,7 @@
 """The launches behind `roofs`: calls over kernels/roofs.py, and how each is timed."""
 
 import functools
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +49,7 @@ class Work:
             return ("bfloat16", "float16", "int8", "float32")
         return (*(name for name, entry in PRODUCTS.items() if not entry[3] or self.device.has(entry[3])), "float32")
 
-    def _launch(self, kernel: Any, programs: int, args: tuple[Any, ...], **constants: Any) -> "functools.partial[None]":
+    def _launch(self, kernel: Any, programs: int, args: tuple[Any, ...], **constants: Any) -> functools.partial[None]:
         options = {"num_warps": self.sizes.warps}
         launch = Launch(kernel, (programs, 1, 1), constants, options, self.where.index or 0)
         return functools.partial(launch, args)
@@ -59,23 +60,23 @@ class Work:
         x = torch.randint(-(2**31), 2**31 - 1, (self.sizes.elements,), dtype=torch.int32, device=self.where)
         return x, torch.zeros_like(x)
 
-    def read(self) -> "functools.partial[None]":
+    def read(self) -> functools.partial[None]:
         """DRAM -> registers."""
         blocks = self.sizes.elements // self.sizes.block
         args = (self.buffers[0], self.out, blocks, 1)
         return self._launch(kernels.read_bytes, self.l2_programs, args, BLOCK=self.sizes.block, PASS=False)
 
-    def write(self) -> "functools.partial[None]":
+    def write(self) -> functools.partial[None]:
         """Registers -> DRAM."""
         programs = self.sizes.elements // (self.sizes.block // 2)
         return self._launch(kernels.write_bytes, programs, (self.buffers[1], 7), BLOCK=self.sizes.block // 2)
 
-    def copy(self) -> "functools.partial[None]":
+    def copy(self) -> functools.partial[None]:
         """DRAM -> DRAM."""
         programs = self.sizes.elements // (self.sizes.block // 2)
         return self._launch(kernels.copy_bytes, programs, self.buffers, BLOCK=self.sizes.block // 2)
 
-    def read_l2(self) -> "functools.partial[None]":
+    def read_l2(self) -> functools.partial[None]:
         """L2 -> registers of every SM."""
         blocks = self.sizes.l2_elements // self.sizes.block
         args = (self.buffers[0][: self.sizes.l2_elements], self.out, blocks, self.sizes.l2_turns)
@@ -94,7 +95,7 @@ class Work:
         """[FMA_BLOCK] fp32 in (0, 0.5): sums and products of the loops stay finite and normal."""
         return 0.05 + 0.4 * torch.rand(FMA_BLOCK, device=self.where)
 
-    def multiply(self, dtype: str) -> "functools.partial[None]":
+    def multiply(self, dtype: str) -> functools.partial[None]:
         """Products on the SM; normal values, as the power that they draw sets the clock. The tiles and sums: `self.product`."""
         s = self.sizes
         sums = torch.zeros(self.programs, dtype=torch.float32, device=self.where)
@@ -120,13 +121,13 @@ class Work:
         """Exponentials of one call of `exponentials`."""
         return float(UNROLLED * FMA_BLOCK * self.sizes.turns * self.programs)
 
-    def exponentials(self) -> "functools.partial[None]":
+    def exponentials(self) -> functools.partial[None]:
         """exp2 in registers; the sums: `self.product`."""
         sums = torch.zeros(self.programs, dtype=torch.float32, device=self.where)
         self.product = (self.start, self.start, sums)
         return self._launch(kernels.exponentials, self.programs, (self.start, sums, self.sizes.turns), BLOCK=FMA_BLOCK)
 
-    def nothing(self) -> "functools.partial[None]":
+    def nothing(self) -> functools.partial[None]:
         """A launch of one program that does nothing."""
         return self._launch(kernels.nothing, 1, (self.out,))
 
@@ -134,15 +135,15 @@ class Work:
 def timer(where: torch.device) -> Callable[[Call], float]:
     """Seconds of a call: the median between GPU events, or of wall time on the CPU."""
     if where.type == "cpu":
-        return lambda call: timers.time_wall(call, budget_s=0.0, least=1).ms * 1e-3
-    return lambda call: timers.time_events(call, warmup_ms=15, rep_ms=40).ms * 1e-3
+        return lambda call: statistics.median(timers.wall_samples(call, budget_s=0.0)) * 1e-3
+    return lambda call: statistics.median(timers.event_samples(call, warmup_ms=15)) * 1e-3
 
 
 def launch_on_device(call: Call, where: torch.device) -> float:
     """Seconds from one launch to the next where the host is not waited for: replays of a CUDA graph."""
     if where.type == "cpu":
         return launch_on_host(call, where)  # the interpreter has no device beside the host
-    return timers.time_graph([call] * 100, rounds=5, target_ms=1.0).ms * 1e-3
+    return statistics.median(timers.graph_sampler([call] * 100, replays=5, target_ms=1.0)()) * 1e-3
 
 
 def launch_on_host(call: Call, where: torch.device) -> float:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tilefold.plan.device import Device, Rates
 from tilefold.profiling.roof_sizes import Sizes, sizes_of
 
@@ -130,7 +132,6 @@ def _path(identity: tuple[str, ...]) -> Path | None:
 
 def identity_of(index: int | None = None) -> tuple[str, str, str, str]:
     """(device, driver, torch, triton) of this process: what a measurement holds for."""
-    import torch
     import triton
 
     name, driver = CPU, "none"

@@ -7,8 +7,11 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from tilefold.bench.torch_trace import exported
 from tilefold.errors import DeviceError, Unsupported, ValueRangeError
+from tilefold.ops.device import device_of
 from tilefold.plan.device import Device
 from tilefold.profiling.counters import ROLE_VARIABLE, Measured
 from tilefold.profiling.evidence import Evidence
@@ -65,8 +68,6 @@ class Session:
         return self._profile
 
     def __enter__(self) -> "Session":
-        import torch
-
         if not torch.cuda.is_available():
             raise DeviceError("tilefold.profile watches a GPU, and torch sees none here")
         torch.cuda.synchronize()
@@ -90,8 +91,6 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        import torch
-
         try:
             torch.cuda.synchronize()
             if self._marks_only:
@@ -117,10 +116,6 @@ class Session:
             self._seen.setdefault(str(said["name"]).split(" ")[0], []).append(each)
 
     def _finish(self) -> None:
-        import torch
-
-        from tilefold.ops.device import device_of
-
         document = exported(self._profiler)
         self._profiler = None
         index = torch.cuda.current_device()

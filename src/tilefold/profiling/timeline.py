@@ -2,44 +2,17 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+
+import torch
 
 from tilefold.bench import timers
 from tilefold.bench.torch_trace import exported
-from tilefold.profiling.launches import COPIES, Launched, product
+from tilefold.profiling.launches import Launched, Ran, ordered, product
 
-__all__ = ["Ran", "by_place", "interpreted", "ordered", "traced"]
+__all__ = ["by_place", "interpreted", "traced"]
 
 MARK = "spin_kernel"  # of torch.cuda._sleep: `timers.hidden` puts one before a call and one behind
 Call = Callable[[], object]
-
-
-@dataclass(frozen=True, slots=True)
-class Ran:
-    """One launch, or one copy: its begin and seconds, and what the trace says of it."""
-
-    kernel: str
-    begin: float
-    seconds: float
-    programs: int | None = None
-    threads: int | None = None
-    registers: int | None = None
-    shared_bytes: int | None = None
-
-
-def ordered(document: Mapping[str, Any]) -> tuple[Ran, ...]:
-    """Everything that the device did, by its begin."""
-    found = []
-    for event in document.get("traceEvents", ()):
-        if event.get("ph") != "X" or str(event.get("cat", "")).lower() not in ("kernel", *COPIES):
-            continue
-        args = event.get("args", {})
-        sizes = product(args.get("grid")), product(args.get("block"))
-        rest = args.get("registers per thread"), args.get("shared memory")
-        begin, seconds = float(event["ts"]) * 1e-6, float(event.get("dur", 0)) * 1e-6
-        found.append(Ran(str(event.get("name", "")), begin, seconds, *sizes, *rest))
-    return tuple(sorted(found, key=lambda each: each.begin))
 
 
 def between_marks(rans: Sequence[Ran]) -> Iterator[tuple[Ran, ...]]:
@@ -58,8 +31,6 @@ def traced(calls: Mapping[str, Call], samples: int = 5) -> dict[str, tuple[tuple
     """What each call launches, `samples` times, the L2 cache cleared and the host ahead (`timers.hidden`): one trace of all.
 
     () for a call of which the trace does not hold every sample. Warm up before."""
-    import torch
-
     covered = {name: timers.hidden(call) for name, call in calls.items()}
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:

@@ -10,17 +10,19 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from tilefold.bench import timers
 from tilefold.bench.video.stages import TOTAL, Ready
 from tilefold.plan.device import Device
 from tilefold.plan.sparse.video import STAGES, VideoShape
 from tilefold.plan.sparse.video_launches import TOGETHER, LaunchWork, launch_works
 from tilefold.profiling.evidence import Evidence
-from tilefold.profiling.launches import Launched, code_for, codes_of
+from tilefold.profiling.launches import Launched, Ran, code_for, codes_of
 from tilefold.profiling.predict import Predicted, memory_traffic, predict
 from tilefold.profiling.roofs import load_roofs, with_roofs
 from tilefold.profiling.session import Declared, evidence_of
-from tilefold.profiling.timeline import Ran, by_place, interpreted, traced
+from tilefold.profiling.timeline import by_place, interpreted, traced
 from tilefold.profiling.verdict import Verdict, judge
 
 __all__ = ["Account", "Explanation", "LaunchRow", "explain_video", "stages_inside"]
@@ -155,9 +157,6 @@ class Explanation:
     next: float
     notes: tuple[str, ...]
 
-    def account(self, name: str) -> Account:
-        return next(each for each in self.sums if each.name == name)
-
     def tables(self) -> tuple[tuple[tuple[str, ...], Rows], ...]:
         """(head, rows) of the launches, of the sums, and of the pipeline from inside."""
         total = sum(seconds for *_, seconds in self.inside)
@@ -241,8 +240,6 @@ def _seconds(launched: Launched) -> float:
 
 def _empty_calls(device: Device) -> dict[str, Callable[[], object]]:
     """A call of one empty launch and one of several; the kernel is compiled."""
-    import torch
-
     from tilefold.profiling.roof_launches import Work
     from tilefold.profiling.roof_sizes import sizes_of
 

@@ -102,7 +102,7 @@ def _text(value: Any) -> str:
     return "+".join(value) or "none" if isinstance(value, (list, tuple)) else str(value)
 
 
-def groups_of(kind: str) -> "tuple[Group, ...]":
+def groups_of(kind: str) -> tuple[Group, ...]:
     """The groups of changes in their order: each makes those that are worth a try on the best plan so far."""
     return {"attention": (_tiles, _options), "decode": (_cuts, _decode_tiles), "matmul": (_shapes, _shares, _depths)}[
         kind

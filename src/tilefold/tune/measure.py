@@ -9,18 +9,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tilefold.bench import timers
+import torch
+
+from tilefold.bench import setting, timers
 from tilefold.bench.loop import FAILED, MEMORY, OK, checked, first_line, gpu_lost
 from tilefold.bench.run import TIMES_L2
 from tilefold.errors import DeviceError, PlanError, TilefoldError
+from tilefold.plan.device import Device
 from tilefold.plan.table import Entry, Table, key_of
 from tilefold.tune.candidates import Changes, Plan, applied, fields_of, groups_of, rules_plan
 from tilefold.tune.problems import Tunable
-
-if TYPE_CHECKING:
-    from tilefold.plan.device import Device
 
 __all__ = ["LEAST_GAIN", "Limits", "Log", "Outcome", "Sampling", "Trial", "identity_of", "table_of_outcomes", "tune"]
 
@@ -153,7 +153,7 @@ class Log:
 
 def tune(
     tunables: Sequence[Tunable],
-    device: "Device",
+    device: Device,
     torch_device: str,
     log: Log,
     limits: Limits,
@@ -183,8 +183,6 @@ def tune(
 
 def _guarded(search: "_Search", progress: Callable[[str], None]) -> Outcome:
     """A search; what only this problem cannot do is its outcome's note."""
-    import torch
-
     try:
         with torch.no_grad():
             return search.run(progress)
@@ -208,7 +206,7 @@ def _guarded(search: "_Search", progress: Callable[[str], None]) -> Outcome:
 class _Search:
     """One problem: groups of candidates, each group on the best plan of those before it."""
 
-    def __init__(self, tunable: Tunable, device: "Device", torch_device: str, log: Log, limits: Limits, until: float,
+    def __init__(self, tunable: Tunable, device: Device, torch_device: str, log: Log, limits: Limits, until: float,
                  sampling: Sampling) -> None:  # fmt: skip
         self.tunable, self.device, self.torch_device, self.log = tunable, device, torch_device, log
         self.limits, self.until, self.sampling = limits, until, sampling
@@ -335,10 +333,8 @@ class _Search:
         return ruled, alone, alone
 
 
-def identity_of(device: "Device") -> dict[str, str]:
+def identity_of(device: Device) -> dict[str, str]:
     """What a measurement holds for: the present GPU, whose record is `device`, and the versions of what runs on it."""
-    from tilefold.bench import setting
-
     here = setting.setting_of("cpu" if device.backend == "interpreter" else "cuda")
     ours = here.tilefold if here.commit == "unknown" else here.commit
     torch = str(here.torch)  # it is of a class of its own

@@ -4,19 +4,27 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import Tensor
+
+import tilefold
+from tilefold import ops
 from tilefold.bench.attention.cases import Case, cases_of
 from tilefold.bench.choice import select_cases
 from tilefold.bench.decode.cases import DecodeCase, decode_cases
-from tilefold.bench.matrix.gemm import EIGHT, GemmCase, gemm_cases
+from tilefold.bench.decode.inputs import DecodeJudge, make_decode_inputs
+from tilefold.bench.family import Judge
+from tilefold.bench.implementation import make_inputs, window_of
+from tilefold.bench.judge import Judge as AttentionJudge
+from tilefold.bench.judge import sampled_rows
+from tilefold.bench.matrix.gemm import EIGHT, GemmCase, GemmInputs, gemm_cases, gemm_inputs, gemm_judge
 from tilefold.errors import Unsupported, ValueRangeError
+from tilefold.ops.matrix.operands import operands
+from tilefold.ops.matrix.product import Epilogue, problem_of
+from tilefold.plan import AttentionPlan
+from tilefold.plan.cache.decode import decode_kernel_refusal
 from tilefold.plan.problem import AttentionProblem
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from tilefold.bench.family import Judge
 
 __all__ = ["PARTS", "Tunable", "Work", "problems_of_cases", "problems_of_model"]
 
@@ -34,8 +42,8 @@ class Work:
 
     sets: Sequence[Any]
     problem: Any
-    call: "Callable[[Any, Any], Callable[[], Tensor]]"
-    judge: "Callable[[], Judge]"
+    call: Callable[[Any, Any], Callable[[], Tensor]]
+    judge: Callable[[], Judge]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +172,6 @@ def _number(path: Path, config: Mapping[str, Any], name: str, default: int | Non
 
 
 def _attention(case: Case, device: str, count: int) -> Work:
-    import tilefold
-    from tilefold.bench.implementation import make_inputs, window_of
-    from tilefold.bench.judge import Judge
-    from tilefold.plan import AttentionPlan
-
     p, options = case.problem, {"causal": case.problem.causal, "window": window_of(case.problem)}
     sets = [make_inputs(case, device, seed) for seed in range(count)]
     first = sets[0]
@@ -179,15 +182,11 @@ def _attention(case: Case, device: str, count: int) -> Work:
         sets,
         planned.problem,
         lambda i, plan: lambda: tilefold.attention(i.q, i.k, i.v, plan=plan, **options),  # type: ignore[arg-type]
-        lambda: Judge(first),
+        lambda: AttentionJudge(first),
     )
 
 
 def _decode(case: DecodeCase, device: str, count: int) -> Work:
-    import tilefold
-    from tilefold.bench.decode.inputs import DecodeJudge, make_decode_inputs
-    from tilefold.plan.cache.decode import decode_kernel_refusal
-
     def options(i: Any) -> dict[str, Any]:
         found = {"cache_seqlens": i.lengths, "block_table": i.table, "causal": case.causal}
         return found | ({"k_scale": i.k_scale, "v_scale": i.v_scale} if case.cache else {})
@@ -206,11 +205,6 @@ def _decode(case: DecodeCase, device: str, count: int) -> Work:
 
 
 def _matmul(case: GemmCase, device: str, count: int) -> Work:
-    from tilefold import ops
-    from tilefold.bench.matrix.gemm import gemm_inputs
-    from tilefold.ops.matrix.operands import operands
-    from tilefold.ops.matrix.product import Epilogue, problem_of
-
     function: Any = ops.bmm if case.batch else ops.matmul
     sets = [gemm_inputs(case, device, seed) for seed in range(count)]
     first = sets[0]
@@ -227,13 +221,10 @@ class _Rows:
     """The judge of a product: of some rows of a large one, the first and the last among them; all have to be finite."""
 
     def __init__(self, inputs: Any) -> None:
-        from tilefold.bench.judge import sampled_rows
-        from tilefold.bench.matrix.gemm import GemmInputs, gemm_judge
-
         self.rows = sampled_rows(inputs.case.m) if not inputs.case.batch else None
         a = inputs.a if self.rows is None else inputs.a[self.rows]
         self.judge = gemm_judge(GemmInputs(inputs.case, a, inputs.b, inputs.bias))
 
-    def verdict(self, out: "Tensor") -> Any:
+    def verdict(self, out: Tensor) -> Any:
         found = self.judge.verdict(out if self.rows is None else out[self.rows])
         return replace(found, finite=bool(out.isfinite().all()))

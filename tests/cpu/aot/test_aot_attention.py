@@ -6,8 +6,7 @@ memory in the main loop and use the target's tensor cores.
 
 import pytest
 
-from aot_cases import DEVICES, Results, compiled, problem
-from tilefold.aot import Job
+from aot_cases import DEVICES, Results, compiled, job, problem
 from tilefold.plan import AttentionPlan, AttentionProblem, device_named, plan_attention
 from tilefold.plan.dense.attention_hopper import KERNEL, consumers_of, hopper_tile
 
@@ -59,22 +58,17 @@ NEWEST = (
     "d256 causal bias",
 )
 JOBS = {
-    (name, target): Job(
-        "tilefold.ops.dense.attention:example_launch",
-        {"problem": made, "plan": plan_attention(made, device_named(device))},
-        target,
-        label=f"{name} for {target}",
-    )
+    (name, target): job("dense.attention", target, problem=made, plan=plan_attention(made, device_named(device)))
     for name, made in PROBLEMS.items()
     for target, device in DEVICES.items()
     if target == "sm_90" or name not in LIKE_OTHERS
 }
 JOBS |= {
-    (f"{name} portable", "sm_90"): Job(
-        "tilefold.ops.dense.attention:example_launch",
-        {"problem": PROBLEMS[name], "plan": plan_attention(PROBLEMS[name], device_named("h200"), portable=True)},
+    (f"{name} portable", "sm_90"): job(
+        "dense.attention",
         "sm_90",
-        label=f"{name} for sm_90, portable",
+        problem=PROBLEMS[name],
+        plan=plan_attention(PROBLEMS[name], device_named("h200"), portable=True),
     )
     for name in ("d64", "d128 causal fp16", "d128 varlen causal", "d256 causal")
 }
@@ -116,19 +110,11 @@ VERSIONS: dict[str, tuple[AttentionProblem, dict[str, object]]] = {
     LAZY: (problem(128, causal=True), {"options": ("fence", "turns", "skip", "lazy", "pack")}),
 }
 JOBS |= {
-    (name, "sm_90"): Job(
-        "tilefold.ops.dense.attention:example_launch",
-        {"problem": made, "plan": forced(name)},
-        "sm_90",
-        label=f"{name} for sm_90, forced",
-    )
+    (name, "sm_90"): job("dense.attention", "sm_90", problem=made, plan=forced(name))
     for name, (made, _) in VERSIONS.items()
 }
-JOBS[WIDE_BIAS, "sm_90"] = Job(
-    "tilefold.ops.dense.attention:example_launch",
-    {"problem": VERSIONS[WIDE_BIAS][0], "plan": forced(WIDE_BIAS), "bias": "float32"},
-    "sm_90",
-    label=f"{WIDE_BIAS} for sm_90, forced",
+JOBS[WIDE_BIAS, "sm_90"] = job(
+    "dense.attention", "sm_90", problem=VERSIONS[WIDE_BIAS][0], plan=forced(WIDE_BIAS), bias="float32"
 )
 SM_90 = (*HOPPER, *HOPPER_ONLY, *VERSIONS)
 pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files

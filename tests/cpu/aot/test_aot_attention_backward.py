@@ -3,6 +3,7 @@
 import pytest
 
 from aot_cases import DEVICES, Results, compiled, problem
+from aot_cases import job as job_of
 from tilefold.aot import Job
 from tilefold.plan import device_named, plan_attention
 from tilefold.plan.backward.attention_backward import AttentionBackwardPlan, plan_attention_backward
@@ -45,9 +46,7 @@ def job(name: str, target: str, part: str) -> Job:
         "backward_plan": plan_attention_backward(made, device, bias, portable=True),
         "part": part,
     }
-    return Job(
-        "tilefold.ops.backward.attention_backward:example_launch", plans, target, label=f"{part} {name} for {target}"
-    )
+    return job_of("backward.attention_backward", target, **plans)
 
 
 JOBS = {
@@ -87,16 +86,13 @@ def hopper_plan(name: str) -> AttentionBackwardPlan:
 
 
 JOBS_HOPPER = {
-    (f"hopper {part} {name}", "sm_90"): Job(
-        "tilefold.ops.backward.attention_backward:example_launch",
-        {
-            "problem": made,
-            "plan": plan_attention(made, device_named("h200")),
-            "backward_plan": hopper_plan(name),
-            "part": "main" if part == "main" else "first",
-        },
+    (f"hopper {part} {name}", "sm_90"): job_of(
+        "backward.attention_backward",
         "sm_90",
-        label=f"hopper {part} {name}",
+        problem=made,
+        plan=plan_attention(made, device_named("h200")),
+        backward_plan=hopper_plan(name),
+        part="main" if part == "main" else "first",
     )
     for name, made in HOPPER.items()
     for part in ("statistics", "prepare", "main")

@@ -2,8 +2,7 @@
 
 import pytest
 
-from aot_cases import Results, compiled, problem
-from tilefold.aot import Job
+from aot_cases import Results, compiled, job, problem
 from tilefold.plan import device_named, plan_attention
 from tilefold.plan.backward.attention_backward import AttentionBackwardPlan, plan_attention_backward
 from tilefold.plan.backward.attention_backward_reduce import KERNEL, ORDERS, ReduceOptions, reduce_shared
@@ -32,16 +31,13 @@ def plan_of(name: str) -> AttentionBackwardPlan:
 
 
 JOBS = {
-    (f"{part} {name}", "sm_90"): Job(
-        "tilefold.ops.backward.attention_backward:example_launch",
-        {
-            "problem": made,
-            "plan": plan_attention(made, device_named("h200")),
-            "backward_plan": plan_of(name),
-            "part": "first" if part == "statistics" else part,
-        },
+    (f"{part} {name}", "sm_90"): job(
+        "backward.attention_backward",
         "sm_90",
-        label=f"{part} {name}",
+        problem=made,
+        plan=plan_attention(made, device_named("h200")),
+        backward_plan=plan_of(name),
+        part="first" if part == "statistics" else part,
     )
     for name, (made, _) in CASES.items()
     for part in ("statistics", "main", "last")

@@ -2,8 +2,7 @@
 
 import pytest
 
-from aot_cases import Results, compiled, problem
-from tilefold.aot import Job
+from aot_cases import Results, compiled, job, problem
 from tilefold.plan import AttentionFp8Plan, AttentionProblem, device_named, plan_attention_fp8
 from tilefold.plan.dense.fp8_hopper import KERNEL, fp8_consumers
 
@@ -28,19 +27,11 @@ def plan_of(name: str) -> AttentionFp8Plan:
 
 
 JOBS = {
-    (name, "sm_90"): Job(
-        "tilefold.ops.dense.attention_fp8:example_launch",
-        {"problem": made, "plan": plan_of(name)},
-        "sm_90",
-        label=f"{name} e4m3 for sm_90",
-    )
+    (name, "sm_90"): job("dense.attention_fp8", "sm_90", problem=made, plan=plan_of(name))
     for name, (made, _) in MADE.items()
 }
-JOBS["transposition", "sm_90"] = Job(
-    "tilefold.ops.dense.attention_fp8:example_transposition",
-    {"problem": MADE["d128"][0], "plan": plan_of("d128")},
-    "sm_90",
-    label="transposition of values for sm_90",
+JOBS["transposition", "sm_90"] = job(
+    "dense.attention_fp8:example_transposition", "sm_90", problem=MADE["d128"][0], plan=plan_of("d128")
 )
 pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from aot_cases import DEVICES, Results, compiled, problem
-from tilefold.aot import Job
+from aot_cases import DEVICES, Results, compiled, job, problem
 from tilefold.plan import device_named
 from tilefold.plan.sparse.coarse import CoarseProblem, plan_coarse
 
@@ -27,12 +26,7 @@ NEWEST = (  # compiled under the newest Triton, too, for sm_90
     "fuse backward bfloat16 False",
 )
 JOBS = {
-    (f"{part} {name}", target): Job(
-        "tilefold.ops.sparse.coarse:example_launch",
-        {"plan": plan_coarse(made, device_named(device)), "part": part},
-        target,
-        label=f"{part} {name} for {target}",
-    )
+    (f"{part} {name}", target): job("sparse.coarse", target, plan=plan_coarse(made, device_named(device)), part=part)
     for name, made in PROBLEMS.items()
     for target, device in DEVICES.items()
     for part in ("forward", "queries", "keys")
@@ -40,19 +34,15 @@ JOBS = {
 }
 TENSOR = [*JOBS]
 JOBS |= {
-    (f"{part} {dtype} d{dim}", target): Job(
-        "tilefold.ops.sparse.project:example_launch", {"part": part, "dtype": dtype, "dim": dim, "sized": True}, target
-    )
+    (f"{part} {dtype} d{dim}", target): job("sparse.project", target, part=part, dtype=dtype, dim=dim, sized=True)
     for part in ("gather", "spread", "weight")
     for dtype, dim in (("bfloat16", 128), ("float32", 256))
     for target in DEVICES
     if target == "sm_90" or dim == 128
 }
 JOBS |= {
-    (f"fuse {'backward' if backward else 'forward'} {dtype} {channels}", target): Job(
-        "tilefold.ops.sparse.fuse:example_launch",
-        {"backward": backward, "dtype": dtype, "dim": 128, "channels": channels},
-        target,
+    (f"fuse {'backward' if backward else 'forward'} {dtype} {channels}", target): job(
+        "sparse.fuse", target, backward=backward, dtype=dtype, dim=128, channels=channels
     )
     for backward in (False, True)
     for dtype, channels in (("bfloat16", False), ("float32", True))

@@ -2,8 +2,7 @@
 
 import pytest
 
-from aot_cases import DEVICES, Results, compiled
-from tilefold.aot import Job
+from aot_cases import DEVICES, Results, compiled, job
 from tilefold.plan import device_named
 from tilefold.plan.matrix.conv import ConvProblem, plan_conv
 from tilefold.plan.matrix.rms_norm import RMSNormProblem, plan_rms_norm
@@ -22,10 +21,8 @@ FIRST = {
     "7x7": ConvProblem(32, 3, 224, 224, 64, (7, 7), (112, 112), (2, 2), (3, 3), x_last=False, y_last=False),
 }
 CHANNELS_FIRST = {
-    (f"{part} {name} channels-first", "sm_90"): Job(
-        "tilefold.ops.matrix.conv:example_launch",
-        {"plan": plan_conv(FIRST[name], device_named("h200")), "part": part},
-        "sm_90",
+    (f"{part} {name} channels-first", "sm_90"): job(
+        "matrix.conv", "sm_90", plan=plan_conv(FIRST[name], device_named("h200")), part=part
     )
     for name, part in (
         ("1x1", "forward"),
@@ -36,14 +33,12 @@ CHANNELS_FIRST = {
     )
 }
 COPY = {
-    ("copy", "sm_90"): Job(
-        "tilefold.ops.matrix.conv_layout:example_copy", {"plan": plan_conv(FIRST["3x3"], device_named("h200"))}, "sm_90"
+    ("copy", "sm_90"): job(
+        "matrix.conv_layout:example_copy", "sm_90", plan=plan_conv(FIRST["3x3"], device_named("h200"))
     )
 }
 TENSOR = {
-    (f"{part} {name}", target): Job(
-        "tilefold.ops.matrix.conv:example_launch", {"plan": plan_conv(made, device_named(device)), "part": part}, target
-    )
+    (f"{part} {name}", target): job("matrix.conv", target, plan=plan_conv(made, device_named(device)), part=part)
     for name, made in PROBLEMS.items()
     for part in ("forward", "input", "weight")
     for target, device in DEVICES.items()
@@ -51,28 +46,22 @@ TENSOR = {
 }
 MOVED = TransposeProblem(4096, 4096, 2, (4096, 1))
 STREAMING = {
-    (f"transpose {method}", "sm_90"): Job(
-        "tilefold.ops.matrix.transpose:example_launch",
-        {"dtype": "bfloat16", "plan": plan_transpose(MOVED, device_named("h200"), method)},
-        "sm_90",
+    (f"transpose {method}", "sm_90"): job(
+        "matrix.transpose", "sm_90", dtype="bfloat16", plan=plan_transpose(MOVED, device_named("h200"), method)
     )
     for method in ("registers", "strides", "descriptors")
 }
 STREAMING |= {
-    (f"add {strided}", "sm_90"): Job(
-        "tilefold.ops.matrix.add:example_launch", {"dtype": "bfloat16", "strided": strided == "strided"}, "sm_90"
-    )
+    (f"add {strided}", "sm_90"): job("matrix.add", "sm_90", dtype="bfloat16", strided=strided == "strided")
     for strided in ("flat", "strided")
 }
 NORM = {
-    (f"norm {part} {columns}", "sm_90"): Job(
-        "tilefold.ops.matrix.rms_norm:example_launch",
-        {
-            "plan": plan_rms_norm(RMSNormProblem(8192, columns, 2, True), device_named("h200")),
-            "dtype": "bfloat16",
-            "part": part,
-        },
+    (f"norm {part} {columns}", "sm_90"): job(
+        "matrix.rms_norm",
         "sm_90",
+        plan=plan_rms_norm(RMSNormProblem(8192, columns, 2, True), device_named("h200")),
+        dtype="bfloat16",
+        part=part,
     )
     for part, columns in (("forward", 4096), ("backward", 4096), ("backward", 16384), ("forward", 100))
 }

@@ -2,8 +2,7 @@
 
 import pytest
 
-from aot_cases import DEVICES, Results, compiled
-from tilefold.aot import Job
+from aot_cases import DEVICES, Results, compiled, job
 
 BUILDER = "tilefold.ops.cache.decode:example_launch"
 CASES = {
@@ -33,13 +32,13 @@ ELSEWHERE = {  # beside sm_90: each target's products, each conversion of bytes 
     "merge": ("gfx942",),
 }
 JOBS = {
-    (name, target): Job(BUILDER, {**kwargs, "device": device}, target)
+    (name, target): job("cache.decode", target, **kwargs, device=device)
     for name, kwargs in CASES.items()
     for target, device in DEVICES.items()
     if target == "sm_90" or target in ELSEWHERE.get(name, ())
 }
 CHECKS = {f"{what}, {full}": {"what": what, "full": full} for what in ("places", "lists") for full in (False, True)}
-JOBS |= {(name, "sm_90"): Job("tilefold.ops.checked:example_launch", kwargs) for name, kwargs in CHECKS.items()}
+JOBS |= {(name, "sm_90"): job("checked", "sm_90", **kwargs) for name, kwargs in CHECKS.items()}
 pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files
 
 

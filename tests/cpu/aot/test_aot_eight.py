@@ -2,8 +2,7 @@
 
 import pytest
 
-from aot_cases import Results, compiled
-from tilefold.aot import Job
+from aot_cases import Results, compiled, job
 from tilefold.plan.device import device_named
 from tilefold.plan.matrix.eight import HOPPER, ROWS, EightProblem, plan_eight
 from tilefold.plan.matrix.matmul import MatmulProblem, plan_matmul
@@ -21,15 +20,11 @@ DENSE = plan_matmul(
 )
 NEWEST = ("many rows e4m3",)
 JOBS = {
-    (name, "sm_90"): Job(
-        "tilefold.ops.matrix.eight:example_launch", {"plan": plan, "biased": name.startswith("few")}, "sm_90"
-    )
+    (name, "sm_90"): job("matrix.eight", "sm_90", plan=plan, biased=name.startswith("few"))
     for name, plan in PLANS.items()
 }
-JOBS["quantise", "sm_90"] = Job(
-    "tilefold.ops.matrix.eight:example_launch", {"plan": PLANS["many rows e4m3"], "part": "quantise"}, "sm_90"
-)
-JOBS["dense", "sm_90"] = Job("tilefold.ops.matrix.matmul:example_launch", {"plan": DENSE}, "sm_90")
+JOBS["quantise", "sm_90"] = job("matrix.eight", "sm_90", plan=PLANS["many rows e4m3"], part="quantise")
+JOBS["dense", "sm_90"] = job("matrix.matmul", "sm_90", plan=DENSE)
 pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files
 
 

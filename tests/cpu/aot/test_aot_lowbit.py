@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from aot_cases import DEVICES, Results, compiled
-from tilefold.aot import Job
+from aot_cases import DEVICES, Results, compiled, job
 from tilefold.plan import device_named
 from tilefold.plan.matrix.lowbit import LowbitProblem, plan_lowbit
 
@@ -38,17 +37,12 @@ MORE = {  # as rows of the table may have them
 PORTABLE = ("m16 4 bits", "m64 3 bits", "m64 8 bits fp16", "dequantise 4 bits")
 NEWEST = ("m1 4 bits", "m64 4 bits", "m64 table")
 JOBS = {
-    (name, target): Job(
-        "tilefold.ops.matrix.lowbit_launch:example_launch", {"plan": plan_lowbit(made, device_named(device))}, target
-    )
+    (name, target): job("matrix.lowbit_launch", target, plan=plan_lowbit(made, device_named(device)))
     for name, made in PROBLEMS.items()
     for target, device in DEVICES.items()
     if target == "sm_90" or name in PORTABLE
 }
-JOBS |= {
-    (name, "sm_90"): Job("tilefold.ops.matrix.lowbit_launch:example_launch", {"plan": plan}, "sm_90")
-    for name, plan in MORE.items()
-}
+JOBS |= {(name, "sm_90"): job("matrix.lowbit_launch", "sm_90", plan=plan) for name, plan in MORE.items()}
 pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files
 
 

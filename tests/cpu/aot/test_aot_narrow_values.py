@@ -4,7 +4,7 @@ Under Triton 3.6 (ptxas 12.8) it did, in kernels over pages, packed and dense on
 
 import pytest
 
-from aot_cases import Results, compiled, problem
+from aot_cases import Results, compiled, job, problem
 from tilefold.aot import Job
 from tilefold.plan import device_named, plan_attention
 
@@ -15,12 +15,12 @@ H200 = device_named("h200")
 def dense(dim: int, dim_v: int, varlen: bool) -> Job:
     asked = problem(dim, dim_v, causal=varlen, varlen=varlen, descriptors=False)
     plan = plan_attention(asked, H200, portable=True)
-    return Job("tilefold.ops.dense.attention:example_launch", {"problem": asked, "plan": plan}, "sm_90")
+    return job("dense.attention", "sm_90", problem=asked, plan=plan)
 
 
 def cached(dim: int, dim_v: int, page: int) -> Job:
     kwargs = {"dtype": "bfloat16", "dim": dim, "dim_v": dim_v, "page": page, "seq_q": 65, "splits": 1, "device": "h200"}
-    return Job("tilefold.ops.cache.cached:example_launch", kwargs, "sm_90")
+    return job("cache.cached", "sm_90", **kwargs)
 
 
 JOBS = {

@@ -2,8 +2,7 @@
 
 import pytest
 
-from aot_cases import DEVICES, Results, compiled, problem
-from tilefold.aot import Job
+from aot_cases import DEVICES, Results, compiled, job, problem
 from tilefold.plan import device_named
 from tilefold.plan.sparse.sparse import SparseProblem, plan_sparse
 from tilefold.plan.sparse.sparse_hopper import KERNEL as HOPPER_KERNEL
@@ -27,9 +26,7 @@ PROBLEMS = {
 EVERYWHERE = ("d128 sizes causal", "d64 one block", "d256", "varlen d128 causal", "pages of 16 d128 causal")
 BUILDER = "tilefold.ops.sparse.sparse_example:example_launch"
 JOBS = {
-    (name, target): Job(
-        BUILDER, {"plan": plan_sparse(made, device_named(device), portable=True)}, target, label=f"{name} for {target}"
-    )
+    (name, target): job("sparse.sparse_example", target, plan=plan_sparse(made, device_named(device), portable=True))
     for name, made in PROBLEMS.items()
     for target, device in DEVICES.items()
     if target == "sm_90" or name in EVERYWHERE
@@ -47,24 +44,19 @@ HOPPER = {
     "128 x 64": SparseProblem(problem(128), 128, 64, 32),
 }
 JOBS |= {
-    (f"hopper {name}", "sm_90"): Job(
-        BUILDER, {"plan": plan_sparse(made, device_named("h200"))}, "sm_90", label=f"hopper {name}"
-    )
+    (f"hopper {name}", "sm_90"): job("sparse.sparse_example", "sm_90", plan=plan_sparse(made, device_named("h200")))
     for name, made in HOPPER.items()
 }
 MIXED = ("64 d128", "64 d64 fp16 sizes", "128 d128")
 JOBS |= {
-    (f"hopper mixed {name}", "sm_90"): Job(
-        BUILDER,
-        {"plan": plan_sparse(HOPPER[name], device_named("h200")), "mixed": True},
-        "sm_90",
-        label=f"hopper mixed {name}",
+    (f"hopper mixed {name}", "sm_90"): job(
+        "sparse.sparse_example", "sm_90", plan=plan_sparse(HOPPER[name], device_named("h200")), mixed=True
     )
     for name in MIXED
 }
 JOBS |= {
-    ("merge", target): Job(
-        BUILDER, {"plan": plan_sparse(PROBLEMS["d64 one block"], device_named(device)), "merge": True}, target
+    ("merge", target): job(
+        "sparse.sparse_example", target, plan=plan_sparse(PROBLEMS["d64 one block"], device_named(device)), merge=True
     )
     for target, device in DEVICES.items()
 }

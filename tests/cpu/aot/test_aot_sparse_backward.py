@@ -2,8 +2,7 @@
 
 import pytest
 
-from aot_cases import DEVICES, Results, compiled, problem
-from tilefold.aot import Job
+from aot_cases import DEVICES, Results, compiled, job, problem
 from tilefold.plan import device_named
 from tilefold.plan.backward.hopper_backward import PROGRAMS_PER_SM
 from tilefold.plan.sparse.sparse import SparseProblem, plan_sparse
@@ -20,15 +19,12 @@ PROBLEMS = {
 EVERYWHERE = ("d128 sizes causal", "d256")
 BUILDER = "tilefold.ops.sparse.sparse_backward:example_launch"
 JOBS = {
-    (f"{part} {name}", target): Job(
-        BUILDER,
-        {
-            "plan": plan_sparse(made, device_named(device), portable=True),
-            "backward_plan": plan_sparse_backward(made, device_named(device), portable=True),
-            "part": part,
-        },
+    (f"{part} {name}", target): job(
+        "sparse.sparse_backward",
         target,
-        label=f"{part} {name} for {target}",
+        plan=plan_sparse(made, device_named(device), portable=True),
+        backward_plan=plan_sparse_backward(made, device_named(device), portable=True),
+        part=part,
     )
     for name, made in PROBLEMS.items()
     for target, device in DEVICES.items()
@@ -47,15 +43,12 @@ HOPPER = {
     "128 x 64": SparseProblem(problem(128), 128, 64, 32),
 }
 JOBS_HOPPER = {
-    (part, name): Job(
-        BUILDER,
-        {
-            "plan": plan_sparse(made, device_named("h200")),
-            "backward_plan": plan_sparse_backward(made, device_named("h200")),
-            "part": part,
-        },
+    (part, name): job(
+        "sparse.sparse_backward",
         "sm_90",
-        label=f"hopper {part} {name}",
+        plan=plan_sparse(made, device_named("h200")),
+        backward_plan=plan_sparse_backward(made, device_named("h200")),
+        part=part,
     )
     for name, made in HOPPER.items()
     for part in ("statistics", "places", "main")

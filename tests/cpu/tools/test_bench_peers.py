@@ -13,11 +13,17 @@ from tilefold import BlockIndex, reference
 from tilefold.bench.attention import block_peers
 from tilefold.bench.attention.cases import DECODE, VIDEO, Case
 from tilefold.bench.attention.lists import Pattern
-from tilefold.bench.attention.peers import DEFAULT_PEERS, IMPLEMENTATIONS
-from tilefold.bench.implementation import importable, make_inputs, version_of
+from tilefold.bench.attention.peers import DEFAULT_PEERS, IMPLEMENTATIONS, flex_mask
+from tilefold.bench.implementation import make_inputs
 from tilefold.bench.judge import Judge
 from tilefold.errors import Unsupported
+from tilefold.ops.environment import importable
+from tilefold.ops.environment import installed as version_of
+from tilefold.ops.sparse import sparse
+from tilefold.plan import device_named
 from tilefold.plan.problem import AttentionProblem
+from tilefold.plan.sparse.sparse import plan_sparse
+from tilefold.plan.sparse.sparse_backward import plan_sparse_backward
 
 PROBLEM = AttentionProblem(2, 192, 256, 2, 2, 16, 16, dtype="float32")
 RANDOM = Case("sparse", PROBLEM, Pattern("random", 50, 64, 64))
@@ -211,8 +217,6 @@ def test_flex_attention_is_given_the_lists_and_views_of_the_inputs(monkeypatch):
 
 
 def test_flex_masks_whole_blocks():
-    from tilefold.bench.attention.peers import flex_mask
-
     inputs = make_inputs(UNEVEN, "cpu")
     mask = flex_mask(inputs)
     assert torch.equal(mask.to_dense().bool(), inputs.index.to_map())
@@ -235,11 +239,6 @@ def test_the_portable_plans_are_a_row_of_its_own_only_where_another_is_the_defau
 @pytest.mark.parametrize("gluon", [(), ("sparse",), ("sparse_backward",), ("sparse", "sparse_backward")])
 def test_the_portable_row_follows_the_plans_that_count(monkeypatch, gluon, backward):
     """On an H200, where a Gluon kernel serves one direction, both or none: a forward case has no backward plan to ask about."""
-    from tilefold.ops.sparse import sparse
-    from tilefold.plan import device_named
-    from tilefold.plan.sparse.sparse import plan_sparse
-    from tilefold.plan.sparse.sparse_backward import plan_sparse_backward
-
     real = sparse.prepare
     problem = replace(PROBLEM, dtype="bfloat16", dim_qk=128, dim_v=128)
     inputs = make_inputs(replace(RANDOM, problem=problem, backward=backward), "cpu")

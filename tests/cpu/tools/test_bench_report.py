@@ -7,21 +7,15 @@ import json
 import pytest
 from rich.console import Console
 
+from cases.bench import RIGHT, SETTING, rows, timing
 from tilefold.bench.attention import report
 from tilefold.bench.attention.cases import cases_of
+from tilefold.bench.family_report import family_lines
 from tilefold.bench.records import record
 from tilefold.bench.run import Cell
-from tilefold.bench.setting import Setting
 from tilefold.bench.timers import Timing
 from tilefold.cli.runtime import print_tables
 from tilefold.reference import Comparison
-
-SETTING = Setting("NVIDIA H200", "cuda", "2026-11-21T00:00:00+00:00", "abc123", "0.1.0", "2.11.0", "3.6.0", "3.12.3")
-RIGHT = Comparison(1e-3, 2e-3, 3e-3, 6e-3, True)
-
-
-def timing(ms):
-    return Timing(ms, ms * 0.99, ms * 1.01, 5, "alternating")
 
 
 def measured(peers=("cudnn", "flash", "flex", "efficient", "math")):
@@ -39,7 +33,7 @@ def measured(peers=("cudnn", "flash", "flex", "efficient", "math")):
             else:
                 cells.append(cell(name, (750, 480)[turn % 2] if name == "cudnn" else 300))
         cells.append(Cell(case, "fa4", "refused", "flash-attn-4 is not installed"))
-    return cells
+    return rows(cells)
 
 
 def printed(*renderables, width=100):
@@ -58,10 +52,10 @@ def test_geometric_means_are_over_the_cases_that_both_ran():
     assert "tilefold" not in means
 
 
-def shown(cells, width=100):
+def shown(measured, width=100):
     """What a terminal shows."""
     console = Console(width=width, file=io.StringIO(), color_system=None)
-    for sheet in report.sheets_of(cells):
+    for sheet in report.sheets_of(measured):
         print_tables(console, sheet.head, sheet.rows, left=sheet.left)
     return console.file.getvalue()
 
@@ -85,33 +79,35 @@ def test_a_table_without_peers():
 
 def test_wrong_and_failed_cells_are_loud_and_noted():
     case = cases_of("dense")[0]
-    cells = [
-        Cell(case, "tilefold", "WRONG", "max error 1", Comparison(1.0, 1e-3, 1.0, 1e-3, False)),
-        Cell(case, "flash", "failed", "RuntimeError: boom"),
-        Cell(case, "math", "ok", "", RIGHT, timing(3.0)),
-    ]
-    text = shown(cells)
+    found = rows(
+        [
+            Cell(case, "tilefold", "WRONG", "max error 1", Comparison(1.0, 1e-3, 1.0, 1e-3, False)),
+            Cell(case, "flash", "failed", "RuntimeError: boom"),
+            Cell(case, "math", "ok", "", RIGHT, timing(3.0)),
+        ]
+    )
+    text = shown(found)
     assert "WRONG" in text
     assert "failed" in text
     assert "x" not in text.splitlines()[1].replace("16384 x 1", "")  # no ratio to a wrong result
-    assert report.notes_of(cells) == ["tilefold: WRONG: max error 1", "FA2: failed: RuntimeError: boom"]
-    assert report.geometric_means(cells) == {}
+    assert family_lines(found) == ["tilefold: WRONG: max error 1", "FA2: failed: RuntimeError: boom"]
+    assert report.geometric_means(found) == {}
 
 
 def test_equal_notes_are_said_once():
-    assert report.notes_of(measured()) == [
+    assert family_lines(measured()) == [
         "math (6 cases): no memory: CUDA out of memory",
         "FA4: flash-attn-4 is not installed",
     ]
 
 
 def test_details_show_host_and_graph_only_where_measured():
-    cells = measured()
-    text = printed(*report.detail_tables(cells))
+    found = measured()
+    text = printed(*report.detail_tables(found))
     assert "host us" not in text
     assert "cold us" not in text
-    with_host = Cell(cells[0].case, "tilefold", "ok", "", RIGHT, timing(1.0), Timing(0.0213, 0.02, 0.022, 11, "host"))
-    text = printed(*report.detail_tables([with_host]))
+    with_host = Cell(found[0].case, "tilefold", "ok", "", RIGHT, timing(1.0), Timing(0.0213, 0.02, 0.022, 11, "host"))
+    text = printed(*report.detail_tables(rows([with_host])))
     assert "host us" in text
     assert "21.3" in text
     assert "cold us" not in text
@@ -125,10 +121,10 @@ def test_units_follow_the_fastest(ms, unit):
 
 
 def test_csv_has_a_row_per_cell():
-    cells = measured()
-    rows = list(csv.DictReader(io.StringIO(record.csv_text(report.rows_of(cells, SETTING)))))
-    assert len(rows) == len(cells)
-    first = rows[0]
+    found = measured()
+    written = list(csv.DictReader(io.StringIO(record.csv_text(report.records_of(found, SETTING)))))
+    assert len(written) == sum(len(row.cells) for row in found)
+    first = written[0]
     assert float(first["tflops"]) == pytest.approx(600)
     assert (first["commit"], first["device"], first["torch"], first["triton"]) == (
         "abc123",
@@ -136,18 +132,19 @@ def test_csv_has_a_row_per_cell():
         "2.11.0",
         "3.6.0",
     )
-    assert float(rows[1]["tilefold_speedup"]) == pytest.approx(0.8)
-    assert rows[-1]["ms"] == ""
+    assert float(written[1]["tilefold_speedup"]) == pytest.approx(0.8)
+    assert written[-1]["ms"] == ""
 
 
 def test_json_can_be_read_even_where_an_error_is_infinite():
-    broken = Cell(
-        cases_of("dense")[0], "tilefold", "WRONG", "x", Comparison(float("inf"), 0.0, float("nan"), 0.0, False)
-    )
-    document = json.loads(record.json_text(SETTING, report.rows_of([broken], SETTING), **report.findings([broken])))
+    wrong = Comparison(float("inf"), 0.0, float("nan"), 0.0, False)
+    broken = rows([Cell(cases_of("dense")[0], "tilefold", "WRONG", "x", wrong)])
+    document = json.loads(record.json_text(SETTING, report.records_of(broken, SETTING), **report.findings(broken)))
     assert document["setting"]["device"] == "NVIDIA H200"
     assert document["rows"][0]["max_abs_error"] is None
-    document = json.loads(record.json_text(SETTING, report.rows_of(measured(), SETTING), **report.findings(measured())))
+    document = json.loads(
+        record.json_text(SETTING, report.records_of(measured(), SETTING), **report.findings(measured()))
+    )
     assert document["geometric_means"]["flash"] == {"tilefold_speedup": pytest.approx(2.0), "cases": 12}
 
 
@@ -162,11 +159,11 @@ def test_markdown_says_where_it_was_measured():
 
 def test_results_only_grow(tmp_path):
     folder = tmp_path / "results"
-    path = record.append_rows(folder / "dense.jsonl", report.rows_of(measured(), SETTING))
+    path = record.append_rows(folder / "dense.jsonl", report.records_of(measured(), SETTING))
     before = path.read_text()
-    assert record.append_rows(path, report.rows_of(measured(), SETTING)) == path
+    assert record.append_rows(path, report.records_of(measured(), SETTING)) == path
     after = path.read_text()
     assert after.startswith(before)
-    rows = [json.loads(line) for line in after.splitlines()]
-    assert len(rows) == 2 * len(measured())
-    assert rows[0]["case"] == "d128_h16_n16384x1"
+    kept = [json.loads(line) for line in after.splitlines()]
+    assert len(kept) == 2 * len(report.records_of(measured(), SETTING))
+    assert kept[0]["case"] == "d128_h16_n16384x1"

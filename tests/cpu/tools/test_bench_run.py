@@ -14,7 +14,7 @@ from tilefold.bench.judge import Judge, sampled_rows
 from tilefold.bench.loop import first_line
 from tilefold.bench.run import run_case, run_cases, warm_note
 from tilefold.bench.setting import Options, commit, setting_of
-from tilefold.errors import Unsupported, ValueRangeError
+from tilefold.errors import Unsupported
 from tilefold.plan.problem import AttentionProblem
 
 CASE = Case("dense", AttentionProblem(2, 80, 80, 2, 1, 16, 16, dtype="float32", causal=True))
@@ -269,13 +269,6 @@ def test_a_packed_batch_is_judged_by_its_own_sequences(backward):
 
     assert judge.verdict(attended(0, 70, 71, 171)).ok
     assert not judge.verdict(attended(0, 30, 171)).ok
-
-
-def test_peers_by_name():
-    assert [each.name for each in DENSE.peers_named(("math", "flash", "math"))] == ["tilefold", "math", "flash"]
-    assert [each.name for each in DENSE.peers_named(("none",))] == ["tilefold"]
-    with pytest.raises(ValueRangeError, match=r"peers must be from cudnn, .* got 'fa3'"):
-        DENSE.peers_named(("fa3",))
 
 
 def test_setting_says_where_and_with_what():

@@ -5,32 +5,28 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rich.console import Console
 
+from cases.bench import RIGHT, SETTING, rows, timing
 from tilefold import reference
-from tilefold.bench.attention import grid, report
+from tilefold.bench.attention import report
 from tilefold.bench.attention.cases import DECODE, VIDEO, Case, cases_of
+from tilefold.bench.attention.crossing import crossing_of
 from tilefold.bench.attention.lists import Pattern, lists_of
 from tilefold.bench.attention.peers import SPARSE as FAMILY
 from tilefold.bench.implementation import Implementation, make_inputs, prepared
 from tilefold.bench.judge import Judge, sampled_heads, visible
 from tilefold.bench.records import record
 from tilefold.bench.run import Cell, run_case
-from tilefold.bench.setting import Options, Setting
-from tilefold.bench.timers import Timing
+from tilefold.bench.setting import Options
 from tilefold.cli.runtime import print_tables
 from tilefold.errors import ValueRangeError
 from tilefold.plan.problem import AttentionProblem
-from tilefold.reference import Comparison
+from tilefold.reference.sparse import element_mask
 
-SETTING = Setting("NVIDIA H200", "cuda", "2026-11-21T00:00:00+00:00", "abc123", "0.1.0", "2.11.0", "3.6.0", "3.12.3")
-RIGHT = Comparison(1e-3, 2e-3, 3e-3, 6e-3, True)
 PROBLEM = AttentionProblem(2, 96, 160, 4, 2, 16, 8, dtype="float32")
 SPARSE = Case("sparse", PROBLEM, Pattern("uneven", 0, 32, 16))
 QUICK = Options(rounds=1, rep_ms=1.0)
-
-
-def timing(ms):
-    return Timing(ms, ms, ms, 5, "alternating")
 
 
 # --- cases ----------------------------------------------------------------------------------------------------------------------
@@ -103,8 +99,6 @@ def whole_reference(inputs):
 @pytest.mark.parametrize("batch", [0, 1])
 def test_visible_is_the_element_mask_of_the_lists(batch):
     inputs = make_inputs(SPARSE, "cpu")
-    from tilefold.reference.sparse import element_mask
-
     rows = [0, 5, 31, 32, 95]
     want = element_mask(inputs.index, 2, 4)[batch : batch + 1][:, :, rows]
     assert torch.equal(visible(inputs, rows, batch=batch), want)
@@ -215,20 +209,20 @@ def test_the_gradient_of_a_case_does_not_change_its_other_inputs():
 
 def test_the_crossing_is_where_the_straight_lines_meet():
     points = [(90, 1.0, 5.0), (50, 4.0, 5.0), (25, 6.0, 5.0), (0, 8.0, 5.0)]
-    found = grid.crossing_of(points)
+    found = crossing_of(points)
     assert (found.sparsity, found.least, found.most) == (pytest.approx(37.5), 25, 50)
     assert str(found) == "at 37.5 % sparsity (between 25 and 50 %)"
 
 
 def test_the_crossing_is_the_last_one_on_the_way_up():
-    found = grid.crossing_of([(0, 4.0, 5.0), (25, 6.0, 5.0), (50, 4.0, 5.0)])
+    found = crossing_of([(0, 4.0, 5.0), (25, 6.0, 5.0), (50, 4.0, 5.0)])
     assert (found.least, found.most) == (25, 50)
 
 
 def test_without_a_change_of_sides_the_crossing_is_a_bound():
-    assert str(grid.crossing_of([(50, 4.0, 5.0), (90, 1.0, 5.0)])) == "below 50 % sparsity"
-    assert str(grid.crossing_of([(50, 9.0, 5.0), (90, 6.0, 5.0)])) == "not up to 90 % sparsity"
-    assert grid.crossing_of([(50, 9.0, 5.0)]) is None
+    assert str(crossing_of([(50, 4.0, 5.0), (90, 1.0, 5.0)])) == "below 50 % sparsity"
+    assert str(crossing_of([(50, 9.0, 5.0), (90, 6.0, 5.0)])) == "not up to 90 % sparsity"
+    assert crossing_of([(50, 9.0, 5.0)]) is None
 
 
 # --- reports --------------------------------------------------------------------------------------------------------------------
@@ -249,22 +243,19 @@ def measured(sparsities=(0, 50, 90)):
             dense = 17.5 if backward else 7
             cells += [cell("tilefold", ms), cell("bsa", 1.25 * ms), cell("tk", ms), cell("cudnn", dense)]
             cells.append(Cell(case, "fa4", "refused", "flash-attn-4 is not installed"))
-    return cells
+    return rows(cells)
 
 
 def test_the_best_peer_does_the_same_work_and_is_not_ours():
-    cells = [cell for cell in measured() if cell.case.name.endswith("s0")]
-    assert grid.best_peer(cells).implementation == "tk"  # dense cuDNN is faster, but computes something else
-    cells.append(replace(cells[0], implementation="portable", timing=timing(0.1)))
-    assert grid.best_peer(cells).implementation == "tk"
-    assert grid.best_peer(cells[:1]) is None
-    dense = [replace(cell, case=Case("dense", VIDEO)) for cell in cells]
-    assert grid.best_peer(dense).implementation == "cudnn"
+    row = measured()[0]
+    assert report.best_ratio(row) == 1  # TK's: dense cuDNN is faster, but computes something else
+    own = replace(row.cells[0], implementation="portable", timing=timing(0.1))
+    assert report.best_ratio(replace(row, cells=(*row.cells, own))) == 1
+    assert report.best_ratio(replace(row, cells=row.cells[:1])) is None
+    assert report.best_ratio(replace(row, case=Case("dense", VIDEO))) is None
 
 
 def test_tables_have_a_column_for_the_best_peer_and_one_table_a_direction():
-    from rich.console import Console
-
     parts = report.directions(measured())
     assert [part[0].case.direction for part in parts] == ["forward", "backward"]
     sheets = report.sheets_of(measured())
@@ -305,13 +296,13 @@ def test_what_others_report_stands_beside_ours_and_says_whose_it_is():
         (VIDEO, Pattern("video", 90)),
         (VIDEO, Pattern("random", 80)),
     ):
-        assert report.reported_sheet([Cell(Case("sparse", problem, pattern), "tilefold", "ok")]) is None
-    assert report.reported_sheet([Cell(Case("dense", VIDEO), "tilefold", "ok")]) is None
+        assert report.reported_sheet(rows([Cell(Case("sparse", problem, pattern), "tilefold", "ok")])) is None
+    assert report.reported_sheet(rows([Cell(Case("dense", VIDEO), "tilefold", "ok")])) is None
 
 
 def test_rows_say_their_lists():
     def what(pattern, **changes):
-        return report.what_of(Cell(Case("sparse", replace(VIDEO, **changes), pattern), "tilefold", "ok"))
+        return report.what_of(Case("sparse", replace(VIDEO, **changes), pattern))
 
     assert what(Pattern("random", 0)) == "64 random 0 %"
     assert what(Pattern("uneven")) == "64 uneven 83.0 %"
@@ -329,11 +320,11 @@ def test_the_crossing_is_said_once_for_each_direction():
 
 
 def test_documents_and_rows_carry_the_new_figures():
-    cells = measured()
-    text = record.markdown_text(report.sheets_of(cells), SETTING, report.crossing_lines(cells))
+    found = measured()
+    text = record.markdown_text(report.sheets_of(found), SETTING, report.crossing_lines(found))
     assert text.count("| D, H | N x B | lists | kept | ms | tilefold | best peer | BSA | TK | cuDNN |") == 2
     assert "tilefold overtakes dense cuDNN at 30.0 %" in text
-    document = json.loads(record.json_text(SETTING, report.rows_of(cells, SETTING), **report.findings(cells)))
+    document = json.loads(record.json_text(SETTING, report.records_of(found, SETTING), **report.findings(found)))
     assert document["geometric_means"]["bsa"]["tilefold_speedup"] == pytest.approx(1.25)
     assert document["geometric_means"]["bsa, backward"]["cases"] == 3
     assert document["crossings"]["forward, d128_h12_n23296x1, blocks of 64"]["sparsity"] == pytest.approx(30)
@@ -345,22 +336,11 @@ def test_documents_and_rows_carry_the_new_figures():
 
 
 def test_cold_and_warm_replays_have_columns_of_their_own():
-    from rich.console import Console
-
     case = Case("sparse", DECODE, Pattern("random", 90))
     cell = Cell(case, "tilefold", "ok", "", RIGHT, timing(0.03), graph=timing(0.0125), warm=timing(0.0118))
     console = Console(width=140, color_system=None)
     with console.capture() as capture:
-        console.print(*report.detail_tables([cell]))
+        console.print(*report.detail_tables(rows([cell])))
     assert {"cold", "warm"} < set(capture.get().split())
-    (row,) = report.rows_of([cell], SETTING)
+    (row,) = report.records_of(rows([cell]), SETTING)
     assert (row["graph_us"], row["graph_warm_us"]) == (pytest.approx(12.5), pytest.approx(11.8))
-
-
-def test_results_are_there_case_by_case(tmp_path):
-    cells = measured()
-    for case in dict.fromkeys(cell.case for cell in cells):
-        some = [cell for cell in cells if cell.case == case]
-        record.append_rows(tmp_path / "sparse.jsonl", report.rows_of(some, SETTING))
-    rows = [json.loads(line) for line in (tmp_path / "sparse.jsonl").read_text().splitlines()]
-    assert len(rows) == len(cells)

@@ -102,15 +102,6 @@ def test_wall_samples_stop_at_the_budget_but_not_before_the_least(clock):
     assert len(timers.wall_samples(call, budget_s=0.0, least=3)) == 3
 
 
-def test_wall_time_warms_up_first(clock):
-    costs = iter([9.0, 1.0, 1.0])
-
-    def call():
-        clock.now += next(costs)
-
-    assert timers.time_wall(call, budget_s=1.5).ms == pytest.approx(1000.0)
-
-
 @pytest.mark.parametrize(
     ("size", "l2", "sets"), [(100, 60, 2), (120, 60, 1), (10**9, 60, 1), (1, 60, 120), (0, 60, 120)]
 )

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cases.cli import command, reports
+from cases.cli import command, refused, reports
+from tilefold.bench.choice import chosen
 from tilefold.bench.decode.cases import DecodeCase, decode_cases
 from tilefold.bench.decode.inputs import DecodeJudge, make_decode_inputs
 from tilefold.bench.decode.serving import DECODE, DECODE_PEERS, in_pages
@@ -61,12 +62,9 @@ def test_bytes_are_what_has_to_move():
     assert DecodeCase((10,), 2, 1, 8, 8, queries=3).flops == 2 * 16 * 2 * (8 + 9 + 10)
 
 
-def test_unknown_sizes_and_peers_are_refused():
+def test_unknown_sizes_are_refused():
     with pytest.raises(ValueRangeError, match="size must be one of"):
         decode_cases("huge")
-    with pytest.raises(ValueRangeError, match="peers must be from"):
-        DECODE.peers_named(("fastest",))
-    assert [peer.name for peer in DECODE.peers_named(("none",))] == ["tilefold"]
 
 
 # ---------------------------------------------------------------- inputs and the judge
@@ -211,16 +209,12 @@ def test_a_peer_that_fails_is_reported_and_the_others_are_measured(monkeypatch):
 @pytest.mark.interpreter
 def test_a_budget_and_refusals(tmp_path):
     assert "0 of 1 cases were reached" in run("--case", "float16", "--budget", "0").output
-    for arguments, message in (
-        (
-            ("--peers", "tk"),
-            "peers must be from plain, cudnn, flash, math, fa4, flex, flashinfer, vllm (or none), got 'tk'",
-        ),
-        (("--case", "b77"), "case filter 'b77' matches none of"),
+    refused(
+        run,
+        ("--peers tk", "peers must be from plain, cudnn, flash, math, fa4, flex, flashinfer, vllm (or none), got 'tk'"),
+        ("--case b77", "case filter 'b77' matches none of"),
         (("--json", tmp_path / "no" / "file.json"), "--json must be a file that can be written"),
-    ):
-        result = run(*arguments, code=2)
-        assert message in result.said
+    )
 
 
 @pytest.mark.interpreter
@@ -229,6 +223,6 @@ def test_too_little_memory_is_a_note():
         raise torch.OutOfMemoryError("out of memory")
 
     row = run_case(
-        replace(DECODE, inputs=none_left), ONE, DECODE.peers_named(("math",)), "cpu", Options(1), lambda *_: None
+        replace(DECODE, inputs=none_left), ONE, chosen(DECODE.peers, ("math",)), "cpu", Options(1), lambda *_: None
     )
     assert [(one.status, one.note) for one in row.cells] == [("no memory", "out of memory")] * 2

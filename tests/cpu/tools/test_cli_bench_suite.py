@@ -5,19 +5,19 @@ from dataclasses import replace
 
 import pytest
 
-from cases.cli import command
+from cases.cli import command, refused
 from tilefold.bench import power
 from tilefold.bench.attention.peers import IMPLEMENTATIONS
 from tilefold.bench.choice import chosen
-from tilefold.bench.engine import ENGINES, Request
+from tilefold.bench.engine import Request
 from tilefold.bench.loop import run_each
-from tilefold.bench.matrix import gemm
+from tilefold.bench.matrix.gemm import GEMM
 from tilefold.bench.power import parse_smi
 from tilefold.bench.records.readme import Place, refreshed
 from tilefold.bench.records.record import markdown_text
 from tilefold.bench.records.runs import read_measured
 from tilefold.bench.setting import Options, setting_of
-from tilefold.bench.suites import SUITES, suite_named
+from tilefold.bench.suites import ENGINES, SUITES, suite_named
 from tilefold.bench.timers import Timing
 from tilefold.bench.video import sweep
 from tilefold.errors import Unsupported, ValueRangeError
@@ -40,7 +40,7 @@ def test_peers_are_meant_by_name_title_or_package():
     def names(*asked, must=False):
         return [one.name for one in chosen(IMPLEMENTATIONS, asked, must)]
 
-    assert names("fa2", "math") == ["tilefold", "flash", "math"]
+    assert names("fa2", "math", "flash") == ["tilefold", "flash", "math"]
     assert names("torch") == ["tilefold", "cudnn", "flash", "flex", "efficient", "math"]
     assert names("flash_attn_4") == ["tilefold", "fa4", "fa4-det"]
     assert names("none") == ["tilefold"]
@@ -60,17 +60,16 @@ def test_peers_are_meant_by_name_title_or_package():
 
 @pytest.mark.interpreter
 def test_against_insists_and_does_not_go_with_peers():
-    for options, message in (
+    refused(
+        command("bench", "lowbit"),
         (
-            ("--against", "torchao"),
+            "--against torchao",
             "error: torchao needs torchao, which is not installed; installed here: cublas, scaled_mm, tinygemm",
         ),
-        (("--against", "cublas", "--peers", "none"), "error: give --against or --peers, not both"),
-        (("--fail-slower", 5), "error: --fail-slower 5 needs --compare"),
-        (("--compare", "/nowhere.json"), "cannot be read as benchmark results"),
-    ):
-        result = run("lowbit", *options, code=2)
-        assert message in said(result)
+        ("--against cublas --peers none", "error: give --against or --peers, not both"),
+        ("--fail-slower 5", "error: --fail-slower 5 needs --compare"),
+        ("--compare /nowhere.json", "cannot be read as benchmark results"),
+    )
 
 
 def test_what_could_be_measured_is_listed():
@@ -135,15 +134,14 @@ def test_video_is_a_family_of_suites(monkeypatch):
 
 @pytest.mark.interpreter
 def test_a_suite_refuses_what_none_of_its_families_has():
-    for options, message in (
+    refused(
+        command("bench", "suite", "matrix"),
         (
-            ("--peers", "fa4"),
+            "--peers fa4",
             "peers must be from torch, cublas, scaled_mm, tinygemm, torchao, gemlite, bitsandbytes (or none), got 'fa4'",
         ),
-        (("--case", "b77"), "case filter 'b77' matches no case of the suite 'matrix'"),
-    ):
-        result = run("suite", "matrix", *options, code=2)
-        assert message in said(result)
+        ("--case b77", "case filter 'b77' matches no case of the suite 'matrix'"),
+    )
 
 
 def steady(stop):
@@ -181,8 +179,8 @@ def test_a_suite_writes_one_document_and_is_compared_with_the_next(tmp_path, mon
     def broken(inputs):
         raise RuntimeError("no such kernel")
 
-    broken_peer = replace(gemm.GEMM.peers["tilefold"], prepare=broken)
-    monkeypatch.setattr(gemm, "GEMM", replace(gemm.GEMM, peers=gemm.GEMM.peers | {"tilefold": broken_peer}))
+    peers = GEMM.peers | {"tilefold": replace(GEMM.peers["tilefold"], prepare=broken)}
+    monkeypatch.setattr(ENGINES["gemm"], "family", replace(GEMM, peers=peers))
     second = run(*common, "--compare", old, code=1)
     assert "gemm 1 of 1 1 failed conv 1 of 1 1 ok" in said(second)
     assert "regression: gemm b3_m20_n33_k17_sharedb_bias_silu tilefold, events: ok -> failed" in said(second)

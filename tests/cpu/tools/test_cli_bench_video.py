@@ -6,7 +6,10 @@ import re
 import pytest
 import torch
 
-from cases.cli import command, reports
+from cases.cli import command, refused, reports
+from tilefold import reference
+from tilefold.bench.attention.peers import IMPLEMENTATIONS
+from tilefold.bench.implementation import Implementation, Prepared
 from tilefold.bench.judge import Judge
 from tilefold.bench.records.runs import read_measured
 from tilefold.bench.timers import Timing
@@ -30,9 +33,7 @@ run = command("bench", "video")
 def test_a_sweep_over_sparsity_with_every_output(tmp_path):
     files, options = reports(tmp_path, "video", "json", "markdown", "png", "html")
     results = tmp_path / "results"
-    result = run(
-        "--sweep", "sparsity", "--values", "0,50", "--peers", "math,fa4", "--results", results, *TINY, *options
-    )
+    result = run("--sweep sparsity --values 0,50 --peers math,fa4 --results", results, *TINY, *options)
     assert "sparsity: 128 tokens, batch 1, 2 heads on 2 KV heads, D=16, float32" in result.output
     # Which one is faster depends on what else runs on the machine.
     assert re.search(
@@ -101,9 +102,6 @@ def test_a_budget_says_how_much_it_leaves_out():
 @pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
 def test_peers_that_follow_lists_are_held_to_the_lists_and_timed(tmp_path, monkeypatch, wrong):
     """By a stand-in, for the libraries need a GPU: it gets the fine stage's lists, its result is judged over them."""
-    from tilefold import reference
-    from tilefold.bench.attention.peers import IMPLEMENTATIONS
-    from tilefold.bench.implementation import Implementation, Prepared
 
     def prepare(inputs):
         assert inputs.case.pattern.blocks == "64" and inputs.index.geometry[:2] == (64, 64)
@@ -133,28 +131,27 @@ def test_peers_that_follow_lists_are_held_to_the_lists_and_timed(tmp_path, monke
 
 
 def test_refusals(tmp_path):
-    for arguments, message in (
-        (("--sweep", "heads"), "--sweep must be from sparsity, length, cached (or none), got 'heads'"),
-        (("--sweep", "none"), "--sweep must name at least one of sparsity, length, cached, got 'none'"),
-        (("--values", "50"), "--values needs one --sweep that they belong to, got 'sparsity,cached'"),
+    refused(
+        run,
+        ("--sweep heads", "--sweep must be from sparsity, length, cached (or none), got 'heads'"),
+        ("--sweep none", "--sweep must name at least one of sparsity, length, cached, got 'none'"),
+        ("--values 50", "--values needs one --sweep that they belong to, got 'sparsity,cached'"),
         (
-            ("--sweep", "sparsity", "--values", "a"),
+            "--sweep sparsity --values a",
             "--values must be comma-separated numbers, or two numbers that rise, ... and a last one, got 'a'",
         ),
-        (("--sweep", "sparsity", "--values", "100"), "sparsity must be from 0 to below 100 per cent, got 100.0"),
-        (("--sweep", "sparsity", "--sparsity", "80"), "--sparsity is for length and cached"),
-        (("--sweep", "length", "--values", "99.5"), "tokens must be integers, got 99.5"),
-        (("--sweep", "length", "--values", "0"), "seq must be an integer of at least 1, got 0"),
-        (("--sweep", "cached", "--values", "64"), "cached tokens must be at least two whole blocks of 64"),
-        (("--shape", "1,2,3"), "--shape must be 4 integers of at least 1, comma-separated, got '1,2,3'"),
+        ("--sweep sparsity --values 100", "sparsity must be from 0 to below 100 per cent, got 100.0"),
+        ("--sweep sparsity --sparsity 80", "--sparsity is for length and cached"),
+        ("--sweep length --values 99.5", "tokens must be integers, got 99.5"),
+        ("--sweep length --values 0", "seq must be an integer of at least 1, got 0"),
+        ("--sweep cached --values 64", "cached tokens must be at least two whole blocks of 64"),
+        ("--shape 1,2,3", "--shape must be 4 integers of at least 1, comma-separated, got '1,2,3'"),
         (
-            ("--peers", "portable"),
+            "--peers portable",
             "--peers must be from cudnn, flash, efficient, math, fa4, bsa, tk, fastvideo, flex, fa4-lists (or none), got",
         ),
         (("--json", tmp_path / "no" / "file.json"), "--json must be a file that can be written"),
-    ):
-        result = run(*arguments, code=2)
-        assert message in result.said
+    )
 
 
 # ---------------------------------------------------------------- what is made of the figures

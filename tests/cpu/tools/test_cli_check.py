@@ -1,6 +1,7 @@
 """`tilefold check`: the cases reach every kernel and option, a wrong result is exit code 1."""
 
 import pytest
+from rich.console import Console
 
 import tilefold
 from cases.cli import command
@@ -139,8 +140,6 @@ def test_after_a_crash_the_others_go_on(monkeypatch):
 
     monkeypatch.setattr(check, "run_check", run_check)
     cases = (CheckCase("first"), CheckCase("second"))
-    from rich.console import Console
-
     results = check.run_all(cases, Runtime("cpu", ""), Console(quiet=True))
     assert [(result.ok, result.failed) for result in results] == [(None, True), (True, False)]
     assert results[0].note == "RuntimeError: CUDA error"

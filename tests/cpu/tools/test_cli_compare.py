@@ -7,11 +7,15 @@ import numpy
 import pytest
 import torch
 
-from cases.cli import command, reports
+from cases.cli import command, refused, reports
+from tilefold import reference
 from tilefold.bench.accuracy import difference_of
+from tilefold.bench.compared import video_results
 from tilefold.cli import compare
+from tilefold.plan.sparse.video import VideoShape
+from tilefold.sparse import SelectOptions
 
-run = command("compare", columns=100)
+run = command("compare")
 
 
 @pytest.mark.interpreter
@@ -67,9 +71,7 @@ def columns(output, corner):
 @pytest.mark.no_poison
 def test_several_seeds_and_the_rows_of_lse(tmp_path):
     file = tmp_path / "report.json"
-    result = run(
-        "tilefold", "fp64", "--quick", "--dtype", "fp32", "--case", "d32,n40", "--seed", 3, "--seeds", 4, "--json", file
-    )
+    result = run("tilefold fp64 --quick --dtype fp32 --case d32,n40 --seed 3 --seeds 4 --json", file)
     document = json.loads(file.read_text())
     assert document["seeds"] == [3, 4, 5, 6]
     assert [each["name"] for each in document["tensors"]] == [
@@ -121,11 +123,6 @@ def test_the_whole_video_pipeline(tmp_path, size):
 @pytest.mark.no_poison
 def test_same_lists_are_the_first_ones(monkeypatch):
     """An oracle that would select other blocks attends the first one's when it is told to."""
-    from tilefold import reference
-    from tilefold.bench.compared import video_results
-    from tilefold.plan.sparse.video import VideoShape
-    from tilefold.sparse import SelectOptions
-
     true = reference.sparse_video_attention
 
     def other(*tensors, select, **options):  # selects more blocks than it is asked to
@@ -169,28 +166,24 @@ def test_refusals(tmp_path):
     (tmp_path / "text.pt").write_text("no tensor")
     torch.save({"x": 1}, tmp_path / "number.pt")
     torch.save(torch.zeros(2), tmp_path / "a.pt")
-    for arguments, message in (
-        (("tilefold", "nothing"), "an implementation must be a file or one of fp64, tilefold, cudnn"),
+    refused(
+        run,
+        ("tilefold nothing", "an implementation must be a file or one of fp64, tilefold, cudnn"),
         (("tilefold", tmp_path / "a.pt"), "is a file, so the other one must be, too"),
         ((tmp_path / "text.pt", tmp_path / "text.pt"), "is no file of torch.save or .npy"),
         ((tmp_path / "number.pt", tmp_path / "number.pt"), "'x' is int"),
-        (("tilefold", "math", "--direction", "both"), "direction must be forward or backward, got 'both'"),
-        (("tilefold", "math", "--family", "none"), "--family must be one of dense, sparse, video, got 'none'"),
-        (("tilefold", "math", "--family", "video"), "must be one of tilefold, fused, fp64, plain, got 'math'"),
-        (("tilefold", "fp64", "--sparsity", 50), "--sparsity is for --family video, got 50.0 with --family dense"),
-        (("tilefold", "fp64", "--same-lists"), "--same-lists is for --family video"),
-        (("tilefold", "fp64", "--family", "video", "--case", "d128"), "--case is of attention; video has --shape"),
-        (("fp64", "tilefold", "--family", "video", "--same-lists"), "--same-lists has fp64 or plain attend the lists"),
-        (("fused", "fp64", "--family", "video", "--direction", "backward"), "direction must be forward for 'fused'"),
-        (
-            ("fp64", "plain", "--family", "video", "--shape", "1,12,23296,128"),
-            "fp64 cannot take 1 x 12 x 23296 x 23296",
-        ),
-        ((tmp_path / "a.pt", tmp_path / "a.pt", "--seeds", 2), "--seeds is for implementations"),
-        (("tilefold", "math", "--html", tmp_path / "no" / "where.html"), "--html must be a file that can be written"),
-    ):
-        result = run(*arguments, code=2)
-        assert message in result.said
+        ("tilefold math --direction both", "direction must be forward or backward, got 'both'"),
+        ("tilefold math --family none", "--family must be one of dense, sparse, video, got 'none'"),
+        ("tilefold math --family video", "must be one of tilefold, fused, fp64, plain, got 'math'"),
+        ("tilefold fp64 --sparsity 50", "--sparsity is for --family video, got 50.0 with --family dense"),
+        ("tilefold fp64 --same-lists", "--same-lists is for --family video"),
+        ("tilefold fp64 --family video --case d128", "--case is of attention; video has --shape"),
+        ("fp64 tilefold --family video --same-lists", "--same-lists has fp64 or plain attend the lists"),
+        ("fused fp64 --family video --direction backward", "direction must be forward for 'fused'"),
+        ("fp64 plain --family video --shape 1,12,23296,128", "fp64 cannot take 1 x 12 x 23296 x 23296"),
+        ((tmp_path / "a.pt", tmp_path / "a.pt", "--seeds 2"), "--seeds is for implementations"),
+        (("tilefold math --html", tmp_path / "no" / "where.html"), "--html must be a file that can be written"),
+    )
 
 
 @pytest.mark.interpreter

@@ -9,7 +9,7 @@ from cases.cli import command
 from tilefold.cli import doctor
 from tilefold.ops import environment
 
-run = command("doctor", columns=100)
+run = command("doctor")
 
 
 def test_it_names_versions_and_support():

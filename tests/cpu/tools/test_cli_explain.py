@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from cases.cli import command
+from tilefold.ops.cache.kvcache import _prepare
+from tilefold.ops.call import Call
+from tilefold.ops.source import Cache, Scales
 from tilefold.plan import DEVICES, AttentionPlan, AttentionProblem, DecodePlan, device_named, plan_forward
+from tilefold.plan.cache.decode import DecodeProblem, plan_decode
+from tilefold.plan.parallel.plan import plan_parallel
+from tilefold.plan.parallel.problem import Links, ParallelProblem
+from tilefold.plan.parallel.scale import FORMULAS
 from tilefold.plan.sparse.sparse import SparsePlan, SparseProblem, plan_sparse
 
 DECODE = ["--batch", "1", "--heads", "28", "--kv-heads", "4", "--q", "1", "--kv", "8192", "--dim", "128"]
@@ -33,8 +40,8 @@ def test_json_is_the_plan_on_every_device(device):
 
 def test_every_option_reaches_the_problem():
     result = run(
-        *["--heads", "8", "--q", "64", "--dim", "80", "--dim-v", "96", "--dtype", "fp16", "--causal"],
-        *["--window", "31,0", "--softcap", "--alibi", "--bias", "--mask", "--sinks", "--varlen", "--json"],
+        "--heads 8 --q 64 --dim 80 --dim-v 96 --dtype fp16 --causal --window 31,0 --softcap",
+        "--alibi --bias --mask --sinks --varlen --json",
     )
     problem = AttentionPlan.from_json(result.output).problem
     assert problem == AttentionProblem(
@@ -97,8 +104,6 @@ def test_an_impossible_request_is_one_red_line_and_exit_code_2(change, message):
 
 def test_a_step_over_a_cache():
     """The plan of `attention_kvcache`, which is the one a call gets."""
-    from tilefold.plan.cache.decode import DecodeProblem, plan_decode
-
     made = DecodeProblem(AttentionProblem(1, 1, 8192, 28, 4, 128, 128), page_size=16)
     result = run("--device", "h200", *DECODE, "--cache", "same", "--page-size", "16")
     assert result.output == str(plan_decode(made, device_named("h200"))) + "\n"
@@ -118,11 +123,6 @@ def test_a_step_over_a_cache():
 )  # fmt: skip
 def test_what_is_said_of_a_cache_is_what_a_call_does(held, seq_q, part, page, dim):
     """The same problem as that of tensors, and the same kernel."""
-    from tilefold.ops.cache.kvcache import _prepare
-    from tilefold.ops.call import Call
-    from tilefold.ops.source import Cache, Scales
-    from tilefold.plan.cache.decode import DecodePlan
-
     rows = 40  # five pages of 8, eight of 5
     lead = (3 * rows // page, page) if page else (3, rows)
     stored = {"same": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "int8": torch.int8}[held]
@@ -172,10 +172,6 @@ def test_what_does_not_go_with_a_cache(arguments, message):
 
 def test_context_parallelism_over_ranks_that_are_not_here():
     """The plan of tilefold.parallel, its formulas and a line for every number of ranks up to 64 and the one asked for."""
-    from tilefold.plan.parallel.plan import plan_parallel
-    from tilefold.plan.parallel.problem import Links, ParallelProblem
-    from tilefold.plan.parallel.scale import FORMULAS
-
     sizes = ("--heads", "64", "--kv-heads", "8", "--q", "1048576", "--dim", "128", "--causal", "--backward")
     result = run(*sizes, "--ranks", "96", "--per-node", "8", "--link", "400,25", "--tflops", "500", "--memory", "4")
     problem = ParallelProblem(1, 1 << 20, 1 << 20, 64, 8, 128, 128, window=(-1, 0), kind="zigzag", backward=True)
@@ -195,20 +191,7 @@ def test_context_parallelism_over_ranks_that_are_not_here():
 
 def test_ranks_in_nondeterministic():
     """Another kernel: more FLOP/s, less memory."""
-    sizes = (
-        "--heads",
-        "32",
-        "--kv-heads",
-        "8",
-        "--q",
-        "131072",
-        "--dim",
-        "128",
-        "--causal",
-        "--ranks",
-        "2",
-        "--backward",
-    )
+    sizes = ("--heads 32 --kv-heads 8 --q 131072 --dim 128 --causal --ranks 2 --backward",)
     kept, free = (run(*sizes, *extra).output for extra in ((), ("--non-deterministic",)))
     assert "with backward\n" in kept
     assert "with non-deterministic backward\n" in free

@@ -28,19 +28,7 @@ def test_one_call(policy):
 
 
 def test_every_option_reaches_the_decision():
-    options = (
-        "--call",
-        "kvcache",
-        "--capacity",
-        "9000",
-        "--paged",
-        "--append",
-        "--num-splits",
-        "3",
-        "--alibi",
-        "--window",
-        "99,0",
-    )
+    options = ("--call kvcache --capacity 9000 --paged --append --num-splits 3 --alibi --window 99,0",)
     result = run(*STEP, "--policy", "flash-attn", "--device", "a100", *options, "--causal", "--json")
     problem = AttentionProblem(1, 1, 8192, 28, 4, 128, 128, causal=True, window=(99, 0), score_mods=("alibi",))
     assert SplitDecision.from_json(result.output) == plan_splits(
@@ -51,19 +39,7 @@ def test_every_option_reaches_the_decision():
 def test_a_generation():
     result = run(*TRACE)
     assert result.output == f"{trace_generation(Generation(28, 4, 128, 40, 512), H200)}\n"
-    options = (
-        "--policy",
-        "flash-attn",
-        "--call",
-        "kvcache",
-        "--capacity",
-        "1024",
-        "--window",
-        "255,0",
-        "--batch",
-        "2",
-        "--append",
-    )
+    options = ("--policy flash-attn --call kvcache --capacity 1024 --window 255,0 --batch 2 --append",)
     result = run(*TRACE, *options, "--dtype", "fp16", "--device", "l4", "--json")
     wanted = Generation(
         28, 4, 128, 40, 512, batch=2, dtype="float16", call="kvcache", capacity=1024, window=255, append=True

@@ -5,8 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
-from cases.cli import command
+from cases.cli import command, refused
 from tilefold.bench.decode.kv_memory import FILLED, MODELS, Workload, layouts_of, paging_gains
 from tilefold.errors import ValueRangeError
 
@@ -14,7 +15,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "concepts" / "paged_cache.md"
 SMALL = ("--layers", 2, "--kv-heads", 3, "--dim", 8, "--dim-v", 4, "--max-tokens", 100)
 
 
-run = command("kv-memory", columns=120)
+run = command("kv-memory")
 
 
 def figures(*arguments):
@@ -86,6 +87,23 @@ def test_a_cache_in_8_bits(tmp_path, dtype, kind):
     assert f"{kind}: 72 B a token, and 48 B of factors" in run(*given, *room).output
 
 
+def test_long_figures_fit():
+    run(
+        *[
+            "--model",
+            "llama-3.1-70b",
+            "--requests",
+            "20",
+            "--budget",
+            "100",
+            "--max-tokens",
+            "131072",
+            "--page-sizes",
+            "16,1024",
+        ]
+    )
+
+
 def test_a_shared_prefix_is_there_once():
     work = Workload((20, 30, 10), 64, shared=18)
     (_, ones, eights) = layouts_of(work, 1, (1, 8), 60)
@@ -133,25 +151,24 @@ def test_refusals(tmp_path):
     path.write_text("10\n101\n")
     empty = tmp_path / "empty.txt"
     empty.write_text("\n")
-    for arguments, message in (
+    refused(
+        run,
         ((), "--layers must be given, or --model: one of llama-2-7b"),
-        (("--layers", 2, "--dim", 8), "--kv-heads must be given"),
-        (("--model", "gpt"), "--model must be one of llama-2-7b, llama-3.1-8b"),
-        (("--model", "qwen2.5-7b", "--dim", 8), "--dim does not go with --model"),
-        ((*SMALL[2:], "--layers", 0), "--layers must be at least 1, got 0"),
-        ((*SMALL, "--page-sizes", "16,0"), "--page-sizes must be integers of at least 1, comma-separated, got '16,0'"),
-        ((*SMALL, "--page-sizes", "x"), "got 'x'"),
-        ((*SMALL, "--dtype", "int4"), "dtype must be bf16, fp16, fp32, e4m3 or int8"),
-        ((*SMALL, "--plot", "memory.jpg"), "--plot must end with .png or .svg, got 'memory.jpg'"),
+        ("--layers 2 --dim 8", "--kv-heads must be given"),
+        ("--model gpt", "--model must be one of llama-2-7b, llama-3.1-8b"),
+        ("--model qwen2.5-7b --dim 8", "--dim does not go with --model"),
+        ((*SMALL[2:], "--layers 0"), "--layers must be at least 1, got 0"),
+        ((*SMALL, "--page-sizes 16,0"), "--page-sizes must be integers of at least 1, comma-separated, got '16,0'"),
+        ((*SMALL, "--page-sizes x"), "got 'x'"),
+        ((*SMALL, "--dtype int4"), "dtype must be bf16, fp16, fp32, e4m3 or int8"),
+        ((*SMALL, "--plot memory.jpg"), "--plot must end with .png or .svg, got 'memory.jpg'"),
         ((*SMALL, "--plot", tmp_path / "no" / "memory.png"), "--plot must be a file that can be written"),
         ((*SMALL, "--lengths", path), "line 2: expected a length from 1 to 100 (--max-tokens), got '101'"),
         ((*SMALL, "--lengths", empty), "--lengths must hold at least one length"),
         ((*SMALL, "--lengths", tmp_path), "--lengths must be a text file that can be read"),
-        ((*SMALL, "--shared-prefix", 100), "--shared-prefix must be less than the longest sequence"),
-        ((*SMALL, "--budget", 10000), "pages of 1 tokens are more than the 16777216 that are simulated"),
-    ):
-        result = run(*arguments, code=2)
-        assert message in result.said
+        ((*SMALL, "--shared-prefix 100"), "--shared-prefix must be less than the longest sequence"),
+        ((*SMALL, "--budget 10000"), "pages of 1 tokens are more than the 16777216 that are simulated"),
+    )
 
 
 def test_the_page_shows_what_is_printed():
@@ -161,8 +178,6 @@ def test_the_page_shows_what_is_printed():
 
 
 def test_examples_of_the_page(device):
-    import torch
-
     names = {}
     for example in PAGE.read_text().split("```python\n")[1:]:
         code = example.split("```")[0].replace('"cuda"', f'"{device.type}"')

@@ -1,13 +1,20 @@
 """`tilefold ladder`: the list, the table with its JSON, a student's own kernel that is right, wrong or broken, refusals."""
 
 import json
+from dataclasses import replace
 
 import pytest
+import torch
+from rich.console import Console
 
-from cases.cli import command, reports
-from tilefold.ladder import RUNGS
+from cases.cli import command, refused, reports
+from tilefold.cli import ladder_report
+from tilefold.cli.ladder_report import parts_of
+from tilefold.ladder import RUNGS, Tile, profile
+from tilefold.ladder.course import Deviation, Result, Swept
 from tilefold.plan import device_named
 from tilefold.plan.problem import AttentionProblem
+from tilefold.reference import Comparison
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.no_poison]
 TINY = ("--seq", "16,24", "--heads", "1", "--dim", "16")
@@ -40,7 +47,7 @@ def attention(q, k, v, causal=False):
 """
 
 
-run = command("ladder")
+run = command("ladder", columns=150)
 
 
 def new(tmp_path, text, *arguments, rung="naive", code=0):
@@ -134,15 +141,6 @@ def test_tables_fit_80_columns(given):
 
 def test_large_figures_fit_80_columns(capsys):
     """A GPU's tables with the widest figures that they have to hold: five lengths, seconds, five-digit counts."""
-    from dataclasses import replace
-
-    from rich.console import Console
-
-    from tilefold.cli import ladder_report
-    from tilefold.ladder import Tile, profile
-    from tilefold.ladder.course import Deviation, Result, Swept
-    from tilefold.reference import Comparison
-
     device = device_named("h200")
     p = AttentionProblem(1, 8192, 8192, 16, 16, 128, 128)
     costs = {name: each.cost(p) for name, each in RUNGS.items()}
@@ -172,21 +170,7 @@ def test_one_query_is_the_split_rungs_default(tmp_path):
 def test_torch_has_the_same_mask(tmp_path):
     """Fewer queries than keys, grouped heads, causal at the bottom right: torch's rows are judged as all others."""
     path = tmp_path / "few.json"
-    given = (
-        "--queries",
-        5,
-        "--seq",
-        24,
-        "--causal",
-        "--heads",
-        4,
-        "--kv-heads",
-        2,
-        "--dim",
-        16,
-        "--dtype",
-        "fp32,bf16",
-    )
+    given = ("--queries 5 --seq 24 --causal --heads 4 --kv-heads 2 --dim 16 --dtype fp32,bf16",)
     run("--rung", "naive", *given, "--json", path)
     for found in json.loads(path.read_text())["results"]:
         assert all(found["verdicts"][name]["ok"] for name in ("torch math", "torch SDPA"))
@@ -224,28 +208,21 @@ def test_quick_is_the_shortest_length(tmp_path):
 
 
 def test_refusals(tmp_path):
-    for arguments, message in (
-        (("--new",), "--new needs a file, as in `tilefold ladder --new my_kernel.py`"),
-        (("--new", "--rung", "flash"), "--new needs a file"),
-        (("--rung", "fast"), "rung must be one of naive, profile, paged, flash, split, got 'fast'"),
-        (("--rung", "flash", "--seq", "1024,x"), "--seq must be integers of at least 1, comma-separated, got '1024,x'"),
-        (("--rung", "flash", "--queries", 9, "--seq", 8, "--causal"), "--queries must be at most --seq under --causal"),
-        (("--rung", "flash", "--heads", 3, "--kv-heads", 2), "kv_heads must divide heads"),
-        (
-            ("--rung", "flash", "--dtype", "fp16,fp4"),
-            "dtype must be bf16, fp16 or fp32 (or their full names), got 'fp4'",
-        ),
-        (("--rung", "flash", "--splits", "2"), "--splits needs --rung split, got --rung flash"),
-        (("--rung", "split", "--splits", "2,x"), "--splits must be integers of at least 1, comma-separated, got '2,x'"),
-        (("--rung", "split", "--splits", "65"), "--splits must be integers from 1 to 64, comma-separated, got '65'"),
-        (
-            ("--rung", "flash", "--markdown", tmp_path / "no" / "page.md"),
-            "--markdown must be a file that can be written",
-        ),
+    refused(
+        run,
+        ("--new", "--new needs a file, as in `tilefold ladder --new my_kernel.py`"),
+        ("--new --rung flash", "--new needs a file"),
+        ("--rung fast", "rung must be one of naive, profile, paged, flash, split, got 'fast'"),
+        ("--rung flash --seq 1024,x", "--seq must be integers of at least 1, comma-separated, got '1024,x'"),
+        ("--rung flash --queries 9 --seq 8 --causal", "--queries must be at most --seq under --causal"),
+        ("--rung flash --heads 3 --kv-heads 2", "kv_heads must divide heads"),
+        ("--rung flash --dtype fp16,fp4", "dtype must be bf16, fp16 or fp32 (or their full names), got 'fp4'"),
+        ("--rung flash --splits 2", "--splits needs --rung split, got --rung flash"),
+        ("--rung split --splits 2,x", "--splits must be integers of at least 1, comma-separated, got '2,x'"),
+        ("--rung split --splits 65", "--splits must be integers from 1 to 64, comma-separated, got '65'"),
+        (("--rung flash --markdown", tmp_path / "no" / "page.md"), "--markdown must be a file that can be written"),
         (("--new", tmp_path / "none.py"), "--new must be a Python file that defines attention(q, k, v, causal=False)"),
-    ):
-        result = run(*arguments, code=2)
-        assert message in result.said
+    )
     for text, message in (
         ("x = 1", "defines no function attention(q, k, v, causal=False)"),
         ("def attention(q, k, v): return q", "takes no argument causal"),
@@ -258,8 +235,6 @@ def test_refusals(tmp_path):
 
 def test_what_a_table_says_of_measured_times():
     """Rates, speed-ups and shares of the bound from given times; naive's products are those of the FP32 pipe."""
-    from tilefold.ladder import profile
-
     p = AttentionProblem(1, 4096, 4096, 16, 16, 128, 128)
     costs = {name: RUNGS[name].cost(p) for name in ("naive", "flash")}
     rows = profile.table({"naive": 10.0, "flash": 0.5, "tilefold": 0.25}, costs, p, device_named("h200"))
@@ -275,10 +250,6 @@ def test_what_a_table_says_of_measured_times():
 
 def test_the_sweeps_table():
     """The least of each length in brackets, and why a cell is empty below."""
-    from tilefold.cli.ladder_report import parts_of
-    from tilefold.ladder import Tile
-    from tilefold.ladder.course import Swept
-
     a, b = str(Tile(16, 16)), str(Tile(32, 64))
     problems = [AttentionProblem(1, n, n, 2, 2, 32, 32) for n in (64, 128)]
     cells = ({a: 2.0, b: 1.0}, {a: "OutOfResources: shared memory", b: 30.0})
@@ -291,8 +262,6 @@ def test_the_sweeps_table():
 
 
 def test_a_sweep_keeps_what_cannot_run():
-    from tilefold.ladder import profile
-
     def refused():
         raise RuntimeError("out of shared memory")
 
@@ -317,8 +286,6 @@ def test_a_setting_with_a_wrong_result_is_said_and_not_measured(monkeypatch):
 
 
 def test_a_row_that_finds_too_little_memory_is_left_out(monkeypatch):
-    import torch
-
     from tilefold.ladder import course, naive
 
     def full(*given, **options):

@@ -6,8 +6,10 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 
+import tilefold
 from cases.cli import command
 from tilefold.cli.app import app
 
@@ -59,8 +61,6 @@ def test_wrong_usage_is_exit_code_2_without_a_traceback(arguments):
 
 
 def test_version():
-    import tilefold
-
     assert run("--version").output == f"tilefold {tilefold.__version__}\n"
 
 
@@ -109,8 +109,6 @@ def test_the_demo_gets_its_options_and_gives_its_exit_code(monkeypatch, code):
 
 
 def test_an_interpreter_that_is_forbidden_is_an_error_where_there_is_no_gpu(monkeypatch):
-    import torch
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     result = run("check", "--quick", code=2)

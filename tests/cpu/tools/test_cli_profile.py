@@ -5,18 +5,21 @@ import json
 import pytest
 import torch
 
-from cases.cli import command, reports
+from cases.cli import command, refused, reports
+from tilefold.bench.timers import Timing
+from tilefold.bench.video.stages import ALONE, StageRow, VideoRun, prepare_stages
+from tilefold.cli import profile
+from tilefold.plan.sparse.video import VideoShape
+from tilefold.sparse import CoarseOptions, SelectOptions
 
-run = command("profile", "video", columns=140)
+run = command("profile", "video")
 
 
 @pytest.mark.interpreter
 @pytest.mark.no_poison
 def test_every_stage_and_every_report(tmp_path):
     files, options = reports(tmp_path, "report", "json", "png", "html")
-    result = run(
-        "--shape", "1,2,128,16", "--dtype", "fp32", "--sparsity", "0.5", "--peers", "math,fa4", "--backward", *options
-    )
+    result = run("--shape 1,2,128,16 --dtype fp32 --sparsity 0.5 --peers math,fa4 --backward", *options)
     document = json.loads(files["json"].read_text())
     rows = {row["name"]: row for row in document["rows"]}
     stages = ("coarse", "select", "fine", "fuse")
@@ -42,10 +45,6 @@ def test_every_stage_and_every_report(tmp_path):
 
 @pytest.mark.interpreter
 def test_the_index_alone_makes_the_lists_of_the_stages():
-    from tilefold.bench.video.stages import ALONE, prepare_stages
-    from tilefold.plan.sparse.video import VideoShape
-    from tilefold.sparse import CoarseOptions, SelectOptions
-
     ready = prepare_stages(
         VideoShape(2, 2, 1, 200, 16, "float32"), "cpu", CoarseOptions(), SelectOptions("top_p", top_p=0.6)
     )
@@ -57,11 +56,6 @@ def test_the_index_alone_makes_the_lists_of_the_stages():
 
 def test_the_published_shape_has_what_its_authors_report():
     """In a column of its own that names their device, and with a sentence; no other shape has it."""
-    from tilefold.bench.timers import Timing
-    from tilefold.bench.video.stages import StageRow, VideoRun
-    from tilefold.cli import profile
-    from tilefold.plan.sparse.video import VideoShape
-
     names = ("coarse", "select", "fine", "fuse", "index alone", "pipeline", "dense cuDNN")
     rows = tuple(StageRow(name, Timing(2.0, 2.0, 2.0, 1, "events"), None, None, None) for name in names)
     head, table = profile._table(VideoRun(VideoShape(1, 12, 12, 23296, 128), 0.35, 1, rows, ()))
@@ -99,13 +93,12 @@ def check_explained(why):
 
 
 def test_refusals(tmp_path):
-    for arguments, message in (
-        (("--shape", "1,2,3"), "--shape must be 4 integers of at least 1, comma-separated, got '1,2,3'"),
-        (("--method", "best"), "--method must be one of top_k, top_p, gini, got 'best'"),
-        (("--tau", "0.5"), "--tau must be two numbers MIN,MAX from 0 to 1, got '0.5'"),
-        (("--peers", "tk"), "--peers must be from cudnn, flash, efficient, math, fa4 (or none), got 'tk'"),
-        (("--coarse", "mean"), "kind must be one of block, dense, pooled, got 'mean'"),
+    refused(
+        run,
+        ("--shape 1,2,3", "--shape must be 4 integers of at least 1, comma-separated, got '1,2,3'"),
+        ("--method best", "--method must be one of top_k, top_p, gini, got 'best'"),
+        ("--tau 0.5", "--tau must be two numbers MIN,MAX from 0 to 1, got '0.5'"),
+        ("--peers tk", "--peers must be from cudnn, flash, efficient, math, fa4 (or none), got 'tk'"),
+        ("--coarse mean", "kind must be one of block, dense, pooled, got 'mean'"),
         (("--json", tmp_path / "no" / "file.json"), "--json must be a file that can be written"),
-    ):
-        result = run(*arguments, code=2)
-        assert message in result.said
+    )

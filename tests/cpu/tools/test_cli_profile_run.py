@@ -5,8 +5,11 @@ import sys
 
 import pytest
 
-from cases.cli import command
+from cases.cli import command, refused
+from tilefold import ladder
+from tilefold.bench.choice import select_cases
 from tilefold.cli import profile_run
+from tilefold.ladder import RUNGS
 from tilefold.plan import device_named
 from tilefold.profiling import session
 from tilefold.profiling.cases import FAMILIES, cases_in, prepare_case
@@ -24,7 +27,7 @@ REPORT = "\n".join(
 )
 
 
-run = command("profile", columns=250)
+run = command("profile")
 
 
 STALLED = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
@@ -67,18 +70,17 @@ def test_a_report_of_counters(tmp_path):
 def test_refusals(tmp_path):
     there = tmp_path / "there.py"
     there.write_text("")
-    for arguments, message in (
-        (("absent.py",), "the script must be a file, got 'absent.py'"),  # short for: script absent.py
-        (("script", "absent.py"), "the script must be a file, got 'absent.py'"),
+    refused(
+        run,
+        ("absent.py", "the script must be a file, got 'absent.py'"),  # short for: script absent.py
+        ("script absent.py", "the script must be a file, got 'absent.py'"),
         ((there,), "a profile needs a GPU"),
-        (("case", "dense", "nothing-like-it"), "matches none of"),
-        (("case", "dance", "d128"), "family must be one of dense"),
-        (("case", "dense", "d128"), "a profile needs a GPU"),
+        ("case dense nothing-like-it", "matches none of"),
+        ("case dance d128", "family must be one of dense"),
+        ("case dense d128", "a profile needs a GPU"),
         (("import", tmp_path / "absent.ncu-rep"), "must be a .ncu-rep or a CSV file"),
         (("import", there), "no table of ncu"),
-    ):
-        result = run(*arguments, code=2)
-        assert message in result.said, result.output
+    )
 
 
 def test_scripts_run_as_main_with_their_arguments(tmp_path):
@@ -144,9 +146,6 @@ def test_the_work_of_a_call_goes_to_its_one_kernel():
 
 def test_every_rung_is_a_case():
     """At each length plain and causal, split and flash with one query too; a filter finds the plain one first."""
-    from tilefold.bench.choice import select_cases
-    from tilefold.ladder import RUNGS
-
     cases = cases_in("ladder", "full")
     assert len({case.name for case in cases}) == len(cases)
     for n in (512, 1024, 2048, 4096, 8192):
@@ -168,8 +167,6 @@ def test_every_rung_is_a_case():
 @pytest.mark.parametrize("place", range(12))
 def test_every_case_of_the_ladder_runs_and_declares_what_it_loads(place):
     """The call that is profiled is counted: what it declares of the L2 cache and of products is what it does."""
-    from tilefold import ladder
-
     case = cases_in("ladder", "tiny")[place]
     made = prepare_case("ladder", case, "cpu")
     with ladder.counting() as counts:

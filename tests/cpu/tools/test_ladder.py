@@ -1,6 +1,7 @@
 """The five rungs against fp64, their masks, their refusals, and what they declare against what the interpreter counts."""
 
 import inspect
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ from tilefold.errors import (
     Unsupported,
     ValueRangeError,
 )
-from tilefold.ladder import Tile
+from tilefold.ladder import Tile, split
 from tilefold.ladder.inputs import problem_of
+from tilefold.plan import AttentionProblem
 from tilefold.plan.cost import attention_cost
 
 SMALL = Tile(16, 16, 4, 1)
@@ -117,8 +119,6 @@ def test_empty_splits_are_the_identity(splits, device):
 def test_the_last_rung_is_what_the_library_exports(device):
     q, k, v = qkv(2, 3, 50, 4, 2, 32, dtype=torch.float16, device=device)
     lengths = torch.tensor([50, 17], dtype=torch.int32, device=device)
-    from tilefold.ladder import split
-
     ours, library = (f(q, k, v, True, lengths=lengths) for f in (split.attention, split.library))
     assert torch.equal(library, tilefold.attention_kvcache(q, k, v, causal=True, cache_seqlens=lengths))
     assert torch.allclose(ours, library, rtol=2e-3, atol=2e-3)
@@ -158,8 +158,6 @@ def test_declared_is_counted(name, device):
 
 @pytest.mark.interpreter
 def test_splits_are_counted(device):
-    from tilefold.ladder import split
-
     q, k, v = qkv(1, 10, 60, 2, 1, 16, dtype=torch.float16, device=device)
     for splits in (3, 7):
         with ladder.counting() as counts:
@@ -170,8 +168,6 @@ def test_splits_are_counted(device):
 
 def test_intensity_before_and_after_tiling():
     """Memory traffic of flash is the plan's; that of naive grows with N squared, so its intensity does not grow with N."""
-    from tilefold.plan import AttentionProblem
-
     found = {}
     for n in (1024, 4096):
         p = AttentionProblem(1, n, n, 16, 16, 128, 128)
@@ -184,8 +180,6 @@ def test_intensity_before_and_after_tiling():
 
 
 def test_every_rung_is_short_and_has_its_page():
-    from pathlib import Path
-
     for each in ladder.RUNGS.values():
         source = Path(inspect.getsourcefile(each.program))
         assert len(source.read_text().splitlines()) < 150, each.name

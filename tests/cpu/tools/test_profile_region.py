@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import typer.testing
+from triton import knobs
 
 import tilefold
 from tilefold.cli.app import app
@@ -44,7 +45,7 @@ def machine(monkeypatch):
     monkeypatch.setattr(torch.cuda.profiler, "start", lambda: log.append("mark"))
     monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: log.append("unmark"))
     monkeypatch.setattr(torch.profiler, "profile", Profiler)
-    monkeypatch.setattr("tilefold.ops.device.device_of", lambda device: device_named("h200"))
+    monkeypatch.setattr("tilefold.profiling.session.device_of", lambda device: device_named("h200"))
     monkeypatch.setenv(roofs.FOLDER_VARIABLE, "off")
     yield log
     session.FINISHED.clear()
@@ -91,8 +92,6 @@ def test_what_kernels_declare_of_themselves(machine):
 
         def get(self):
             return self.said
-
-    from triton import knobs
 
     with tilefold.profile(metadata=True) as p:
         assert knobs.runtime.launch_enter_hook.calls == [p._declared_by_launch]

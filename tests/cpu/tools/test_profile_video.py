@@ -8,8 +8,9 @@ from tilefold.plan import device_named
 from tilefold.plan.sparse.video import VideoShape
 from tilefold.plan.sparse.video_launches import TOGETHER, LaunchWork, launch_works
 from tilefold.profiling import video
+from tilefold.profiling.launches import Ran, ordered
 from tilefold.profiling.predict import memory_traffic, predict
-from tilefold.profiling.timeline import Ran, between_marks, by_place, ordered
+from tilefold.profiling.timeline import between_marks, by_place
 from tilefold.profiling.video import Account, explain_video, stages_inside
 
 H200 = device_named("h200")
@@ -162,9 +163,10 @@ def test_the_explanation_of_an_h200(monkeypatch):
 
     assert (found.first, found.next) == pytest.approx((2e-6, 0.8e-6))
     assert all(abs(row.share) < 1e-6 for row in found.sums)
-    assert found.account("select").waits == pytest.approx(0.03)
+    sums = {each.name: each for each in found.sums}
+    assert sums["select"].waits == pytest.approx(0.03)
     assert [stage for stage, *_ in found.inside] == ["coarse", "select", TOGETHER]
-    assert sum(seconds for *_, seconds in found.inside) == pytest.approx(found.account("pipeline").kernels * 1e-3)
+    assert sum(seconds for *_, seconds in found.inside) == pytest.approx(sums["pipeline"].kernels * 1e-3)
     rows = {row.name: row for row in found.launches}
     explained = {name: row.predicted.explains(row.evidence.seconds) for name, row in rows.items()}
     assert explained == {

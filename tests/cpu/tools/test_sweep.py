@@ -1,6 +1,7 @@
 """The sweep: a small part of it, and that it finds what it is there to find, makes it smaller and can show it again."""
 
 import json
+import random
 from dataclasses import replace
 
 import pytest
@@ -229,8 +230,6 @@ def test_a_run_goes_on_where_the_record_ends(tmp_path) -> None:
 @pytest.mark.parametrize("op", list(FAMILIES))
 def test_every_pair_of_options_is_drawn(op: str) -> None:
     """Each specialisation is of options that go together, and few of them cover every pair."""
-    import random
-
     family, rng = FAMILIES[op], random.Random(0)
     left, count = dict(valid_pairs(family)), 0
     while left:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -14,19 +15,22 @@ import torch
 from typer.testing import CliRunner
 
 import tilefold
+from tilefold.bench import loop
 from tilefold.bench.attention.cases import Case
 from tilefold.bench.decode.cases import DecodeCase
 from tilefold.bench.matrix.gemm import GemmCase
+from tilefold.cli import doctor, runtime
 from tilefold.cli.app import app
 from tilefold.errors import DeviceError, PlanError, ValueRangeError
-from tilefold.ops import records
+from tilefold.ops import environment, records
 from tilefold.plan import AttentionProblem, DecodeProblem, device_named, plan_attention, plan_decode
 from tilefold.plan import table as tables
 from tilefold.plan.cache.decode import rules_decode
 from tilefold.plan.dense.forward import plan_forward
 from tilefold.plan.matrix.matmul import MatmulProblem, plan_matmul
 from tilefold.plan.table import Entry, Table, key_of, read_table, table_path, write_table
-from tilefold.tune import candidates
+from tilefold.reference import compare
+from tilefold.tune import candidates, measure
 from tilefold.tune.measure import ENDED, Limits, Log, identity_of, table_of_outcomes, tune
 from tilefold.tune.problems import Tunable, problems_of_cases, problems_of_model
 
@@ -567,7 +571,6 @@ def test_the_table_of_before_stays_if_it_was_measured_alike(tmp_path):
 def test_a_call_asks_the_table_once(monkeypatch, tmp_path):
     """Planning asks; a call that is made again does not; and its result is right."""
     from tilefold.reference import attention as exact
-    from tilefold.reference import compare
 
     q, k, v = (torch.randn(1, n, h, 24, dtype=torch.float16) for n, h in ((47, 4), (61, 2), (61, 2)))
     problem = tilefold.attention_plan(q, k, v, causal=True).problem
@@ -628,8 +631,6 @@ def test_the_command_measures_shows_takes_and_forgets(tmp_path, monkeypatch):
 def test_what_the_command_refuses(arguments, said):
     done = _run(*arguments)
     assert done.exit_code == 2
-    import re
-
     assert re.search(said, " ".join(done.stderr.split()))
 
 
@@ -676,14 +677,11 @@ def test_a_table_in_the_users_cache_is_used_by_another_process(tmp_path):
 
 
 def test_doctor_says_which_table_is_used(tmp_path, monkeypatch):
-    from tilefold.cli import doctor
-    from tilefold.ops import device as devices
-
     (none,) = doctor.tuned()
     assert none.section == "plans" and "no GPU" in none.detail
     monkeypatch.setattr(doctor, "gpu_fault", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(devices, "device_of", lambda device: H200)
+    monkeypatch.setattr(doctor, "device_of", lambda device: H200)
     (absent,) = doctor.tuned()
     assert absent.state == "no" and "the rules decide" in absent.detail
     entry = _entry("attention", candidates.rules_plan(*PLANNED["prefill"], H200), **CHANGES["prefill"])
@@ -696,14 +694,10 @@ def test_doctor_says_which_table_is_used(tmp_path, monkeypatch):
 
 
 def test_commands_say_that_a_table_is_used(tmp_path, monkeypatch):
-    from tilefold.cli import runtime
-    from tilefold.ops import device as devices
-    from tilefold.ops import environment
-
     monkeypatch.delenv("TRITON_INTERPRET")
     for name, value in (("is_available", True), ("get_device_name", "NVIDIA H200"), ("current_device", 0)):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    monkeypatch.setattr(devices, "device_of", lambda device: H200)
+    monkeypatch.setattr(runtime, "device_of", lambda device: H200)
     monkeypatch.setattr(environment, "triton_fault", lambda: None)
     assert runtime.prepare_runtime().note == "Kernels run on NVIDIA H200."
     _use(monkeypatch, tmp_path / "t.json", _table())
@@ -712,8 +706,6 @@ def test_commands_say_that_a_table_is_used(tmp_path, monkeypatch):
 
 def test_a_lost_gpu_ends_the_run_and_its_candidate_is_left_out(tmp_path, monkeypatch):
     """All that ran there would fail after it."""
-    from tilefold.bench import loop
-    from tilefold.tune import measure
 
     def lost(out):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")

@@ -9,33 +9,31 @@ import functools
 import importlib.util
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from tilefold.bench.attention.cases import Case
-from tilefold.bench.implementation import Implementation, Inputs, Prepared, version_of
+from tilefold.bench.implementation import Implementation, Inputs, Prepared
 from tilefold.errors import Unsupported
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from tilefold.plan.sparse.sparse import SparsePlan
-    from tilefold.plan.sparse.sparse_backward import SparseBackwardPlan
-    from tilefold.sparse import BlockIndex
+from tilefold.ops.call import Call
+from tilefold.ops.environment import installed as version_of
+from tilefold.ops.source import Lists
+from tilefold.ops.sparse.sparse import prepare
+from tilefold.plan.sparse.sparse import SparsePlan, plan_sparse
+from tilefold.plan.sparse.sparse_backward import SparseBackwardPlan, plan_sparse_backward
+from tilefold.sparse import BlockIndex
 
 __all__ = ["BLOCK_PEERS", "portable_plans"]
 
 CUDNN, FASTVIDEO = "nvidia-cudnn-frontend", "fastvideo-kernel"
 
 
-def portable_plans(inputs: Inputs) -> "tuple[SparsePlan, SparseBackwardPlan] | None":
+def portable_plans(inputs: Inputs) -> tuple[SparsePlan, SparseBackwardPlan] | None:
     """The plans of the portable kernels for a sparse case of which a plan takes another kernel by itself; None where none does.
 
     Raises Unsupported if no portable tile fits."""
-    from tilefold.ops.call import Call
-    from tilefold.ops.source import Lists
-    from tilefold.ops.sparse.sparse import prepare
-    from tilefold.plan.sparse.sparse import plan_sparse
-    from tilefold.plan.sparse.sparse_backward import plan_sparse_backward
 
     if inputs.index is None:
         return None
@@ -49,12 +47,12 @@ def portable_plans(inputs: Inputs) -> "tuple[SparsePlan, SparseBackwardPlan] | N
     return None if portable[: 1 + inputs.case.backward] == chosen[: 1 + inputs.case.backward] else portable
 
 
-def _heads_first(t: "Tensor") -> "Tensor":
+def _heads_first(t: Tensor) -> Tensor:
     """[batch, heads, seq, dim] in memory."""
     return t.transpose(1, 2).contiguous()
 
 
-def _lists(inputs: Inputs, index: "BlockIndex | None") -> tuple["Tensor", "Tensor"]:
+def _lists(inputs: Inputs, index: BlockIndex | None) -> tuple[Tensor, Tensor]:
     """(indices, counts) of an index in full and contiguous, for every batch entry and head."""
     assert index is not None
     whole = index.expand(inputs.problem.batch, inputs.problem.heads)
@@ -63,8 +61,6 @@ def _lists(inputs: Inputs, index: "BlockIndex | None") -> tuple["Tensor", "Tenso
 
 def _refusal(case: Case, device: str, package: str, blocks: tuple[int, ...], dims: tuple[int, ...]) -> str | None:
     """What holds for all of them: installed, lists, a GPU, half precision, square blocks and head dims of these sizes."""
-    import torch
-
     p, pattern = case.problem, case.pattern
     if version_of(package) is None:
         return f"{package} is not installed"
@@ -113,7 +109,7 @@ def _prepare_bsa(inputs: Inputs) -> Prepared:
     result, grad = forward(), _heads_first(inputs.grad)
     state = (grad, q, k, v, result["o_tensor"], result["lse_tensor"])
 
-    def backward() -> tuple["Tensor", ...]:
+    def backward() -> tuple[Tensor, ...]:
         found = bsa.block_sparse_attention_backward(*state, indices, **options)
         return tuple(found[name].transpose(1, 2) for name in ("dq_tensor", "dk_tensor", "dv_tensor"))
 
@@ -123,8 +119,6 @@ def _prepare_bsa(inputs: Inputs) -> Prepared:
 def _splits(inputs: Inputs) -> int | str:
     """Shares of each list: its own rule never splits on sm_90 when there are few query blocks, so there as many as give each SM
     two; the path for blocks of 128 wants a number anyway."""
-    import torch
-
     p, index = inputs.problem, inputs.index
     assert index is not None
     if not inputs.case.replayed:
@@ -146,8 +140,6 @@ def _fastvideo_refuses(case: Case, device: str) -> str | None:
 
 
 def _tk_refuses(case: Case, device: str) -> str | None:
-    import torch
-
     reason = _fastvideo_refuses(case, device)
     if reason is None and torch.cuda.get_device_capability() != (9, 0):
         return "was compiled for sm_90 only"
@@ -170,10 +162,8 @@ def _fastvideo_file(pattern: str) -> ModuleType:
     return module
 
 
-def _block_sizes(inputs: Inputs) -> "Tensor":
+def _block_sizes(inputs: Inputs) -> Tensor:
     """Valid tokens of each KV block: all of them."""
-    import torch
-
     index = inputs.index
     assert index is not None
     return torch.full((index.kv_blocks,), index.block_k, dtype=torch.int32, device=inputs.q.device)
@@ -192,7 +182,7 @@ def _prepare_fastvideo(inputs: Inputs) -> Prepared:
     state = (_heads_first(inputs.grad), q, k, v, *forward())
     transposed = _lists(inputs, inputs.index.transpose() if inputs.index else None)
 
-    def backward() -> tuple["Tensor", ...]:
+    def backward() -> tuple[Tensor, ...]:
         found = module.triton_block_sparse_attn_backward(*state, *lists, *transposed, sizes)
         return tuple(t.transpose(1, 2) for t in found)
 
@@ -212,7 +202,7 @@ def _prepare_tk(inputs: Inputs) -> Prepared:
     state = (q, k, v, *forward(), _heads_first(inputs.grad))
     transposed = _lists(inputs, inputs.index.transpose() if inputs.index else None)
 
-    def backward() -> tuple["Tensor", ...]:
+    def backward() -> tuple[Tensor, ...]:
         # It gives fp32; what trains in bfloat16 needs them in that, as its own autograd function makes them.
         found = module.block_sparse_bwd(*state, *transposed, sizes)
         return tuple(t.to(q.dtype).transpose(1, 2) for t in found)

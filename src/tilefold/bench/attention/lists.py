@@ -3,16 +3,14 @@
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Generator, Tensor
 
 from tilefold.errors import ShapeError, ValueRangeError
+from tilefold.plan.problem import AttentionProblem
 from tilefold.plan.sparse.select import kept_blocks
-
-if TYPE_CHECKING:
-    from torch import Generator, Tensor
-
-    from tilefold.plan.problem import AttentionProblem
-    from tilefold.sparse import BlockIndex
+from tilefold.sparse import BlockIndex
 
 __all__ = [
     "CUBE",
@@ -84,15 +82,11 @@ class Pattern:
 
 
 @lru_cache(maxsize=2)
-def lists_of(pattern: Pattern, problem: "AttentionProblem", seed: int = 0) -> "BlockIndex":
+def lists_of(pattern: Pattern, problem: AttentionProblem, seed: int = 0) -> BlockIndex:
     """The index of a pattern on a problem, on the CPU: lists of their own for every batch entry and query head, ascending.
 
     The same for a seed everywhere. Memory while it is made: about 25 bytes for each pair of blocks of one batch entry.
     Raises ShapeError if the tokens of a video pattern are not those of the problem."""
-    import torch
-
-    from tilefold.sparse import BlockIndex
-
     p = problem
     rows, columns = -(-p.seq_q // pattern.block_q), -(-p.seq_k // pattern.block_k)
     draw = {"random": random_map, "video": video_map, "uneven": uneven_map}[pattern.kind]
@@ -111,27 +105,21 @@ def lists_of(pattern: Pattern, problem: "AttentionProblem", seed: int = 0) -> "B
     )
 
 
-def random_map(pattern: Pattern, heads: int, rows: int, columns: int, generator: "Generator") -> "Tensor":
+def random_map(pattern: Pattern, heads: int, rows: int, columns: int, generator: Generator) -> Tensor:
     """bool [heads, rows, columns] of the kind "random"."""
-    import torch
-
     return highest(torch.rand(heads, rows, columns, generator=generator), pattern.kept(columns))
 
 
-def uneven_map(pattern: Pattern, heads: int, rows: int, columns: int, generator: "Generator") -> "Tensor":
+def uneven_map(pattern: Pattern, heads: int, rows: int, columns: int, generator: Generator) -> Tensor:
     """bool [heads, rows, columns] of the kind "uneven"."""
-    import torch
-
     ladder = [round(columns ** (row / max(1, rows - 1))) for row in range(rows)]
     counts = torch.tensor(ladder)[torch.rand(heads, rows, generator=generator).argsort(-1)]
     rank = torch.rand(heads, rows, columns, generator=generator).argsort(-1).argsort(-1)
     return rank < counts[..., None]
 
 
-def video_map(pattern: Pattern, heads: int, rows: int, columns: int, generator: "Generator") -> "Tensor":
+def video_map(pattern: Pattern, heads: int, rows: int, columns: int, generator: Generator) -> Tensor:
     """bool [heads, rows, columns] of the kind "video"."""
-    import torch
-
     kept = pattern.kept(columns)
     cubes = [size // side for size, side in zip(pattern.latent, CUBE, strict=True)]
     place = torch.cartesian_prod(*(torch.arange(n) for n in cubes))
@@ -147,15 +135,13 @@ def video_map(pattern: Pattern, heads: int, rows: int, columns: int, generator: 
     return highest(mass + sum(MASS) * near, kept)
 
 
-def highest(scores: "Tensor", count: int) -> "Tensor":
+def highest(scores: Tensor, count: int) -> Tensor:
     """bool, true at the `count` highest scores of each row."""
-    import torch
-
     keep = torch.zeros(scores.shape, dtype=torch.bool)
     return keep.scatter_(-1, scores.topk(count, -1).indices, True)
 
 
-def _check_video(pattern: Pattern, problem: "AttentionProblem") -> None:
+def _check_video(pattern: Pattern, problem: AttentionProblem) -> None:
     tokens, sides = math.prod(pattern.latent), zip(pattern.latent, CUBE, strict=True)
     if (problem.seq_q, problem.seq_k) != (tokens, tokens) or any(size % side for size, side in sides):
         raise ShapeError(
@@ -170,13 +156,13 @@ def _check_video(pattern: Pattern, problem: "AttentionProblem") -> None:
 
 
 @lru_cache(maxsize=256)
-def listed_blocks(pattern: Pattern, problem: "AttentionProblem") -> int:
+def listed_blocks(pattern: Pattern, problem: AttentionProblem) -> int:
     """How many pairs of a query block and a KV block are listed, over all batch entries and query heads."""
     return int(lists_of(pattern, problem).counts.sum())
 
 
 @lru_cache(maxsize=256)
-def kept_counts(pattern: Pattern, problem: "AttentionProblem") -> tuple[int, int]:
+def kept_counts(pattern: Pattern, problem: AttentionProblem) -> tuple[int, int]:
     """The shortest and the longest list, in KV blocks."""
     if pattern.kind != "uneven":
         kept = pattern.kept(-(-problem.seq_k // pattern.block_k))
@@ -186,19 +172,19 @@ def kept_counts(pattern: Pattern, problem: "AttentionProblem") -> tuple[int, int
 
 
 @lru_cache(maxsize=256)
-def touched_blocks(pattern: Pattern, problem: "AttentionProblem") -> int:
+def touched_blocks(pattern: Pattern, problem: AttentionProblem) -> int:
     """How many KV blocks some query lists, over all batch entries and KV heads: those that have to be read at least once."""
     keep = lists_of(pattern, problem).to_map()
     return int(keep.unflatten(1, (problem.kv_heads, problem.group)).any(3).any(2).sum())
 
 
-def density(pattern: Pattern, problem: "AttentionProblem") -> float:
+def density(pattern: Pattern, problem: AttentionProblem) -> float:
     """The share of all pairs of blocks that is listed, 0 to 1."""
     rows, columns = -(-problem.seq_q // pattern.block_q), -(-problem.seq_k // pattern.block_k)
     return listed_blocks(pattern, problem) / (rows * columns * problem.batch * problem.heads)
 
 
-def overlap(index: "BlockIndex") -> float:
+def overlap(index: BlockIndex) -> float:
     """Mean share of a list that the next query block's list has too (of the shorter one); 0 for a single query block."""
     keep = index.to_map().float()
     first, second = keep[:, :, :-1], keep[:, :, 1:]

@@ -1,14 +1,14 @@
 """tilefold's own rows of a benchmark: the public functions as a user calls them, and by kernels that a plan would not take."""
 
-from typing import TYPE_CHECKING
+from typing import Any
 
+from torch import Tensor
+
+import tilefold
 from tilefold.bench.attention.block_peers import portable_plans
 from tilefold.bench.attention.cases import Case
 from tilefold.bench.implementation import Inputs, Prepared, prepared, window_of
 from tilefold.errors import Unsupported
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = [
     "nondeterministic_refuses",
@@ -22,35 +22,22 @@ __all__ = [
 
 def prepare_tilefold(inputs: Inputs) -> Prepared:
     """The public function, as a user calls it."""
-    import tilefold
-
-    p, index = inputs.problem, inputs.index
+    p, index, ends = inputs.problem, inputs.index, inputs.offsets
     window = window_of(p)
 
-    def function(q: "Tensor", k: "Tensor", v: "Tensor") -> "Tensor":
-        out: Tensor = tilefold.attention(q, k, v, causal=p.causal, window=window)
-        return out
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        if index is not None:
+            return tilefold.sparse_attention(q, k, v, index, causal=p.causal)
+        if ends is None:
+            return tilefold.attention(q, k, v, causal=p.causal, window=window)
+        lengths = ends, ends, p.seq_q, p.seq_q
+        return tilefold.attention_varlen(q[0], k[0], v[0], *lengths, causal=p.causal, window=window)[None]
 
-    def sparse_function(q: "Tensor", k: "Tensor", v: "Tensor") -> "Tensor":
-        assert index is not None
-        out: Tensor = tilefold.sparse_attention(q, k, v, index, causal=p.causal)
-        return out
-
-    def packed_function(q: "Tensor", k: "Tensor", v: "Tensor") -> "Tensor":
-        ends, longest = inputs.offsets, p.seq_q
-        assert ends is not None
-        out: Tensor = tilefold.attention_varlen(
-            q[0], k[0], v[0], ends, ends, longest, longest, causal=p.causal, window=window
-        )
-        return out[None]
-
-    return prepared(inputs, packed_function if p.varlen else function if index is None else sparse_function)
+    return prepared(inputs, function)
 
 
 def prepare_nondeterministic(inputs: Inputs) -> Prepared:
     """Non-deterministic gradients, where a plan makes them by another kernel then."""
-    import tilefold
-
     causal, window = inputs.problem.causal, window_of(inputs.problem)
     tensors = (inputs.q, inputs.k, inputs.v)
     kept, free = (
@@ -60,17 +47,13 @@ def prepare_nondeterministic(inputs: Inputs) -> Prepared:
     if kept == free:
         raise Unsupported(f"the plan takes {kept} in either case")
 
-    def function(q: "Tensor", k: "Tensor", v: "Tensor") -> "Tensor":
-        out: Tensor = tilefold.attention(q, k, v, causal=causal, window=window, deterministic=False)
-        return out
-
-    return prepared(inputs, function)
+    return prepared(
+        inputs, lambda q, k, v: tilefold.attention(q, k, v, causal=causal, window=window, deterministic=False)
+    )
 
 
 def prepare_portable(inputs: Inputs) -> Prepared:
     """`sparse_attention` by the portable kernels, where a plan takes another one by itself."""
-    import tilefold
-
     index, plans = inputs.index, portable_plans(inputs)
     if index is None or plans is None:
         raise Unsupported("it is what tilefold runs by itself here")

@@ -7,8 +7,12 @@ lists of blocks alone are in `block_peers`.
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from tilefold.bench.attention.block_peers import BLOCK_PEERS
 from tilefold.bench.attention.cases import Case, cases_of
@@ -21,14 +25,11 @@ from tilefold.bench.attention.own import (
     tilefold_refuses,
 )
 from tilefold.bench.family import Calls, Family
-from tilefold.bench.implementation import Function, Implementation, Inputs, Prepared, importable, make_inputs, prepared
+from tilefold.bench.implementation import Function, Implementation, Inputs, Prepared, make_inputs, output_of, prepared
 from tilefold.bench.judge import Judge
+from tilefold.ops.environment import importable
 from tilefold.plan.problem import AttentionProblem
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from tilefold.sparse import BlockIndex
+from tilefold.sparse import BlockIndex
 
 __all__ = ["DEFAULT_PEERS", "DENSE", "IMPLEMENTATIONS", "SPARSE"]
 
@@ -51,11 +52,8 @@ def _sdpa_refuses(backend: str) -> Callable[[Case, str], str | None]:
             return "needs a GPU"
         if p.dtype == "float32" and (backend == "cudnn" or (backend == "flash" and device == "cuda")):
             return "takes float16 and bfloat16 only"
-        if backend == "cudnn":
-            import torch
-
-            if not torch.backends.cudnn.is_available():
-                return "torch was built without cuDNN"
+        if backend == "cudnn" and not torch.backends.cudnn.is_available():
+            return "torch was built without cuDNN"
         if p.varlen and backend not in ("cudnn", "flash"):
             return "this adapter takes packed batches for cuDNN and FlashAttention-2 only"
         if p.varlen and device != "cuda":
@@ -80,7 +78,7 @@ def _prepare_sdpa(backend: str) -> Callable[[Inputs], Prepared]:
         # One query sees every key under a bottom-right causal mask, torch's top-left one would hide all but the first.
         causal, grouped = p.causal and p.seq_q > 1, p.heads != p.kv_heads
 
-        def function(*tensors: "Tensor") -> "Tensor":
+        def function(*tensors: Tensor) -> Tensor:
             q, k, v = (t.transpose(1, 2) for t in tensors)
             return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
 
@@ -98,7 +96,7 @@ def _packed_sdpa(inputs: Inputs) -> Function:
     assert inputs.offsets is not None
     offsets, lengths, causal = inputs.offsets.long(), inputs.case.lengths, inputs.problem.causal
 
-    def function(*tensors: "Tensor") -> "Tensor":
+    def function(*tensors: Tensor) -> Tensor:
         q, k, v = (
             nested_tensor_from_jagged(t[0], offsets, min_seqlen=min(lengths), max_seqlen=max(lengths)).transpose(1, 2)
             for t in tensors
@@ -111,8 +109,6 @@ def _packed_sdpa(inputs: Inputs) -> Function:
 
 def _packed_flash(inputs: Inputs) -> Function:
     """torch's own function for packed batches, which is FlashAttention-2."""
-    import inspect
-
     from torch.nn.attention import varlen
 
     attend: Any = varlen.varlen_attn
@@ -120,11 +116,7 @@ def _packed_flash(inputs: Inputs) -> Function:
     newer = "window_size" in inspect.signature(attend).parameters  # a causal mask had an argument of its own before
     mask = {"window_size": (-1, 0) if causal else (-1, -1)} if newer else {"is_causal": causal}
 
-    def function(q: "Tensor", k: "Tensor", v: "Tensor") -> "Tensor":
-        out: Tensor = attend(q[0], k[0], v[0], inputs.offsets, inputs.offsets, longest, longest, **mask)
-        return out[None]
-
-    return function
+    return lambda q, k, v: attend(q[0], k[0], v[0], inputs.offsets, inputs.offsets, longest, longest, **mask)[None]
 
 
 # --- FlexAttention ----------------------------------------------------------------------------------------------------------
@@ -140,7 +132,6 @@ def _flex_refuses(case: Case, device: str) -> str | None:
 
 
 def _prepare_flex(inputs: Inputs) -> Prepared:
-    import torch
     from torch._functorch import config
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -154,10 +145,9 @@ def _prepare_flex(inputs: Inputs) -> Prepared:
     mode = "max-autotune-no-cudagraphs" if tuned else None
     compiled: Any = torch.compile(flex_attention, dynamic=False, mode=mode)
 
-    def function(*tensors: "Tensor") -> "Tensor":
+    def function(*tensors: Tensor) -> Any:
         q, k, v = (t.transpose(1, 2) for t in tensors)
-        out: Tensor = compiled(q, k, v, block_mask=mask, enable_gqa=grouped, kernel_options=options)
-        return out.transpose(1, 2)
+        return compiled(q, k, v, block_mask=mask, enable_gqa=grouped, kernel_options=options).transpose(1, 2)
 
     return prepared(inputs, function)
 
@@ -174,7 +164,6 @@ def flex_options(case: Case) -> dict[str, int] | None:
 
 def flex_mask(inputs: Inputs) -> Any:
     """The BlockMask of a case: its lists as full blocks, or causal, or None."""
-    import torch
     from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
     p, index = inputs.problem, inputs.index
@@ -190,7 +179,7 @@ def flex_mask(inputs: Inputs) -> Any:
         return None
     offset = p.seq_k - p.seq_q
 
-    def sees(batch: "Tensor", head: "Tensor", i: "Tensor", j: "Tensor") -> "Tensor":
+    def sees(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return i + offset >= j
 
     return create_block_mask(sees, None, None, p.seq_q, p.seq_k, device=inputs.q.device)
@@ -205,8 +194,6 @@ def _fa4_refuses(case: Case, device: str) -> str | None:
         return "flash-attn-4 is not installed"
     if device != "cuda":
         return "needs a GPU"
-    import torch
-
     if torch.cuda.get_device_capability()[0] < 9:
         return "needs sm_90 or newer"
     if p.dtype == "float32":
@@ -222,11 +209,8 @@ def _fa4_deterministic_refuses(case: Case, device: str) -> str | None:
     if case.pattern is not None or not case.backward:
         return "a row of its own for gradients of dense attention only"
     why = _fa4_refuses(case, device)
-    if why is None:
-        import torch
-
-        if torch.cuda.get_device_capability()[0] == 12:
-            return "its backward has no deterministic form on sm_120"
+    if why is None and torch.cuda.get_device_capability()[0] == 12:
+        return "its backward has no deterministic form on sm_120"
     return why
 
 
@@ -241,26 +225,20 @@ def _prepare_fa4(inputs: Inputs, **extra: Any) -> Prepared:
         if inputs.grad is not None:
             options["block_sparse_tensors_bwd"] = _fa4_lists(inputs, inputs.index.transpose())
 
-    def function(*tensors: "Tensor") -> "Tensor":
-        result: Any = interface.flash_attn_func(*tensors, **options)
-        out: Tensor = result[0] if isinstance(result, tuple) else result
-        return out
-
-    def packed(*tensors: "Tensor") -> "Tensor":
+    def packed(*tensors: Tensor) -> Any:
         where = {f"cu_seqlens_{side}": inputs.offsets for side in "qk"} | dict.fromkeys(
             ("max_seqlen_q", "max_seqlen_k"), p.seq_q
         )
-        result: Any = interface.flash_attn_varlen_func(*(t[0] for t in tensors), **where, **options)
-        out: Tensor = result[0] if isinstance(result, tuple) else result
-        return out[None]
+        return output_of(interface.flash_attn_varlen_func(*(t[0] for t in tensors), **where, **options))[None]
 
-    return prepared(inputs, packed if p.varlen else function)
+    def dense(*tensors: Tensor) -> Any:
+        return output_of(interface.flash_attn_func(*tensors, **options))
+
+    return prepared(inputs, packed if p.varlen else dense)
 
 
-def _fa4_lists(inputs: Inputs, index: "BlockIndex") -> Any:
+def _fa4_lists(inputs: Inputs, index: BlockIndex) -> Any:
     """Its record of lists: all blocks full, none masked; block sizes are (query, key), also of the transposed lists."""
-    import torch
-
     sparsity: Any = importlib.import_module("flash_attn.cute.block_sparsity")
     whole, pattern = index.expand(inputs.problem.batch, inputs.problem.heads), inputs.case.pattern
     counts, lists = whole.counts.contiguous(), whole.indices.contiguous()

@@ -4,8 +4,8 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tilefold.bench.attention.cases import SIZES, lognormal_lengths
-from tilefold.errors import ValueRangeError
+from tilefold.bench.attention.cases import lognormal_lengths
+from tilefold.bench.choice import of_size
 
 __all__ = ["CACHES", "DecodeCase", "decode_cases"]
 
@@ -96,9 +96,7 @@ class DecodeCase:
 
 def decode_cases(size: str = "full") -> tuple[DecodeCase, ...]:
     """The cases of a size: "full", "quick" (a minute on a GPU) or "tiny" (the interpreter).  ValueRangeError for another one."""
-    if size not in SIZES:
-        raise ValueRangeError(f"size must be one of {', '.join(SIZES)}, got {size!r}")
-    return {"full": _full, "quick": _quick, "tiny": _tiny}[size]()
+    return of_size(size, {"full": _full, "quick": _quick, "tiny": _tiny})()
 
 
 def _full() -> tuple[DecodeCase, ...]:

@@ -2,16 +2,14 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
+from tilefold import reference
 from tilefold.bench.decode.cases import DecodeCase
 from tilefold.bench.judge import verdict_of
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from tilefold.reference import Comparison
+from tilefold.reference import Comparison
 
 __all__ = ["DecodeInputs", "DecodeJudge", "make_decode_inputs"]
 
@@ -25,13 +23,13 @@ class DecodeInputs:
     lengths [B] int32 of all keys; k_scale and v_scale fp32 [Hkv] of a quantised cache: a value is its element times that."""
 
     case: DecodeCase
-    q: "Tensor"
-    k_cache: "Tensor"
-    v_cache: "Tensor"
-    lengths: "Tensor"
-    table: "Tensor | None" = None
-    k_scale: "Tensor | None" = None
-    v_scale: "Tensor | None" = None
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    lengths: Tensor
+    table: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
     @cached_property
     def plain(self) -> "DecodeInputs":
@@ -43,10 +41,8 @@ class DecodeInputs:
         v = k[..., : self.case.dim_v] if self.case.shared else self._plain(self.v_cache, self.v_scale)
         return DecodeInputs(self.case.plain, self.q, k, v, self.lengths)
 
-    def _plain(self, cache: "Tensor", scale: "Tensor | None") -> "Tensor":
+    def _plain(self, cache: Tensor, scale: Tensor | None) -> Tensor:
         """A cache as [B, longest, Hkv, D] in the queries' dtype."""
-        import torch
-
         rows = _as_bytes(cache)
         if self.table is not None:
             rows = rows[self.table.long()].flatten(1, 2)[:, : self.case.longest].contiguous()
@@ -55,11 +51,11 @@ class DecodeInputs:
             return rows
         return torch.stack([(one.float() * scale[:, None]).to(self.q.dtype) for one in rows])
 
-    def sequence(self, b: int, dtype: "torch.dtype") -> "tuple[Tensor, Tensor]":
+    def sequence(self, b: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values [1, length, Hkv, D or Dv] of a sequence in a dtype."""
         n = self.case.lengths[b]
 
-        def rows(cache: "Tensor", scale: "Tensor | None") -> "Tensor":
+        def rows(cache: Tensor, scale: Tensor | None) -> Tensor:
             if self.table is None:
                 mine = cache[b]
             else:
@@ -70,25 +66,21 @@ class DecodeInputs:
         return rows(self.k_cache, self.k_scale), rows(self.v_cache, self.v_scale)
 
 
-def _as_bytes(cache: "Tensor") -> "Tensor":
+def _as_bytes(cache: Tensor) -> Tensor:
     """e4m3, which torch does not gather, as the bytes that it is; others as they are."""
-    import torch
-
     return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
 
 
 def make_decode_inputs(case: DecodeCase, device: str, seed: int = 0) -> DecodeInputs:
     """Standard-normal queries, keys and values, the same for a seed and device.  Pages lie in random order in a pool that they
     fill; entries of the table past a sequence's last page are 0."""
-    import torch
-
     generator = torch.Generator(device=device).manual_seed(seed)
     dtype = getattr(torch, case.dtype)
 
-    def normal(*shape: int) -> "Tensor":
+    def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
-    def cache(dim: int) -> "tuple[Tensor, Tensor | None]":
+    def cache(dim: int) -> tuple[Tensor, Tensor | None]:
         where = (sum(case.pages), case.page) if case.page else (case.batch, case.longest)
         made = normal(*where, case.kv_heads, dim)
         if not case.cache:
@@ -106,9 +98,7 @@ def make_decode_inputs(case: DecodeCase, device: str, seed: int = 0) -> DecodeIn
     return DecodeInputs(case, q, k, v, lengths, table, k_scale, v_scale)
 
 
-def _table(case: DecodeCase, generator: "torch.Generator", device: str) -> "Tensor":
-    import torch
-
+def _table(case: DecodeCase, generator: torch.Generator, device: str) -> Tensor:
     order = torch.randperm(sum(case.pages), generator=generator, device=device).int()
     table = torch.zeros(case.batch, max(case.pages), dtype=torch.int32, device=device)
     for b, mine in enumerate(order.split(case.pages)):
@@ -121,22 +111,16 @@ class DecodeJudge:
     says how much error the queries' dtype allows.  Every sequence and head; one sequence at a time is in memory."""
 
     def __init__(self, inputs: DecodeInputs) -> None:
-        import torch
-
         self.inputs = inputs
         self.want, self.plain = (self._computed(dtype) for dtype in (torch.float64, inputs.q.dtype))
 
-    def _computed(self, dtype: "torch.dtype") -> "Tensor":
-        import torch
-
-        from tilefold import reference
-
+    def _computed(self, dtype: torch.dtype) -> Tensor:
         i, outs = self.inputs, []
         for b in range(i.case.batch):
             k, v = i.sequence(b, dtype)
             outs.append(reference.attention(i.q[b : b + 1], k, v, causal=i.case.causal, dtype=dtype)[0])
         return torch.cat(outs)
 
-    def verdict(self, out: "Tensor") -> "Comparison":
+    def verdict(self, out: Tensor) -> Comparison:
         """Judge an output [B, Sq, H, Dv]."""
         return verdict_of((out,), [(out, self.want, self.plain)])

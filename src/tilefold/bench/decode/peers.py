@@ -6,16 +6,18 @@ starts; their times are then of another number of bytes, and their outputs are j
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import Tensor
+
+import tilefold
 from tilefold.bench.decode.cases import DecodeCase
 from tilefold.bench.decode.inputs import DecodeInputs
 from tilefold.bench.family import Calls, Peer, each
-from tilefold.bench.implementation import importable
+from tilefold.bench.implementation import output_of
 from tilefold.errors import Unsupported
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from tilefold.ops.environment import importable
 
 __all__ = ["OWN", "TORCH_AND_FA4", "attend_cached"]
 
@@ -23,10 +25,8 @@ __all__ = ["OWN", "TORCH_AND_FA4", "attend_cached"]
 # --- tilefold ---------------------------------------------------------------------------------------------------------------
 
 
-def attend_cached(inputs: DecodeInputs) -> "Callable[[], Tensor]":
+def attend_cached(inputs: DecodeInputs) -> Callable[[], Tensor]:
     """The step as a user of tilefold calls it."""
-    import tilefold
-
     i, case = inputs, inputs.case
     options: dict[str, Any] = {"cache_seqlens": i.lengths, "block_table": i.table, "causal": case.causal}
     options |= {"k_scale": i.k_scale, "v_scale": i.v_scale} if case.cache else {}
@@ -40,16 +40,14 @@ def _plain_refuses(case: DecodeCase, device: str) -> str | None:
 
 
 OWN = (
-    Peer(
-        "tilefold", "tilefold", "tilefold.attention_kvcache", "tilefold", lambda case, device: None, each(attend_cached)
-    ),
+    Peer("tilefold", "tilefold", "tilefold.attention_kvcache", "tilefold", each(attend_cached)),
     Peer(
         "plain",
         "tilefold plain",
         "the same with the cache contiguous and in the queries' dtype",
         "tilefold",
-        _plain_refuses,
         each(lambda inputs: attend_cached(inputs.plain)),
+        _plain_refuses,
     ),
 )
 
@@ -71,8 +69,7 @@ def _sdpa_refuses(backend: str) -> Callable[[DecodeCase, str], str | None]:
 
 
 def _prepare_sdpa(backend: str) -> Callable[[Sequence[DecodeInputs]], Calls]:
-    def attend(inputs: DecodeInputs) -> "Callable[[], Tensor]":
-        import torch
+    def attend(inputs: DecodeInputs) -> Callable[[], Tensor]:
         from torch.nn.attention.bias import causal_lower_right
         from torch.nn.functional import scaled_dot_product_attention
 
@@ -101,7 +98,6 @@ def _prepare_sdpa(backend: str) -> Callable[[Sequence[DecodeInputs]], Calls]:
 
 
 def _prepare_flex(sets: Sequence[DecodeInputs]) -> Calls:
-    import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch.compiler.reset()  # else the cases would run into the limit of recompilations
@@ -109,21 +105,16 @@ def _prepare_flex(sets: Sequence[DecodeInputs]) -> Calls:
     case, lengths, queries = sets[0].case, sets[0].lengths, sets[0].case.queries
     grouped, mask = case.heads != case.kv_heads, None
 
-    def sees(batch: "Tensor", head: "Tensor", row: "Tensor", key: "Tensor") -> "Tensor":
+    def sees(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         return key <= row + lengths[batch] - queries
 
     if case.uneven or case.causal:  # one mask for all sets, whose lengths are the same: another would be compiled again
         mask = create_block_mask(sees, case.batch, None, queries, case.longest, device=sets[0].q.device)
 
-    def attend(inputs: DecodeInputs) -> "Callable[[], Tensor]":
+    def attend(inputs: DecodeInputs) -> Callable[[], Tensor]:
         i = inputs.plain
         q, k, v = (t.transpose(1, 2) for t in (i.q, i.k_cache, i.v_cache))
-
-        def call() -> "Tensor":
-            out: Tensor = compiled(q, k, v, block_mask=mask, enable_gqa=grouped).transpose(1, 2)
-            return out
-
-        return call
+        return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=grouped).transpose(1, 2)
 
     return Calls([attend(one) for one in sets])
 
@@ -150,33 +141,27 @@ def _prepare_fa4(sets: Sequence[DecodeInputs]) -> Calls:
         if missing := [name for name in ("seqused_k", "page_table") if name not in known]:
             raise Unsupported(f"this version's flash_attn_varlen_func has no {missing[0]}")
 
-    def attend(inputs: DecodeInputs) -> "Callable[[], Tensor]":
+    def attend(inputs: DecodeInputs) -> Callable[[], Tensor]:
         i = inputs if inputs.case.uneven and not inputs.case.cache else inputs.plain
         options: dict[str, Any] = {"causal": i.case.causal}
         function = interface.flash_attn_func
         if i.case.uneven:
             function = interface.flash_attn_varlen_func
             options |= {"seqused_k": i.lengths} | ({} if i.table is None else {"page_table": i.table})
-
-        def call() -> "Tensor":
-            result = function(i.q, i.k_cache, i.v_cache, **options)
-            out: Tensor = result[0] if isinstance(result, tuple) else result
-            return out
-
-        return call
+        return lambda: output_of(function(i.q, i.k_cache, i.v_cache, **options))
 
     return Calls([attend(one) for one in sets])
 
 
 TORCH_AND_FA4 = (
     *(
-        Peer(name, title, what, "torch", _sdpa_refuses(name), _prepare_sdpa(name))
+        Peer(name, title, what, "torch", _prepare_sdpa(name), _sdpa_refuses(name))
         for name, title, what in (
             ("cudnn", "cuDNN", "torch SDPA, cuDNN backend"),
             ("flash", "FA2", "torch SDPA, flash backend (FlashAttention-2)"),
             ("math", "math", "torch SDPA, math backend"),
         )
     ),
-    Peer("fa4", "FA4", "flash_attn.cute, if installed", "flash-attn-4", _fa4_refuses, _prepare_fa4),
-    Peer("flex", "Flex", "torch FlexAttention, compiled", "torch", _flex_refuses, _prepare_flex),
+    Peer("fa4", "FA4", "flash_attn.cute, if installed", "flash-attn-4", _prepare_fa4, _fa4_refuses),
+    Peer("flex", "Flex", "torch FlexAttention, compiled", "torch", _prepare_flex, _flex_refuses),
 )

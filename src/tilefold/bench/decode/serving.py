@@ -4,18 +4,18 @@ import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from tilefold.bench.decode.cases import DecodeCase, decode_cases
 from tilefold.bench.decode.inputs import DecodeInputs, DecodeJudge, make_decode_inputs
 from tilefold.bench.decode.peers import OWN, TORCH_AND_FA4
-from tilefold.bench.family import Calls, Family, Peer
-from tilefold.bench.implementation import importable
+from tilefold.bench.family import Calls, Family, Peer, by_name
 from tilefold.bench.run import METHODS, Row
 from tilefold.errors import Unsupported
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from tilefold.ops.environment import importable
 
 __all__ = ["DECODE", "DECODE_PEERS"]
 
@@ -24,12 +24,10 @@ VLLM_MODULES = ("vllm.v1.attention.ops.triton_decode_attention", "vllm.attention
 LEAST_PAGE = 16  # of what a contiguous cache is cut into for those who know pages only
 
 
-def in_pages(inputs: DecodeInputs) -> "tuple[Tensor, Tensor, Tensor, int]":
+def in_pages(inputs: DecodeInputs) -> tuple[Tensor, Tensor, Tensor, int]:
     """(k, v, table, page) of a cache in the queries' dtype; a contiguous one is seen as pages of 16 that lie in order.
 
     Raises Unsupported where that needs a copy."""
-    import torch
-
     i, case = inputs, inputs.case
     if case.cache:
         raise Unsupported("this adapter takes caches in the queries' dtype only")
@@ -58,9 +56,7 @@ def _prepare_flashinfer(sets: Sequence[DecodeInputs]) -> Calls:
     return Calls([_flashinfer_call(library, one) for one in sets])
 
 
-def _flashinfer_call(library: Any, inputs: DecodeInputs) -> "Callable[[], Tensor]":
-    import torch
-
+def _flashinfer_call(library: Any, inputs: DecodeInputs) -> Callable[[], Tensor]:
     case = inputs.case
     k, v, table, page = in_pages(inputs)
     used = [-(-n // page) for n in case.lengths]
@@ -79,12 +75,7 @@ def _flashinfer_call(library: Any, inputs: DecodeInputs) -> "Callable[[], Tensor
         starts = torch.arange(case.batch + 1, dtype=torch.int32, device=q.device) * case.queries
         wrapper = library.BatchPrefillWithPagedKVCacheWrapper(space, "NHD")
         wrapper.plan(starts, *where, *shape, causal=True, **kinds)
-
-    def call() -> "Tensor":
-        out: Tensor = wrapper.run(q, (k, v)).view(case.batch, case.queries, case.heads, case.dim_v)
-        return out
-
-    return call
+    return lambda: wrapper.run(q, (k, v)).view(case.batch, case.queries, case.heads, case.dim_v)
 
 
 # --- vLLM -------------------------------------------------------------------------------------------------------------------
@@ -103,9 +94,7 @@ def _prepare_vllm(sets: Sequence[DecodeInputs]) -> Calls:
     return Calls([_vllm_call(module.decode_attention_fwd, one) for one in sets])
 
 
-def _vllm_call(function: Any, inputs: DecodeInputs) -> "Callable[[], Tensor]":
-    import torch
-
+def _vllm_call(function: Any, inputs: DecodeInputs) -> Callable[[], Tensor]:
     case = inputs.case
     k, v, table, page = in_pages(inputs)
     # As many splits as fill the GPU twice: its callers fix 4 or 8, which would leave a small batch waiting.
@@ -117,7 +106,7 @@ def _vllm_call(function: Any, inputs: DecodeInputs) -> "Callable[[], Tensor]":
     lse = lse if "lse" in inspect.signature(function).parameters else ()  # type: ignore[assignment]
     scale, q = case.dim_qk**-0.5, inputs.q[:, 0].contiguous()
 
-    def call() -> "Tensor":
+    def call() -> Tensor:
         out = q.new_empty(*rows, case.dim_v)
         function(q, k, v, out, *lse, table, inputs.lengths, partials, splits, scale, page)
         return out[:, None]
@@ -125,7 +114,7 @@ def _vllm_call(function: Any, inputs: DecodeInputs) -> "Callable[[], Tensor]":
     return call
 
 
-_ALL = (
+DECODE_PEERS = by_name(
     *OWN,
     *TORCH_AND_FA4,
     Peer(
@@ -133,12 +122,11 @@ _ALL = (
         "flashinfer",
         "flashinfer's paged wrappers, if installed",
         "flashinfer-python",
-        _flashinfer_refuses,
         _prepare_flashinfer,
+        _flashinfer_refuses,
     ),
-    Peer("vllm", "vLLM", "vLLM's decoding kernel in Triton, if installed", "vllm", _vllm_refuses, _prepare_vllm),
+    Peer("vllm", "vLLM", "vLLM's decoding kernel in Triton, if installed", "vllm", _prepare_vllm, _vllm_refuses),
 )
-DECODE_PEERS: dict[str, Peer] = {one.name: one for one in _ALL}
 # Device -> who is measured unasked.
 DECODE_DEFAULTS: dict[str, tuple[str, ...]] = {
     "cuda": ("plain", "cudnn", "flash", "fa4", "flex", "flashinfer", "vllm"),

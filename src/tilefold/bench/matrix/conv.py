@@ -3,14 +3,14 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tilefold.bench.family import Calls, Family, Peer, each
-from tilefold.bench.matrix.product import BYTES, WholeJudge, of_size, ours, roof_of
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+from tilefold.bench.choice import of_size
+from tilefold.bench.family import Calls, Family, Peer, by_name, each
+from tilefold.bench.matrix.product import BYTES, WholeJudge, ours, roof_of
 
 __all__ = ["CONV", "ConvCase", "conv_cases"]
 
@@ -73,18 +73,16 @@ class ConvCase:
 @dataclass(frozen=True)
 class ConvInputs:
     case: ConvCase
-    x: "Tensor"
-    weight: "Tensor"
-    bias: "Tensor"
+    x: Tensor
+    weight: Tensor
+    bias: Tensor
 
 
 def conv_inputs(case: ConvCase, device: str, seed: int = 0) -> ConvInputs:
     """Standard-normal x and bias, weights over the root of what they sum over; the same for a seed and device."""
-    import torch
-
     generator = torch.Generator(device=device).manual_seed(seed)
 
-    def normal(*shape: int) -> "Tensor":
+    def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=getattr(torch, case.dtype))
 
     inner = case.channels // case.groups
@@ -95,16 +93,13 @@ def conv_inputs(case: ConvCase, device: str, seed: int = 0) -> ConvInputs:
     return ConvInputs(case, x, weight, normal(case.out))
 
 
-def by_torch(inputs: ConvInputs) -> "Callable[[], Tensor]":
-    import torch
-
+def by_torch(inputs: ConvInputs) -> Callable[[], Tensor]:
     i = inputs
     return lambda: torch.nn.functional.conv2d(i.x, i.weight, i.bias, **i.case.options)
 
 
 def _prepare_torch(sets: Sequence[ConvInputs]) -> Calls:
     """cuDNN, which tries its algorithms at the first call."""
-    import torch
 
     def context() -> AbstractContextManager[Any]:
         found: AbstractContextManager[Any] = torch.backends.cudnn.flags(enabled=True, benchmark=True)
@@ -114,21 +109,16 @@ def _prepare_torch(sets: Sequence[ConvInputs]) -> Calls:
 
 
 def conv_judge(inputs: ConvInputs) -> WholeJudge:
-    def compute(dtype: "torch.dtype") -> "Tensor":
+    def compute(dtype: torch.dtype) -> Tensor:
         return by_torch(ConvInputs(inputs.case, *(t.to(dtype) for t in (inputs.x, inputs.weight, inputs.bias))))()
 
     return WholeJudge(compute, inputs.x.dtype)
 
 
-def by_tilefold(inputs: ConvInputs) -> "Callable[[], Tensor]":
+def by_tilefold(inputs: ConvInputs) -> Callable[[], Tensor]:
     """The public function as a user calls it."""
     i, function = inputs, ours("conv2d")
-
-    def call() -> "Tensor":
-        out: Tensor = function(i.x, i.weight, i.bias, **i.case.options, method=i.case.method)
-        return out
-
-    return call
+    return lambda: function(i.x, i.weight, i.bias, **i.case.options, method=i.case.method)
 
 
 def conv_cases(size: str = "full") -> tuple[ConvCase, ...]:
@@ -167,16 +157,15 @@ def conv_cases(size: str = "full") -> tuple[ConvCase, ...]:
     )
 
 
-PEERS = (
-    Peer("tilefold", "tilefold", "ops.conv2d", "tilefold", lambda case, device: None, each(by_tilefold)),
-    Peer("torch", "torch", "cuDNN through torch", "torch", lambda case, device: None, _prepare_torch),
-)
 CONV = Family(
     name="conv",
     cases=conv_cases,
     inputs=conv_inputs,
     judge=conv_judge,
-    peers={peer.name: peer for peer in PEERS},
+    peers=by_name(
+        Peer("tilefold", "tilefold", "ops.conv2d", "tilefold", each(by_tilefold)),
+        Peer("torch", "torch", "cuDNN through torch", "torch", _prepare_torch),
+    ),
     defaults={"cuda": ("torch",), "cpu": ("torch",)},
     record=asdict,
     rotating="inputs",

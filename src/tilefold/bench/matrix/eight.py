@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from tilefold import reference
 from tilefold.bench.family import Calls
 from tilefold.bench.matrix.product import BYTES, WholeJudge, ours, product_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = [
     "EightCase",
@@ -53,15 +54,13 @@ class EightCase:
 @dataclass(frozen=True)
 class EightInputs:
     case: EightCase
-    x: "Tensor"
-    weight: "Tensor"
-    scale: "Tensor"
+    x: Tensor
+    weight: Tensor
+    scale: Tensor
 
 
 def eight_inputs(case: EightCase, device: str, seed: int) -> EightInputs:
     """Standard-normal x, and a normal weight over the root of K, rounded by rows; the same for a seed and device."""
-    import torch
-
     generator = torch.Generator(device=device).manual_seed(seed)
     dtype, kind = getattr(torch, case.dtype), getattr(torch, KINDS[case.kind])
     x = torch.randn(case.m, case.k, generator=generator, device=device, dtype=dtype)
@@ -70,10 +69,8 @@ def eight_inputs(case: EightCase, device: str, seed: int) -> EightInputs:
     return EightInputs(case, x, weight, scale)
 
 
-def _rounded(w: "Tensor", kind: Any) -> "tuple[Tensor, Tensor]":
+def _rounded(w: Tensor, kind: Any) -> tuple[Tensor, Tensor]:
     """Codes of the rows of w and their scales."""
-    import torch
-
     scale = w.float().abs().amax(1) / (127.0 if kind == torch.int8 else 448.0)
     codes = w.float() / scale[:, None]
     return (codes.round() if kind == torch.int8 else codes).to(kind), scale
@@ -81,36 +78,27 @@ def _rounded(w: "Tensor", kind: Any) -> "tuple[Tensor, Tensor]":
 
 def eight_judge(inputs: EightInputs) -> WholeJudge:
     """As `matmul_w8a8` defines it: of x's codes."""
-    import torch
 
-    from tilefold import reference
-
-    def compute(dtype: "torch.dtype") -> "Tensor":
+    def compute(dtype: torch.dtype) -> Tensor:
         wide = dtype if dtype == torch.float64 else torch.float32
         return reference.matmul_w8a8(inputs.x, inputs.weight, inputs.scale, None, wide).to(dtype)
 
     return WholeJudge(compute, inputs.x.dtype)
 
 
-def eight_by_tilefold(inputs: EightInputs) -> "Callable[[], Tensor]":
+def eight_by_tilefold(inputs: EightInputs) -> Callable[[], Tensor]:
     """The public function as a user calls it: it quantises x."""
     i, function = inputs, ours("matmul_w8a8")
-
-    def call() -> "Tensor":
-        out: Tensor = function(i.x, i.weight, i.scale)
-        return out
-
-    return call
+    return lambda: function(i.x, i.weight, i.scale)
 
 
 def eight_by_cublas(sets: Sequence[EightInputs]) -> Calls:
     """x as it is times the dequantised weight in 16 bits; judged as that."""
-    import torch
 
-    def weight(i: EightInputs, dtype: "torch.dtype") -> "Tensor":
+    def weight(i: EightInputs, dtype: torch.dtype) -> Tensor:
         return (i.weight.double() * i.scale.double()[:, None]).to(i.x.dtype).to(dtype)
 
-    def one(i: EightInputs) -> "Callable[[], Tensor]":
+    def one(i: EightInputs) -> Callable[[], Tensor]:
         x, w = i.x, weight(i, i.x.dtype)
         return lambda: torch.nn.functional.linear(x, w)
 
@@ -119,20 +107,17 @@ def eight_by_cublas(sets: Sequence[EightInputs]) -> Calls:
 
 def prepare_scaled(sets: Sequence[EightInputs]) -> Calls:
     """torch's own products of codes, which it is given: torch._scaled_mm with scales of rows, or torch._int_mm and the scales."""
-    import torch
 
-    def one(i: EightInputs) -> "Callable[[], Tensor]":
+    def one(i: EightInputs) -> Callable[[], Tensor]:
         codes, rows = _rounded(i.x, i.weight.dtype)
         w, of_x, of_w = i.weight.t(), rows[:, None].contiguous(), i.scale[None, :].contiguous()
 
-        def whole() -> "Tensor":
+        def whole() -> Tensor:
             return (torch._int_mm(codes, w) * of_x * of_w).to(i.x.dtype)
 
-        def scaled() -> "Tensor":
-            out: Tensor = torch._scaled_mm(codes, w, scale_a=of_x, scale_b=of_w, out_dtype=i.x.dtype)
-            return out
-
-        return whole if i.case.kind == "int8" else scaled
+        if i.case.kind == "int8":
+            return whole
+        return lambda: torch._scaled_mm(codes, w, scale_a=of_x, scale_b=of_w, out_dtype=i.x.dtype)
 
     return Calls([one(i) for i in sets])
 

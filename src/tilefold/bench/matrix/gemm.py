@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tilefold.bench.family import Family, Peer, each
-from tilefold.bench.matrix.product import ACTIVATIONS, BYTES, WholeJudge, activated, of_size, ours, roof_of
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+from tilefold.bench.choice import of_size
+from tilefold.bench.family import Family, Peer, by_name, each
+from tilefold.bench.matrix.product import ACTIVATIONS, BYTES, WholeJudge, activated, ours, roof_of
 
 __all__ = ["GEMM", "GemmCase", "gemm_cases"]
 
@@ -67,18 +67,16 @@ class GemmCase:
 @dataclass(frozen=True)
 class GemmInputs:
     case: GemmCase
-    a: "Tensor"
-    b: "Tensor"
-    bias: "Tensor | None"
+    a: Tensor
+    b: Tensor
+    bias: Tensor | None
 
 
 def gemm_inputs(case: GemmCase, device: str, seed: int = 0) -> GemmInputs:
     """Standard-normal factors, b over the root of K, so that products are of size 1; the same for a seed and device."""
-    import torch
-
     generator = torch.Generator(device=device).manual_seed(seed)
 
-    def normal(*shape: int) -> "Tensor":
+    def normal(*shape: int) -> Tensor:
         made = torch.bfloat16 if case.dtype == EIGHT else getattr(torch, case.dtype)
         return torch.randn(shape, generator=generator, device=device, dtype=made)
 
@@ -95,16 +93,14 @@ def gemm_inputs(case: GemmCase, device: str, seed: int = 0) -> GemmInputs:
     return GemmInputs(case, a, b.mT if case.transposed else b, bias)
 
 
-def by_torch(inputs: GemmInputs) -> "Callable[[], Tensor]":
+def by_torch(inputs: GemmInputs) -> Callable[[], Tensor]:
     """matmul, or addmm where the bias is over N, then the activation as a call of its own; bytes by _scaled_mm."""
-    import torch
-
     i = inputs
     if i.a.dtype == torch.float8_e4m3fn:
         one = torch.ones((), device=i.a.device)
         return lambda: torch._scaled_mm(i.a, i.b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
 
-    def call() -> "Tensor":
+    def call() -> Tensor:
         if i.bias is not None and not i.case.batch:
             return activated(torch.addmm(i.bias, i.a, i.b), i.case.activation)
         out = torch.matmul(i.a, i.b)
@@ -115,26 +111,20 @@ def by_torch(inputs: GemmInputs) -> "Callable[[], Tensor]":
 
 def gemm_judge(inputs: GemmInputs) -> WholeJudge:
     """Bias and activation in the dtype of the product: plain torch rounds after each."""
-    import torch
 
-    def compute(dtype: "torch.dtype") -> "Tensor":
+    def compute(dtype: torch.dtype) -> Tensor:
         bias = None if inputs.bias is None else inputs.bias.to(dtype)
         return by_torch(GemmInputs(inputs.case, inputs.a.to(dtype), inputs.b.to(dtype), bias))()
 
     return WholeJudge(compute, torch.bfloat16 if inputs.case.dtype == EIGHT else inputs.a.dtype)
 
 
-def by_tilefold(inputs: GemmInputs) -> "Callable[[], Tensor]":
+def by_tilefold(inputs: GemmInputs) -> Callable[[], Tensor]:
     """The public function as a user calls it."""
     i, case = inputs, inputs.case
     function: Any = ours("bmm" if case.batch else "matmul")
     options = {"bias": i.bias, "activation": case.activation, "order": case.order}
-
-    def call() -> "Tensor":
-        out: Tensor = function(i.a, i.b, **options)
-        return out
-
-    return call
+    return lambda: function(i.a, i.b, **options)
 
 
 def gemm_cases(size: str = "full") -> tuple[GemmCase, ...]:
@@ -171,16 +161,15 @@ def gemm_cases(size: str = "full") -> tuple[GemmCase, ...]:
     return of_size(size, {"full": full, "quick": quick, "tiny": tiny})
 
 
-PEERS = (
-    Peer("tilefold", "tilefold", "ops.matmul, ops.bmm", "tilefold", lambda case, device: None, each(by_tilefold)),
-    Peer("torch", "torch", "cuBLAS through torch", "torch", lambda case, device: None, each(by_torch)),
-)
 GEMM = Family(
     name="gemm",
     cases=gemm_cases,
     inputs=gemm_inputs,
     judge=gemm_judge,
-    peers={peer.name: peer for peer in PEERS},
+    peers=by_name(
+        Peer("tilefold", "tilefold", "ops.matmul, ops.bmm", "tilefold", each(by_tilefold)),
+        Peer("torch", "torch", "cuBLAS through torch", "torch", each(by_torch)),
+    ),
     defaults={"cuda": ("torch",), "cpu": ("torch",)},
     record=asdict,
     rotating="factors",

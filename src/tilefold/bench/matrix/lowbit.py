@@ -2,9 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tilefold.bench.family import Calls, Family, Peer, each
+import torch
+from torch import Tensor
+
+from tilefold.bench.choice import of_size
+from tilefold.bench.family import Calls, Family, Peer, by_name, each
 from tilefold.bench.matrix.eight import (
     EightCase,
     EightInputs,
@@ -16,12 +20,8 @@ from tilefold.bench.matrix.eight import (
     refuses_scaled,
 )
 from tilefold.bench.matrix.lowbit_peers import LIBRARIES
-from tilefold.bench.matrix.product import BYTES, WholeJudge, of_size, ours, product_of, roof_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from tilefold.quant import QuantizedTensor
+from tilefold.bench.matrix.product import BYTES, WholeJudge, ours, product_of, roof_of
+from tilefold.quant import QuantizedTensor, quantize_weight
 
 __all__ = ["LOWBIT", "LowbitCase", "LowbitInputs", "lowbit_cases"]
 
@@ -61,8 +61,8 @@ class LowbitCase:
 @dataclass(frozen=True)
 class LowbitInputs:
     case: LowbitCase
-    x: "Tensor"
-    weight: "QuantizedTensor"
+    x: Tensor
+    weight: QuantizedTensor
 
 
 def family_inputs(case: LowbitCase | EightCase, device: str, seed: int = 0) -> LowbitInputs | EightInputs:
@@ -72,10 +72,6 @@ def family_inputs(case: LowbitCase | EightCase, device: str, seed: int = 0) -> L
 
 def lowbit_inputs(case: LowbitCase, device: str, seed: int = 0) -> LowbitInputs:
     """Standard-normal x, and a normal weight over the root of K, quantised; the same for a seed and device."""
-    import torch
-
-    from tilefold.quant import quantize_weight
-
     generator = torch.Generator(device=device).manual_seed(seed)
     dtype = getattr(torch, case.dtype)
     x = torch.randn(case.m, case.k, generator=generator, device=device, dtype=dtype)
@@ -89,23 +85,16 @@ def lowbit_judge(inputs: LowbitInputs | EightInputs) -> WholeJudge:
     return product_of(inputs.x, inputs.weight.dequantize)
 
 
-def by_tilefold(inputs: LowbitInputs | EightInputs) -> "Callable[[], Tensor]":
+def by_tilefold(inputs: LowbitInputs | EightInputs) -> Callable[[], Tensor]:
     """The public function as a user calls it."""
     if isinstance(inputs, EightInputs):
         return eight_by_tilefold(inputs)
     i, function = inputs, ours("lowbit_matmul")
-
-    def call() -> "Tensor":
-        out: Tensor = function(i.x, i.weight)
-        return out
-
-    return call
+    return lambda: function(i.x, i.weight)
 
 
-def by_cublas(inputs: LowbitInputs) -> "Callable[[], Tensor]":
+def by_cublas(inputs: LowbitInputs) -> Callable[[], Tensor]:
     """The dequantised weight in 16 bits, as torch multiplies by it."""
-    import torch
-
     x, weight = inputs.x, inputs.weight.dequantize(inputs.x.dtype)
     return lambda: torch.nn.functional.linear(x, weight)
 
@@ -125,7 +114,7 @@ def lowbit_cases(size: str = "full") -> tuple[LowbitCase | EightCase, ...]:
         (3584, 18944),
         (152064, 3584),
     )  # of Qwen2-7B, joined as examples do
-    full = (
+    full: tuple[LowbitCase | EightCase, ...] = (
         *(LowbitCase(m) for m in (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)),
         *(LowbitCase(m, bits=bits) for bits in (8, 3, 2) for m in (1, 16, 64)),
         *(replace(one, group=group) for group in (0, 32, 64)),
@@ -133,7 +122,7 @@ def lowbit_cases(size: str = "full") -> tuple[LowbitCase | EightCase, ...]:
         *(LowbitCase(m, n, k) for n, k in layers for m in (1, 16)),
         *(EightCase(m, kind=kind) for kind in ("int8", "e4m3") for m in (1, 16, 64, 256, 1024, 4096)),
     )
-    tiny = (
+    tiny: tuple[LowbitCase | EightCase, ...] = (
         *(replace(small, bits=bits) for bits in (8, 4, 3, 2)),
         replace(small, scheme="symmetric", dtype="float16"),
         replace(small, m=40, group=0),
@@ -144,20 +133,16 @@ def lowbit_cases(size: str = "full") -> tuple[LowbitCase | EightCase, ...]:
     return of_size(size, {"full": full, "quick": quick, "tiny": tiny})
 
 
-def _always(case: Any, device: str) -> None:
-    return None
-
-
 PEERS = (
-    Peer("tilefold", "tilefold", "ops.lowbit_matmul, ops.matmul_w8a8", "tilefold", _always, each(by_tilefold)),
-    Peer("cublas", "cuBLAS", "torch, the dequantised weight in 16 bits", "torch", _always, prepare_cublas),
+    Peer("tilefold", "tilefold", "ops.lowbit_matmul, ops.matmul_w8a8", "tilefold", each(by_tilefold)),
+    Peer("cublas", "cuBLAS", "torch, the dequantised weight in 16 bits", "torch", prepare_cublas),
     Peer(
         "scaled_mm",
         "torch, 8 bits",
         "torch._scaled_mm, torch._int_mm of given codes",
         "torch",
-        refuses_scaled,
         prepare_scaled,
+        refuses_scaled,
     ),
     *LIBRARIES,
 )
@@ -166,7 +151,7 @@ LOWBIT = Family(
     cases=lowbit_cases,
     inputs=family_inputs,
     judge=lowbit_judge,
-    peers={peer.name: peer for peer in PEERS},
+    peers=by_name(*PEERS),
     defaults={"cuda": tuple(peer.name for peer in PEERS[1:]), "cpu": ("cublas",)},
     record=asdict,
     rotating="weights",

@@ -5,17 +5,16 @@ by what they have made of it."""
 
 import importlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+import torch
+from torch import Tensor
 
 from tilefold.bench.family import Calls, Peer
-from tilefold.bench.implementation import importable
 from tilefold.bench.matrix.eight import EightCase
 from tilefold.bench.matrix.product import product_of
 from tilefold.errors import Unsupported
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+from tilefold.ops.environment import importable
 
 __all__ = ["LIBRARIES"]
 
@@ -39,7 +38,7 @@ def _refuses(module: str, bits: tuple[int, ...], dtypes: tuple[str, ...], groups
     return refuses
 
 
-def _judged(sets: Sequence[Any], made: "list[tuple[Callable[[], Tensor], Callable[[torch.dtype], Tensor]]]") -> Calls:
+def _judged(sets: Sequence[Any], made: list[tuple[Callable[[], Tensor], Callable[[torch.dtype], Tensor]]]) -> Calls:
     """Calls, and the weight that the first one multiplies by."""
     return Calls([call for call, _ in made], judge=product_of(sets[0].x, made[0][1]))
 
@@ -47,12 +46,10 @@ def _judged(sets: Sequence[Any], made: "list[tuple[Callable[[], Tensor], Callabl
 # --- torch's tinygemm -------------------------------------------------------------------------------------------------------
 
 
-def tinygemm_parts(weight: Any) -> "tuple[Tensor, Tensor]":
+def tinygemm_parts(weight: Any) -> tuple[Tensor, Tensor]:
     """(codes as two a byte, [groups, N, 2] scales and zero points) as torch._weight_int4pack_mm has them.
 
     It computes (code - 8) scale + zero, so its zero is (8 - z) times our scale: the same weights, but for that one rounding."""
-    import torch
-
     codes = weight.codes()
     halves = (codes[:, ::2] << 4) | codes[:, 1::2]
     zeros = 8.0 if weight.zeros is None else weight.zeros.float()
@@ -62,18 +59,11 @@ def tinygemm_parts(weight: Any) -> "tuple[Tensor, Tensor]":
 
 
 def _prepare_tinygemm(sets: Sequence[Any]) -> Calls:
-    import torch
-
-    def one(inputs: Any) -> "Callable[[], Tensor]":
+    def one(inputs: Any) -> Callable[[], Tensor]:
         halves, both = tinygemm_parts(inputs.weight)
         packed = torch.ops.aten._convert_weight_to_int4pack(halves, 8)
         x, group = inputs.x, inputs.case.group
-
-        def call() -> "Tensor":
-            out: Tensor = torch.ops.aten._weight_int4pack_mm(x, packed, group, both)
-            return out
-
-        return call
+        return lambda: torch.ops.aten._weight_int4pack_mm(x, packed, group, both)
 
     if sets[0].case.n % 8 or sets[0].case.k % 128:
         raise Unsupported("takes N in multiples of 8 and K in multiples of 128")
@@ -84,8 +74,6 @@ def _prepare_tinygemm(sets: Sequence[Any]) -> Calls:
 
 
 def _prepare_torchao(sets: Sequence[Any]) -> Calls:
-    import torch
-
     quantization: Any = importlib.import_module("torchao.quantization")
     names = {8: "Int8WeightOnlyConfig", 4: "Int4WeightOnlyConfig"}
     options = {"group_size": sets[0].case.group} if sets[0].case.bits == 4 else {}
@@ -103,11 +91,9 @@ def _prepare_torchao(sets: Sequence[Any]) -> Calls:
 
 
 def _prepare_gemlite(sets: Sequence[Any]) -> Calls:
-    import torch
-
     core: Any = importlib.import_module("gemlite.core")
 
-    def one(inputs: Any) -> "Callable[[], Tensor]":
+    def one(inputs: Any) -> Callable[[], Tensor]:
         case, weight = inputs.case, inputs.weight
         kind = core.DType.FP16 if case.dtype == "float16" else core.DType.BF16
         layer = core.GemLiteLinear(
@@ -122,13 +108,7 @@ def _prepare_gemlite(sets: Sequence[Any]) -> Calls:
         zeros = torch.full_like(weight.scales, 2 ** (case.bits - 1)) if weight.zeros is None else weight.zeros
         rows = (t.t().contiguous().to(dtype).view(-1, 1) for t in (weight.scales, zeros))
         layer.pack(weight.codes(), *rows, None)
-        x = inputs.x
-
-        def call() -> "Tensor":
-            out: Tensor = layer(x)
-            return out
-
-        return call
+        return lambda: layer(inputs.x)
 
     return Calls([one(each) for each in sets])
 
@@ -153,31 +133,31 @@ LIBRARIES = (
         "tinygemm",
         "torch._weight_int4pack_mm over the same codes",
         "torch",
-        _refuses("torch", (4,), ("bfloat16",), (32, 64, 128, 256)),
         _prepare_tinygemm,
+        _refuses("torch", (4,), ("bfloat16",), (32, 64, 128, 256)),
     ),
     Peer(
         "torchao",
         "torchao",
         "torchao's weight-only layers, if installed, rounded by it",
         "torchao",
-        _refuses("torchao", (8, 4), ("bfloat16",)),
         _prepare_torchao,
+        _refuses("torchao", (8, 4), ("bfloat16",)),
     ),
     Peer(
         "gemlite",
         "GemLite",
         "GemLite over the same codes, if installed",
         "gemlite",
-        _refuses("gemlite", (8, 4, 2), HALVES),
         _prepare_gemlite,
+        _refuses("gemlite", (8, 4, 2), HALVES),
     ),
     Peer(
         "bitsandbytes",
         "bitsandbytes",
         "its NF4 product in blocks of 64, if installed, rounded by it",
         "bitsandbytes",
-        _refuses("bitsandbytes", (4,), HALVES),
         _prepare_bitsandbytes,
+        _refuses("bitsandbytes", (4,), HALVES),
     ),
 )

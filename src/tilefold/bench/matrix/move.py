@@ -2,16 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
 
-from tilefold.bench.family import Family, Judge, Peer, each
-from tilefold.bench.matrix.product import BYTES, WholeJudge, of_size, ours
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from tilefold.reference import Comparison
+from tilefold.bench.choice import of_size
+from tilefold.bench.family import Family, Judge, Peer, by_name, each
+from tilefold.bench.matrix.product import BYTES, WholeJudge, ours
+from tilefold.reference import Comparison
 
 __all__ = ["MOVE", "MoveCase", "move_cases"]
 
@@ -64,18 +62,16 @@ class MoveCase:
 @dataclass(frozen=True)
 class MoveInputs:
     case: MoveCase
-    x: "Tensor"
-    y: "Tensor | None"
+    x: Tensor
+    y: Tensor | None
 
 
 def move_inputs(case: MoveCase, device: str, seed: int = 0) -> MoveInputs:
     """Standard-normal numbers (of uint8: all 256), the same for a seed and device; y of a sum."""
-    import torch
-
     generator = torch.Generator(device=device).manual_seed(seed)
     dtype = getattr(torch, case.dtype)
 
-    def some() -> "Tensor":
+    def some() -> Tensor:
         shape = (*case.shape[:-1], case.n + BESIDE) if case.lies == "apart" else case.shape
         if dtype == torch.uint8:
             return torch.randint(0, 256, shape, generator=generator, device=device, dtype=dtype)
@@ -92,13 +88,9 @@ def move_inputs(case: MoveCase, device: str, seed: int = 0) -> MoveInputs:
 class ExactJudge:
     """A result that has to be `want`, bit for bit, and lie row by row."""
 
-    want: "Tensor"
+    want: Tensor
 
-    def verdict(self, out: "Tensor") -> "Comparison":
-        import torch
-
-        from tilefold.reference import Comparison
-
+    def verdict(self, out: Tensor) -> Comparison:
         same = out.shape == self.want.shape and out.is_contiguous() and torch.equal(out, self.want)
         error = float((out.double() - self.want.double()).abs().max()) if out.shape == self.want.shape else float("inf")
         return Comparison(error, 0.0, error, 0.0, same, finite=bool(out.isfinite().all()))
@@ -109,20 +101,20 @@ def move_judge(inputs: MoveInputs) -> Judge:
     if y is None:
         return ExactJudge(x.t().contiguous())
 
-    def compute(dtype: "torch.dtype") -> "Tensor":
+    def compute(dtype: torch.dtype) -> Tensor:
         return x.to(dtype) + y.to(dtype)
 
     return WholeJudge(compute, x.dtype)
 
 
-def by_tilefold(inputs: MoveInputs) -> "Callable[[], Tensor]":
+def by_tilefold(inputs: MoveInputs) -> Callable[[], Tensor]:
     """The public functions as a user calls them."""
     case, x, y = inputs.case, inputs.x, inputs.y
     function = ours(case.op)
     return (lambda: function(x, method=case.method)) if y is None else (lambda: function(x, y))
 
 
-def by_torch(inputs: MoveInputs) -> "Callable[[], Tensor]":
+def by_torch(inputs: MoveInputs) -> Callable[[], Tensor]:
     x, y = inputs.x, inputs.y
     return (lambda: x.t().contiguous()) if y is None else (lambda: x + y)
 
@@ -154,16 +146,15 @@ def move_cases(size: str = "full") -> tuple[MoveCase, ...]:
     return of_size(size, {"full": full, "quick": (add, replace(add, lies="turned"), turn), "tiny": tiny})
 
 
-PEERS = (
-    Peer("tilefold", "tilefold", "ops.add, ops.transpose", "tilefold", lambda case, device: None, each(by_tilefold)),
-    Peer("torch", "torch", "x + y, x.t().contiguous()", "torch", lambda case, device: None, each(by_torch)),
-)
 MOVE = Family(
     name="move",
     cases=move_cases,
     inputs=move_inputs,
     judge=move_judge,
-    peers={peer.name: peer for peer in PEERS},
+    peers=by_name(
+        Peer("tilefold", "tilefold", "ops.add, ops.transpose", "tilefold", each(by_tilefold)),
+        Peer("torch", "torch", "x + y, x.t().contiguous()", "torch", each(by_torch)),
+    ),
     defaults={"cuda": ("torch",), "cpu": ("torch",)},
     record=asdict,
     rotating="inputs",

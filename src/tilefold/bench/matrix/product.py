@@ -2,19 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tilefold.bench.attention.cases import SIZES
+import torch
+from torch import Tensor
+
+from tilefold import ops, reference
 from tilefold.bench.judge import verdict_of
-from tilefold.errors import Unsupported, ValueRangeError
+from tilefold.errors import Unsupported
+from tilefold.ops.device import device_of
+from tilefold.reference import Comparison
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from tilefold.reference import Comparison
-
-__all__ = ["BYTES", "WholeJudge", "activated", "of_size", "ours", "product_of", "roof_of"]
+__all__ = ["BYTES", "WholeJudge", "activated", "ours", "product_of", "roof_of"]
 
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 ACTIVATIONS = (None, "relu", "silu", "gelu", "gelu_tanh")
@@ -26,33 +25,27 @@ class WholeJudge:
 
     compute: (dtype) -> the result by plain torch, in that dtype."""
 
-    compute: "Callable[[torch.dtype], Tensor]"
-    dtype: "torch.dtype"
+    compute: Callable[[torch.dtype], Tensor]
+    dtype: torch.dtype
 
-    def verdict(self, out: "Tensor") -> "Comparison":
-        import torch
-
-        from tilefold import reference
-
-        def exact() -> "Tensor":
+    def verdict(self, out: Tensor) -> Comparison:
+        def exact() -> Tensor:
             return self.compute(torch.float64)
 
         return verdict_of((out,), [(out, exact(), reference.deviating(exact, self.dtype, kept=self.dtype))])
 
 
-def product_of(x: "Tensor", weight: "Callable[[torch.dtype], Tensor]") -> WholeJudge:
+def product_of(x: Tensor, weight: Callable[[torch.dtype], Tensor]) -> WholeJudge:
     """x times the transpose of a weight, given by dtype."""
 
-    def compute(dtype: "torch.dtype") -> "Tensor":
+    def compute(dtype: torch.dtype) -> Tensor:
         return x.to(dtype) @ weight(dtype).t()
 
     return WholeJudge(compute, x.dtype)
 
 
-def activated(x: "Tensor", activation: str | None) -> "Tensor":
+def activated(x: Tensor, activation: str | None) -> Tensor:
     """An activation by its name, by torch."""
-    import torch
-
     f = torch.nn.functional
     if activation is None:
         return x
@@ -70,10 +63,6 @@ def roof_of(case: Any, device: str) -> float:
     bfloat16; 0 in the interpreter."""
     if device != "cuda":
         return 0.0
-    import torch
-
-    from tilefold.ops.device import device_of
-
     machine = device_of(torch.device("cuda"))
     if case.dtype == "float8_e4m3fn" or hasattr(case, "kind"):
         return 2 * machine.matmul_rate("bfloat16")
@@ -82,15 +71,6 @@ def roof_of(case: Any, device: str) -> float:
 
 def ours(name: str) -> Any:
     """An operation of the collection.  Unsupported where this build does not have it."""
-    from tilefold import ops
-
     if name not in ops.COLLECTION:
         raise Unsupported(f"tilefold.ops.{name} is not in this build")
     return getattr(ops, name)
-
-
-def of_size(size: str, cases: dict[str, tuple[Any, ...]]) -> tuple[Any, ...]:
-    """The cases of a size.  ValueRangeError for another one."""
-    if size not in SIZES:
-        raise ValueRangeError(f"size must be one of {', '.join(SIZES)}, got {size!r}")
-    return cases[size]

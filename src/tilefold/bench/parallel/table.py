@@ -9,7 +9,7 @@ from tilefold.bench.parallel.loads import Work
 from tilefold.bench.parallel.rates import Rates
 from tilefold.bench.records.record import table_lines
 
-__all__ = ["HEAD", "Line", "cells_of", "rows_of", "to_json", "to_markdown"]
+__all__ = ["HEAD", "Line", "cells_of", "to_json", "to_markdown"]
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,9 @@ def _number(value: float, form: str) -> str:
     return "" if value != value else f"{value:{form}}"
 
 
-def rows_of(lines: Sequence[Line]) -> list[tuple[str, ...]]:
-    return [cells_of(line) for line in lines]
-
-
 def to_json(lines: Sequence[Line], setting: dict[str, Any], work: Work) -> str:
     return json.dumps({"setting": setting, "work": asdict(work), "lines": [asdict(line) for line in lines]}, indent=1)
 
 
 def to_markdown(lines: Sequence[Line]) -> str:
-    return "\n".join([*table_lines(HEAD, rows_of(lines), left=3), ""])
+    return "\n".join([*table_lines(HEAD, [*map(cells_of, lines)], left=3), ""])

@@ -1,7 +1,12 @@
 """How much of the transfers is hidden: the share of communication during which the device also computes, from a trace."""
 
+import gzip
+import json
+import socket
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
+
+import torch
 
 from tilefold.bench.torch_trace import exported
 
@@ -79,9 +84,6 @@ def traced(step: Callable[[], object], ready: Callable[[], object]) -> Trace:
 
     ready: brings all ranks here.  The call is made twice: the first one under the profiler takes milliseconds longer, on each
     rank others, and NCCL's kernels of the faster ones would wait for the slower ones."""
-    import socket
-
-    import torch
     from torch.profiler import ProfilerActivity, profile, record_function
 
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
@@ -132,9 +134,6 @@ def device_events(document: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
 def written(stem: str, traces: dict[str, dict[str, list[Trace]]]) -> list[str]:
     """One file for each way, STEM-way.json.gz, as a viewer of Chrome traces reads it: its lines, and the ranks of each, one below
     the other; traces: way, line, ranks.  Ranks of one host are on one clock, others begin at 0.  The paths."""
-    import gzip
-    import json
-
     paths = []
     for way, lines in traces.items():
         every, number = [], 0

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tilefold.bench.attention.grid import title_of
+from tilefold.bench.attention.peers import IMPLEMENTATIONS
 from tilefold.bench.page import Rows
 from tilefold.bench.records.record import digits, table_lines
 from tilefold.bench.records.runs import METHODS, Key, Measured
@@ -256,7 +256,9 @@ def _line(one: Change, several: bool) -> tuple[str, ...]:
     ratio = f"{one.ratio:.3f}" if one.ratio and one.interval else ""
     interval = f"{'~ ' if one.rough else ''}{one.interval.low:.3f} to {one.interval.high:.3f}" if one.interval else ""
     verdict = one.verdict.upper() if one.verdict == "worse" else one.verdict
-    return case, title_of(one.key.implementation), one.method, old, new, ratio, interval, verdict
+    known = IMPLEMENTATIONS.get(one.key.implementation)
+    title = known.title if known else one.key.implementation
+    return case, title, one.method, old, new, ratio, interval, verdict
 
 
 def change_lines(found: Comparison) -> list[str]:

@@ -8,18 +8,16 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tilefold.bench.implementation import version_of
 from tilefold.bench.loop import FAILED, MEMORY, OK, REFUSED, WRONG
-
-if TYPE_CHECKING:
-    from tilefold.bench.setting import Setting
-    from tilefold.bench.timers import Timing
-    from tilefold.reference import Comparison
+from tilefold.bench.setting import Setting
+from tilefold.bench.timers import Timing
+from tilefold.ops.environment import installed as version_of
+from tilefold.reference import Comparison
 
 __all__ = [
     "LABELS",
@@ -55,7 +53,7 @@ class Sheet:
     brackets: bool = True
 
 
-def head(setting: "Setting", family: str, case: str, direction: str) -> dict[str, Any]:
+def head(setting: Setting, family: str, case: str, direction: str) -> dict[str, Any]:
     """Where, when and on what a record was measured: its first columns."""
     return {
         "commit": setting.commit,
@@ -67,7 +65,7 @@ def head(setting: "Setting", family: str, case: str, direction: str) -> dict[str
     }
 
 
-def tail(setting: "Setting", verdict: "Comparison | None", note: str, rounds: dict[str, list[float]]) -> dict[str, Any]:
+def tail(setting: Setting, verdict: Comparison | None, note: str, rounds: dict[str, list[float]]) -> dict[str, Any]:
     """What the check found, every round's time, and the versions: a record's last columns."""
     return {
         "max_abs_error": finite(verdict.max_error) if verdict else None,
@@ -82,12 +80,12 @@ def tail(setting: "Setting", verdict: "Comparison | None", note: str, rounds: di
     }
 
 
-def rounds_of(timings: "Mapping[str, Timing | None]") -> dict[str, list[float]]:
+def rounds_of(timings: Mapping[str, Timing | None]) -> dict[str, list[float]]:
     """Method -> milliseconds of each round, of the methods that something was timed by."""
     return {method: list(timing.values) for method, timing in timings.items() if timing is not None and timing.values}
 
 
-def version_in(package: str, setting: "Setting") -> str | None:
+def version_in(package: str, setting: Setting) -> str | None:
     """The version of the distribution that an implementation comes in, None if it is not installed."""
     if package == "tilefold":
         return setting.tilefold
@@ -99,17 +97,17 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def notes_text(notes: Iterable[tuple[str, str, str, str]], cases: int, title: Callable[[str], str]) -> list[str]:
-    """(implementation, status, why, case) as sentences, equal ones said once: "Flex (6 cases): needs a GPU"; cases: of all."""
+def notes_text(notes: Iterable[tuple[str, str, str, str]], cases: int) -> list[str]:
+    """(title, status, why, case) as sentences, equal ones said once: "Flex (6 cases): needs a GPU"; cases: of all."""
     grouped: dict[tuple[str, str, str], list[str]] = {}
-    for implementation, status, note, case in notes:
+    for title, status, note, case in notes:
         if note:
-            grouped.setdefault((implementation, status, note), []).append(case)
+            grouped.setdefault((title, status, note), []).append(case)
     lines = []
-    for (implementation, status, note), some in grouped.items():
+    for (title, status, note), some in grouped.items():
         where = "" if len(some) == cases else f" ({', '.join(some) if len(some) <= 2 else f'{len(some)} cases'})"
         word = "" if status in (OK, REFUSED) else f"{status}: "
-        lines.append(f"{title(implementation)}{where}: {word}{note}")
+        lines.append(f"{title}{where}: {word}{note}")
     return lines
 
 
@@ -127,7 +125,7 @@ def times(value: float) -> str:
 # --- documents --------------------------------------------------------------------------------------------------------------
 
 
-def json_text(setting: "Setting", rows: Sequence[Mapping[str, Any]], **more: Any) -> str:
+def json_text(setting: Setting, rows: Sequence[Mapping[str, Any]], **more: Any) -> str:
     """{"setting", ..., "rows"} as JSON; more: what else a family or a run has to say."""
     return json.dumps({"setting": asdict(setting), **more, "rows": list(rows)}, indent=2, allow_nan=False) + "\n"
 
@@ -143,7 +141,7 @@ def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
     return buffer.getvalue()
 
 
-def markdown_text(sheets: Sequence[Sheet], setting: "Setting", notes: Sequence[str], power: str = "") -> str:
+def markdown_text(sheets: Sequence[Sheet], setting: Setting, notes: Sequence[str], power: str = "") -> str:
     """Tables for a document, each with the sentence that says what it shows, then where and with what all were measured."""
     parts = []
     for sheet in sheets:

@@ -3,7 +3,7 @@
 import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +58,6 @@ class Measured:
         return statistics.median(times) if times else None
 
 
-@dataclass(slots=True)
-class _Taken:
-    """Times gathered from a record, and whether they are percentiles only."""
-
-    times: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    rough: bool = False
-
-
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The records of a document, of a results file, or of all results files of a folder; PATH@COMMIT: only that commit's.
 
@@ -106,26 +98,27 @@ def read_measured(rows: Sequence[Mapping[str, Any]]) -> list[Measured]:
 
 def _one(row: Mapping[str, Any]) -> Measured:
     who = str(row.get("implementation", ""))
-    taken = _times(row)
+    times, rough = _times(row)
     ours = bool(row.get("ours", who in OURS))
     status, note = str(row.get("status", "ok")), str(row.get("note") or "")
-    return Measured(_key(row, who), status, note, ours, taken.times, taken.rough, _setting(row), _clock(row))
+    return Measured(_key(row, who), status, note, ours, times, rough, _setting(row), _clock(row))
 
 
-def _times(row: Mapping[str, Any]) -> _Taken:
+def _times(row: Mapping[str, Any]) -> tuple[dict[str, tuple[float, ...]], bool]:
+    """Those of a record, and whether they are percentiles only."""
     kept = row.get("rounds_ms")
     if isinstance(kept, dict):
-        return _Taken({method: tuple(map(float, values)) for method, values in kept.items() if values})
-    taken = _Taken()
+        return {method: tuple(map(float, values)) for method, values in kept.items() if values}, False
+    times, rough = {}, False
     for method, places in COLUMNS.items():
         for middle, low, high, unit in places:
             if not row.get(middle):
                 continue
             spread = [float(row[name]) * unit for name in (low, middle, high) if row.get(name) is not None]
             rounds = _rounds(spread, row.get("samples") if method == "events" else None)
-            taken.times[method] = rounds or tuple(spread)
-            taken.rough = taken.rough or rounds is None
-    return taken
+            times[method] = rounds or tuple(spread)
+            rough = rough or rounds is None
+    return times, rough
 
 
 def _rounds(spread: Sequence[float], count: Any) -> tuple[float, ...] | None:

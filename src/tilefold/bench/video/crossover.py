@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tilefold.bench.attention.grid import Crossing, crossing_of
+from tilefold.bench.attention.crossing import Crossing, crossing_of
 from tilefold.bench.video.stages import TOTAL
 from tilefold.bench.video.sweep import FINE, SWEEPS, SweepRow
 

@@ -1,15 +1,17 @@
 """The sweeps of `tilefold bench video` as a family of a suite: a case is a point, a peer dense attention."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tilefold.bench.choice import select_cases
-
-if TYPE_CHECKING:
-    from tilefold.bench.engine import Request
-    from tilefold.bench.records.record import Sheet
-    from tilefold.bench.setting import Options, Setting
-    from tilefold.bench.video.sweep import Point, SweepRow
+from tilefold.bench.engine import Engine, Request
+from tilefold.bench.loop import FAILED, WRONG, run_each
+from tilefold.bench.records.record import Sheet
+from tilefold.bench.setting import Options, Setting
+from tilefold.bench.video import report, sweep
+from tilefold.bench.video.stages import USUAL, implementations
+from tilefold.bench.video.sweep import Point, SweepRow, points_of
+from tilefold.plan.sparse.video import VideoShape
 
 __all__ = ["DEFAULTS", "SHAPES", "VideoEngine"]
 
@@ -24,91 +26,70 @@ DEFAULTS: dict[str, dict[bool, tuple[tuple[float, ...], tuple[float, ...]]]] = {
 QUICK = {True: (80,), False: (50,)}  # sparsities, on a GPU and in the interpreter
 
 
-class VideoEngine:
+class VideoEngine(Engine):
     """A result is the row of a point."""
 
-    name = "video"
+    def __init__(self) -> None:
+        self.name = "video"
 
     @property
     def known(self) -> Mapping[str, Any]:
-        from tilefold.bench.video.stages import implementations
-
         return implementations()
 
     def usual(self, device: str) -> tuple[str, ...]:
-        from tilefold.bench.video.stages import USUAL
-
         return USUAL[device]
 
-    def cases(self, request: "Request", gpu: bool) -> "tuple[Point, ...]":
+    def cases(self, request: Request, gpu: bool) -> tuple[Point, ...]:
         """The usual sparsities and cached lengths; quick and in the interpreter one sparsity."""
-        from tilefold.bench.video.sweep import points_of
-        from tilefold.plan.sparse.video import VideoShape
-
         batch, heads, seq, dim = SHAPES[gpu]
         shape = VideoShape(batch, heads, heads, seq, dim, request.dtype)
         if request.quick or not gpu:
             return select_cases(points_of("sparsity", shape, QUICK[gpu]), request.pattern)
         found: list[Point] = []
-        for sweep in ("sparsity", "cached"):
-            values, sparsities = DEFAULTS[sweep][gpu]
-            found += points_of(sweep, shape, values, sparsities, (None, shape.block))
+        for name in ("sparsity", "cached"):
+            values, sparsities = DEFAULTS[name][gpu]
+            found += points_of(name, shape, values, sparsities, (None, shape.block))
         return select_cases(tuple(found), request.pattern)
 
     def run(
         self,
-        cases: "Sequence[Point]",
+        cases: Sequence[Point],
         peers: Sequence[Any],
         device: str,
-        options: "Options",
+        options: Options,
         progress: Callable[[Any, str], None],
         finished: Callable[[Any], None],
-    ) -> "list[SweepRow]":
-        from tilefold.bench.loop import FAILED, run_each
-        from tilefold.bench.video.sweep import SweepRow, measure_point
-
+    ) -> list[SweepRow]:
         names = tuple(one.name for one in peers if one.name != "tilefold")
 
-        def one(point: "Point") -> "SweepRow":
+        def one(point: Point) -> SweepRow:
             progress(point, "checked and timed")
-            return measure_point(point, device, names, options.rounds, options.graph, options.seed)
+            return sweep.measure_point(point, device, names, options.rounds, options.graph, options.seed)
 
-        def failed(point: "Point", why: str) -> "SweepRow":
+        def failed(point: Point, why: str) -> SweepRow:
             return SweepRow(point, notes=(why,), failure=FAILED)
 
         return run_each(cases, one, failed, finished, options.budget_s)
 
-    def records(self, result: "SweepRow", setting: "Setting") -> list[dict[str, Any]]:
-        from tilefold.bench.video.report import record_of
+    def records(self, result: SweepRow, setting: Setting) -> list[dict[str, Any]]:
+        return [report.record_of(result, setting)]
 
-        return [record_of(result, setting)]
+    def findings(self, results: Sequence[SweepRow]) -> dict[str, Any]:
+        return report.findings(results)
 
-    def findings(self, results: "Sequence[SweepRow]") -> dict[str, Any]:
-        from tilefold.bench.video.report import findings
-
-        return findings(results)
-
-    def sheets(self, results: "Sequence[SweepRow]", setting: "Setting") -> "list[Sheet]":
-        from tilefold.bench.records.record import Sheet
-        from tilefold.bench.video.report import sweeps_of, table_of, title_of
-
+    def sheets(self, results: Sequence[SweepRow], setting: Setting) -> list[Sheet]:
         sheets = []
-        for some in sweeps_of(results):
-            table = table_of(some)
+        for some in report.sweeps_of(results):
+            table = report.table_of(some)
             gains = "fine and total of a peer how many times as fast as it these are"
             left = 2 if "line" in table.head else 1
-            sheets.append(Sheet(f"{title_of(some, setting)}; {gains}", table.head, table.rows, left, brackets=False))
+            sheets.append(
+                Sheet(f"{report.title_of(some, setting)}; {gains}", table.head, table.rows, left, brackets=False)
+            )
         return sheets
 
-    def details(self, results: "Sequence[SweepRow]", width: int, asked: bool) -> list[Any]:
-        return []
+    def notes(self, results: Sequence[SweepRow]) -> list[str]:
+        return report.lines_of(results)
 
-    def notes(self, results: "Sequence[SweepRow]") -> list[str]:
-        from tilefold.bench.video.report import lines_of
-
-        return lines_of(results)
-
-    def wrong(self, results: "Sequence[SweepRow]") -> bool:
-        from tilefold.bench.loop import FAILED, WRONG
-
+    def wrong(self, results: Sequence[SweepRow]) -> bool:
         return any(row.status in (WRONG, FAILED) for row in results)

@@ -2,18 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tilefold.bench import page
-from tilefold.bench.attention.report import version_named
-from tilefold.bench.records.record import digits, finite, head, times
+from tilefold.bench.records.record import digits, finite, head, times, version_in
 from tilefold.bench.setting import Setting
 from tilefold.bench.video.crossover import Overtake, overtakes
 from tilefold.bench.video.stages import TOTAL, implementations
 from tilefold.bench.video.sweep import FINE, SWEEPS, SweepRow
-
-if TYPE_CHECKING:
-    from tilefold.reference import Comparison
+from tilefold.reference import Comparison
 
 __all__ = [
     "findings",
@@ -137,7 +134,7 @@ def record_of(row: SweepRow, setting: Setting) -> dict[str, Any]:
         | {name: {FINE: row.speedup(FINE, name)} for name in row.listed_peers},
         "errors": {name: _error(verdict) for name, verdict in row.verdicts.items()},
         "notes": row.notes,
-        "versions": {each.title: version_named(each.name, setting) for each in timed},
+        "versions": {each.title: version_in(each.package, setting) for each in timed},
         "tilefold": setting.tilefold,
         "torch": setting.torch,
         "triton": setting.triton,
@@ -145,7 +142,7 @@ def record_of(row: SweepRow, setting: Setting) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _error(verdict: "Comparison") -> dict[str, Any]:
+def _error(verdict: Comparison) -> dict[str, Any]:
     return {
         "ok": verdict.ok,
         "max_abs": finite(verdict.max_error),

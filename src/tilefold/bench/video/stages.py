@@ -2,22 +2,30 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import Generator, Tensor
+
+import tilefold
+from tilefold import sparse
 from tilefold.bench import timers
+from tilefold.bench.attention.cases import Case
+from tilefold.bench.attention.lists import Pattern
+from tilefold.bench.attention.peers import IMPLEMENTATIONS
+from tilefold.bench.implementation import Implementation, Inputs
+from tilefold.bench.loop import first_line
 from tilefold.bench.timers import Timing
+from tilefold.ops.call import Call as Attention
+from tilefold.ops.source import Lists
+from tilefold.ops.sparse.sparse_mixed import attend_and_fuse
 from tilefold.plan.cost import Bound, Cost, bound
+from tilefold.plan.device import Device
+from tilefold.plan.problem import AttentionProblem
 from tilefold.plan.sparse.video import STAGES, VideoShape, dense_cost, index_cost, stage_costs
 from tilefold.plan.sparse.video_launches import TOGETHER
-
-if TYPE_CHECKING:
-    from torch import Generator, Tensor
-
-    from tilefold.bench.attention.cases import Case
-    from tilefold.bench.implementation import Implementation, Inputs
-    from tilefold.plan.device import Device
-    from tilefold.sparse import BlockIndex
-    from tilefold.sparse.stages import CoarseOptions, SelectOptions, Stages
+from tilefold.sparse import BlockIndex
+from tilefold.sparse.stages import CoarseOptions, SelectOptions, Stages
 
 __all__ = [
     "ALONE",
@@ -85,10 +93,10 @@ class VideoRun:
 
 def profile_video(
     shape: VideoShape,
-    device: "Device",
+    device: Device,
     where: str,
-    coarse: "CoarseOptions",
-    select: "SelectOptions",
+    coarse: CoarseOptions,
+    select: SelectOptions,
     *,
     peers: tuple[str, ...] = (),
     backward: bool = False,
@@ -100,10 +108,6 @@ def profile_video(
 
     device: whose roofs count; where: "cuda" or "cpu". coarse, select: the pipeline's options. backward: also the gradients of
     q, k, v and both gates, with the forward pass, as one row each. ready: what `prepare_stages` made of the same arguments."""
-    import torch
-
-    from tilefold import sparse
-
     ready = ready or prepare_stages(shape, where, coarse, select)
     inputs, calls, listed = ready.inputs, dict(ready.calls), ready.listed
     q, k, v, gates = inputs.q, inputs.k, inputs.v, inputs.gates
@@ -137,17 +141,11 @@ class Ready:
     capacity: int
     kind: str = "block"
     reduction: str = "mean"
-    index: "BlockIndex | None" = None
+    index: BlockIndex | None = None
 
 
-def prepare_stages(
-    shape: VideoShape, where: str, coarse: "CoarseOptions", select: "SelectOptions", seed: int = 0
-) -> Ready:
+def prepare_stages(shape: VideoShape, where: str, coarse: CoarseOptions, select: SelectOptions, seed: int = 0) -> Ready:
     """Inputs on a device ("cuda" or "cpu") and what `profile_video` times over them."""
-    from tilefold.ops.call import Call as Attention
-    from tilefold.ops.source import Lists
-    from tilefold.ops.sparse.sparse_mixed import attend_and_fuse
-
     inputs = video_inputs(shape, where, seed)
     made = self_attention(shape, inputs, coarse, select)
     index, branch = made.stages.index, made.stages.coarse_out
@@ -161,10 +159,8 @@ def prepare_stages(
     return Ready(inputs, calls, listed, capacity, coarse.kind, coarse.reduction, index)
 
 
-def index_alone(index: "BlockIndex") -> Call:
+def index_alone(index: BlockIndex) -> Call:
     """The index stage by itself: the same lists from a map of the blocks."""
-    from tilefold import sparse
-
     keep, (block_q, block_k, seq_q, seq_k) = index.to_map(), index.geometry
     sizes: dict[str, Any] = {"block_q": block_q, "block_k": block_k, "seq_q": seq_q, "seq_k": seq_k}
     return lambda: sparse.index(keep, **sizes, capacity=index.capacity)
@@ -178,30 +174,28 @@ class VideoInputs:
     """q [batch, queries, heads, dim], k and v [batch, seq, kv_heads, dim], gate_coarse and gate_fine [batch, queries, heads]
     from 0 to 1, and the generator that they were drawn from."""
 
-    q: "Tensor"
-    k: "Tensor"
-    v: "Tensor"
-    gates: "dict[str, Any]"
-    generator: "Generator"
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gates: dict[str, Any]
+    generator: Generator
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
     """A pipeline that ran once: its output, what its stages made, and a call for each stage and, last, for the whole."""
 
-    out: "Tensor"
-    stages: "Stages"
+    out: Tensor
+    stages: Stages
     calls: dict[str, Call]
 
 
 def video_inputs(shape: VideoShape, where: str, seed: int = 0, queries: int | None = None) -> VideoInputs:
     """Normally distributed inputs in the shape's dtype; queries: how many, None: as many as keys."""
-    import torch
-
     generator = torch.Generator(device=where).manual_seed(seed)
     rows = shape.seq if queries is None else queries
 
-    def normal(*size: int) -> "Tensor":
+    def normal(*size: int) -> Tensor:
         return torch.randn(size, generator=generator, device=where, dtype=getattr(torch, shape.dtype))
 
     q = normal(shape.batch, rows, shape.heads, shape.dim)
@@ -210,11 +204,8 @@ def video_inputs(shape: VideoShape, where: str, seed: int = 0, queries: int | No
     return VideoInputs(q, k, v, gates, generator)
 
 
-def self_attention(shape: VideoShape, inputs: VideoInputs, coarse: "CoarseOptions", select: "SelectOptions") -> Made:
+def self_attention(shape: VideoShape, inputs: VideoInputs, coarse: CoarseOptions, select: SelectOptions) -> Made:
     """`sparse_video_attention` of all tokens over all tokens."""
-    import tilefold
-    from tilefold import sparse
-
     q, k, v, gates = inputs.q, inputs.k, inputs.v, inputs.gates
     options: dict[str, Any] = {"coarse": coarse, "select": select, "block": shape.block}
     out, made = sparse.sparse_video_attention(q, k, v, return_stages=True, **options, **gates)
@@ -229,7 +220,7 @@ def self_attention(shape: VideoShape, inputs: VideoInputs, coarse: "CoarseOption
     return Made(out, made, calls)
 
 
-def listed_pairs(stages: "Stages | None", shape: VideoShape, queries: int | None = None) -> int:
+def listed_pairs(stages: Stages | None, shape: VideoShape, queries: int | None = None) -> int:
     """How many pairs of a query and a KV block the lists name, over all heads; without stages how many there are."""
     if stages is not None:
         return int(stages.index.expand(shape.batch, shape.heads).counts.sum())
@@ -237,64 +228,48 @@ def listed_pairs(stages: "Stages | None", shape: VideoShape, queries: int | None
     return shape.batch * shape.heads * rows * shape.blocks
 
 
-def dense_case(shape: VideoShape, queries: int | None = None) -> "Case":
+def dense_case(shape: VideoShape, queries: int | None = None) -> Case:
     """Dense attention of the same tokens; queries: how many, None: as many as keys."""
-    from tilefold.bench.attention.cases import Case
-    from tilefold.plan.problem import AttentionProblem
-
     rows, keys = shape.seq if queries is None else queries, shape.seq
     heads = (shape.heads, shape.kv_heads)
     return Case("dense", AttentionProblem(shape.batch, rows, keys, *heads, shape.dim, shape.dim, dtype=shape.dtype))
 
 
 def dense_calls(
-    case: "Case",
-    tensors: "tuple[Tensor, Tensor, Tensor]",
+    case: Case,
+    tensors: tuple[Tensor, Tensor, Tensor],
     where: str,
     peers: tuple[str, ...],
-    grad: "Tensor | None" = None,
+    grad: Tensor | None = None,
 ) -> tuple[dict[str, Call], list[str]]:
     """(calls of the peers by their titles, forward, and with a grad forward + backward; why any of them is missing)."""
-    from tilefold.bench.attention.peers import IMPLEMENTATIONS
-    from tilefold.bench.implementation import Inputs
-
     return _calls_of("dense", [IMPLEMENTATIONS[name] for name in peers], Inputs(case, *tensors), where, grad)
 
 
 def listed_calls(
-    case: "Case",
-    tensors: "tuple[Tensor, Tensor, Tensor]",
-    index: "BlockIndex",
+    case: Case,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    index: BlockIndex,
     sparsity: float,
     where: str,
     peers: tuple[str, ...],
 ) -> tuple[dict[str, Call], list[str]]:
     """The same of peers that follow lists, over those of the fine stage; sparsity: per cent, as it was asked for."""
-    from tilefold.bench.attention.cases import Case
-    from tilefold.bench.attention.lists import Pattern
-    from tilefold.bench.implementation import Inputs
-
     known = implementations()
     listed = Case("sparse", case.problem, Pattern("random", sparsity, index.block_q, index.block_k))
     return _calls_of("lists", [known[name] for name in peers], Inputs(listed, *tensors, index), where)
 
 
-def implementations() -> "dict[str, Implementation]":
+def implementations() -> dict[str, Implementation]:
     """Everybody who may take part, by name: dense PEERS, and LISTED, who follow lists ("fa4-lists": fa4 over them)."""
-    from tilefold.bench.attention.peers import IMPLEMENTATIONS
-
     known = {name: IMPLEMENTATIONS[name] for name in ("tilefold", *PEERS, *LISTED) if name in IMPLEMENTATIONS}
     return known | {"fa4-lists": replace(IMPLEMENTATIONS["fa4"], name="fa4-lists")}
 
 
 def _calls_of(
-    kind: str, peers: "Sequence[Implementation]", inputs: "Inputs", where: str, grad: "Tensor | None" = None
+    kind: str, peers: Sequence[Implementation], inputs: Inputs, where: str, grad: Tensor | None = None
 ) -> tuple[dict[str, Call], list[str]]:
     """(calls by "kind title", why any peer is missing)."""
-    import torch
-
-    from tilefold.bench.loop import first_line
-
     calls: dict[str, Call] = {}
     notes = []
     for peer in peers:
@@ -344,7 +319,7 @@ def _row(
     costs: dict[str, Cost],
     beside: dict[str, Cost],
     shape: VideoShape,
-    device: "Device",
+    device: Device,
     total: float,
 ) -> StageRow:
     """costs: of the stages; beside: of what is none."""

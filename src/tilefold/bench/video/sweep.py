@@ -3,8 +3,13 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import Tensor
+
+import tilefold
+from tilefold import reference, sparse
 from tilefold.bench.implementation import Inputs
 from tilefold.bench.judge import Judge, verdict_of
 from tilefold.bench.loop import MEMORY, OK, WRONG, first_line
@@ -26,12 +31,9 @@ from tilefold.bench.video.stages import (
 from tilefold.errors import ShapeError, ValueRangeError
 from tilefold.plan.cost import Cost
 from tilefold.plan.sparse.video import STAGES, VideoShape, stage_costs
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from tilefold.reference import Comparison
-    from tilefold.sparse.stages import CoarseOptions, SelectOptions
+from tilefold.reference import Comparison
+from tilefold.sparse.coarse import attend_rows
+from tilefold.sparse.stages import CoarseOptions, SelectOptions
 
 __all__ = [
     "FINE",
@@ -106,7 +108,7 @@ class SweepRow:
     point: Point
     listed: int = 0
     timings: dict[str, Timing] = field(default_factory=dict)
-    verdicts: "dict[str, Comparison]" = field(default_factory=dict)
+    verdicts: dict[str, Comparison] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     failure: str = ""
 
@@ -200,10 +202,6 @@ def measure_point(
 
     graph: time replays of CUDA graphs instead of calls; a step over a cache always is, on a GPU, for it takes less time than
     its launches."""
-    import torch
-
-    from tilefold.sparse.stages import CoarseOptions, SelectOptions
-
     coarse, select = CoarseOptions(), SelectOptions(method="top_k", sparsity=point.sparsity / 100)
     replays = where == "cuda" and (graph or point.queries is not None)
     try:
@@ -218,7 +216,7 @@ def measure_point(
 
 def _measured(
     point: Point, where: str, peers: tuple[str, ...], rounds: int, replays: bool,
-    options: "tuple[CoarseOptions, SelectOptions]", seed: int,
+    options: tuple[CoarseOptions, SelectOptions], seed: int,
 ) -> SweepRow:  # fmt: skip
     shape, case = point.shape, dense_case(point.shape, point.queries)
     inputs = video_inputs(shape, where, seed, point.queries)
@@ -246,15 +244,11 @@ def _measured(
 # ---------------------------------------------------------------- a step over a cache
 
 
-def cached_step(point: Point, inputs: VideoInputs, coarse: "CoarseOptions", select: "SelectOptions") -> Made:
+def cached_step(point: Point, inputs: VideoInputs, coarse: CoarseOptions, select: SelectOptions) -> Made:
     """`sparse_video_attention` of the newest block's queries over a `VideoCache` that all tokens but theirs are in.
 
     Every call makes the same step: it goes on from a copy of the cache's lengths and shares the rest, so a timed append or
     step includes that copy of one number a sequence."""
-    import tilefold
-    from tilefold import sparse
-    from tilefold.sparse.coarse import attend_rows
-
     shape, q, gates = point.shape, inputs.q, inputs.gates
     cache = sparse.VideoCache(
         shape.batch, shape.seq, shape.kv_heads, shape.dim, block=shape.block, page_size=point.page_size,
@@ -294,8 +288,6 @@ def cached_step(point: Point, inputs: VideoInputs, coarse: "CoarseOptions", sele
 
 def _captured(calls: dict[str, Callable[[], object]]) -> tuple[dict[str, Callable[[], object]], list[str]]:
     """Replays of the calls' CUDA graphs, and which peers have none."""
-    import torch
-
     found: dict[str, Callable[[], object]] = {}
     notes = []
     stream = torch.cuda.Stream()
@@ -322,17 +314,13 @@ def _captured(calls: dict[str, Callable[[], object]]) -> tuple[dict[str, Callabl
 # ---------------------------------------------------------------- checks
 
 
-def _own_verdicts(point: Point, inputs: VideoInputs, made: Made, judge: Judge) -> "dict[str, Comparison]":
+def _own_verdicts(point: Point, inputs: VideoInputs, made: Made, judge: Judge) -> dict[str, Comparison]:
     """The fine stage over its lists, which judge knows, and the whole as both branches times their gates, on sampled rows against
     fp64."""
-    import torch
-
-    from tilefold import reference
-
     q, k, v = inputs.q, inputs.k, inputs.v
     rows = judge.rows
 
-    def mixed(fine: "Tensor", dtype: "torch.dtype") -> "Tensor":
+    def mixed(fine: Tensor, dtype: torch.dtype) -> Tensor:
         rough = reference.coarse(q[:, rows], k, v, block=point.shape.block, dtype=dtype).out
         first, second = (inputs.gates[name][:, rows, :, None].to(dtype) for name in ("gate_coarse", "gate_fine"))
         both: Tensor = first * rough + second * fine
@@ -343,7 +331,7 @@ def _own_verdicts(point: Point, inputs: VideoInputs, made: Made, judge: Judge) -
     return {FINE: judge.verdict(fine), TOTAL: verdict_of((made.out,), [(made.out[:, rows], want, plain)])}
 
 
-def _dense_verdicts(point: Point, inputs: VideoInputs, dense: dict[str, Callable[[], Any]]) -> "dict[str, Comparison]":
+def _dense_verdicts(point: Point, inputs: VideoInputs, dense: dict[str, Callable[[], Any]]) -> dict[str, Comparison]:
     if not dense:
         return {}
     judge = Judge(Inputs(dense_case(point.shape, point.queries), inputs.q, inputs.k, inputs.v))

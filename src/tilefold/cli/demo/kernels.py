@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import torch
+
 from tilefold.cli.demo.options import Check
 
 __all__ = ["begin", "finish", "main"]
@@ -11,14 +13,14 @@ __all__ = ["begin", "finish", "main"]
 NAME = "the kernel in Triton's interpreter"
 
 
-def begin() -> "subprocess.Popen[str]":
+def begin() -> subprocess.Popen[str]:
     """`main` in a process of its own, beside what else is done: Triton decides when it is imported whether it interprets."""
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", __name__]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def finish(process: "subprocess.Popen[str]") -> Check:
+def finish(process: subprocess.Popen[str]) -> Check:
     """What it found."""
     out, errors = process.communicate()
     return Check(NAME, process.returncode == 0, out.strip() or "".join(errors.strip().splitlines()[-1:]))
@@ -26,8 +28,6 @@ def finish(process: "subprocess.Popen[str]") -> Check:
 
 def main() -> int:
     """Print the error of a padded batch of the demo's shape; 0 if it is within its limit."""
-    import torch
-
     import tilefold
     from tilefold import reference
     from tilefold.debug import patch_interpreter
