@@ -11,6 +11,7 @@ import triton.language as tl
 
 import tilefold
 from cases import qkv, rand, relative
+from sources import run_source
 from tilefold import Unsupported
 from tilefold.device import mods
 from tilefold.ops.derivative import derivative_of
@@ -32,10 +33,8 @@ SPACE = {"tl": tl, "squared_plus": squared_plus, "mods": mods}
 def made(body, space=SPACE):
     """The mod with this body, a text of one line or of several."""
     text = f"def mod{HEAD}" + "".join(f"    {line}\n" for line in body.strip("\n").split("\n"))
-    file = f"<mod {len(linecache.cache)}>"
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     names = dict(space)
-    exec(compile(text, file, "exec"), names)
+    run_source(text, names)
     return triton.jit(names["mod"])
 
 

@@ -2,7 +2,6 @@
 
 import importlib
 import itertools
-import linecache
 import re
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 import tilefold
+from sources import run_source
 from tilefold import reference
 from tilefold.compat.flash_attn import flash_attn_func
 from tilefold.compat.flash_attn.register import uninstall
@@ -34,14 +34,7 @@ def run(title):
     """What the names of a section's examples hold in the end, and in the order of the examples."""
     names, after = {}, []
     for example in examples(title):
-        file = f"<example {len(linecache.cache)}>"
-        linecache.cache[file] = (
-            len(example),
-            None,
-            example.splitlines(keepends=True),
-            file,
-        )  # mods are read from their source
-        exec(compile(example, file, "exec"), names)
+        run_source(example, names)
         after.append(dict(names))
     return after
 

@@ -11,6 +11,7 @@ import triton.language as tl
 import tilefold
 from cases import dilated, dilated_twin, judge, qkv, rand, relative, relative_twin
 from cases.index import held, lists, plan_of
+from sources import run_source
 from tilefold import BlockIndex, reference
 from tilefold.sparse import Selection
 
@@ -207,7 +208,7 @@ def documented(page: str) -> list[str]:
 def test_the_examples_of_the_page_run():
     names: dict[str, object] = {}
     for example in documented("sparse.md"):
-        exec(example.replace(', device="cuda"', ""), names)
+        run_source(example.replace(', device="cuda"', ""), names)
 
 
 def test_the_documented_merge(device):

@@ -249,7 +249,7 @@ def test_the_portable_row_follows_the_plans_that_count(monkeypatch, gluon, backw
             plan=SimpleNamespace(problem=real(q, k, v, call).plan.problem, device=device_named("h200"))
         )
 
-    monkeypatch.setattr(sparse, "prepare", prepare)
+    monkeypatch.setattr(block_peers, "prepare", prepare)
     for module, refusal in (("sparse", "hopper_refusal"), ("sparse_backward", "hopper_backward_refusal")):
         why = None if module in gluon else "not here"
         monkeypatch.setattr(f"tilefold.plan.sparse.{module}.{refusal}", lambda *_, why=why: why)
