@@ -154,6 +154,20 @@ def looped(score, batch, head, q_index, kv_index, args):
     return score
 
 
+@triton.jit
+def squashed(score, batch, head, q_index, kv_index, args):
+    """A score within (-cap, cap), weighted by distance: args = (cap,)."""
+    cap, seq_q, seq_k = args
+    x = 2.0 * tl.sigmoid(2.0 * score / cap) - 1.0
+    return cap * x / (1.0 + 0.01 * tl.abs(q_index - kv_index)) + tl.where(q_index > kv_index, 0.1 * score, 0.0)
+
+
+def squashed_twin(score, batch, head, q_index, kv_index, args):
+    cap = args[0]
+    x = 2.0 * torch.sigmoid(2.0 * score / cap) - 1.0
+    return cap * x / (1.0 + 0.01 * (q_index - kv_index).abs()) + torch.where(q_index > kv_index, 0.1 * score, 0.0)
+
+
 def relative_twin(score, batch, head, q_index, kv_index, args):
     table, span = args[:2]
     distance = (kv_index - q_index).clamp(-span, span) + span

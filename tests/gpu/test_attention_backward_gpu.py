@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tilefold
-from cases import packed, prefix, prefix_twin, qkv, rand, same
+from cases import packed, prefix, prefix_twin, qkv, rand, same, squashed, squashed_twin
 from cases.device import DEVICE, captured, compilations, memory_beside, no_waiting
 from cases.gradient import check_gradients, gradients, judged, oracle
 from tilefold.plan.limits import Tile
@@ -35,6 +35,8 @@ def test_planned_options(dim):
     mask = rand(1, 4, 500, 700, device=DEVICE) > 0
     check_gradients(q, k, v, tile=None, mask=mask, alibi_slopes=rand(4, device=DEVICE).abs())
     check_gradients(q, k, v, tile=None, mask_mod=prefix, mask_args=(40,), twins={"mask_mod": prefix_twin})
+    derived = {"score_mod": squashed, "score_args": (3.0,), "twins": {"score_mod": squashed_twin}}  # no score_grad
+    check_gradients(q, k, v, tile=None, causal=True, **derived)
     for shape in ((2, 4, 500, 700), (1, 4, 500, 700), (2, 1, 1, 700), (1, 1, 1, 700)):
         check_gradients(q, k, v, tile=None, bias=rand(*shape, dtype=torch.bfloat16, device=DEVICE), causal=True)
 
