@@ -10,7 +10,8 @@ __all__ = ["app"]
 HELP = """
 Attention kernels in Triton: every variant is one fold of the online-softmax state over key/value tiles.
 
-Without a GPU the kernels run on the CPU, in Triton's interpreter, on small shapes; `explain` needs neither.
+Without a GPU the kernels run on the CPU, in Triton's interpreter, on small shapes; attention itself is plain torch
+there. `explain` needs neither.
 
 Exit codes: 0 ok, 1 a check failed, 2 wrong usage, an impossible request, or a check that could not run.
 """

@@ -222,7 +222,12 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findi
     if gpu_fault() is None:
         console.print(Text("tilefold runs on this machine's GPU.", style="bold green"))
     elif usable:
-        console.print(Text("tilefold runs here on the CPU only, in Triton's interpreter.", style="bold green"))
+        console.print(
+            Text(
+                "tilefold runs here on the CPU only: in plain torch, its kernels in Triton's interpreter.",
+                style="bold green",
+            )
+        )
     else:
         console.print(Text(f"tilefold cannot run here: {interpreter_fault()}", style="bold red"))
     raise typer.Exit(0 if usable else 1)
