@@ -77,7 +77,7 @@ class _Derivative(ast.NodeVisitor):
     def _full(self, like: str, value: float) -> Node:
         return _expression(f"{OWN}.full({like}.shape, {value}, {OWN}.float32)")
 
-    def _refuse(self, node: ast.AST, why: str) -> NoReturn:
+    def refuse(self, node: ast.AST, why: str) -> NoReturn:
         raise Unsupported(f"{self.name}, `{ast.unparse(node)}`: {why}, so tilefold derives no derivative of it: {HINT}")
 
     # ------------------------------------------------------------ statements
@@ -91,7 +91,7 @@ class _Derivative(ast.NodeVisitor):
             return []
         if isinstance(node, ast.Return):
             if node.value is None:
-                self._refuse(node, "it returns nothing")
+                self.refuse(node, "it returns nothing")
             return [ast.Return(self.of(node.value) or self.zero)]
         if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
             value = ast.BinOp(ast.Name(node.target.id, ast.Load()), node.op, node.value)
@@ -108,7 +108,7 @@ class _Derivative(ast.NodeVisitor):
         if isinstance(node, ast.If):
             return self._if(node)
         if any(isinstance(each, ast.Name) and each.id in self.active for each in ast.walk(node)):
-            self._refuse(node, "only assignments, `if` and `return` may depend on the score")
+            self.refuse(node, "only assignments, `if` and `return` may depend on the score")
         return [node]
 
     def _bind(self, name: str, value: Node) -> list[ast.stmt]:
@@ -123,13 +123,13 @@ class _Derivative(ast.NodeVisitor):
     def _unpack(self, node: ast.Assign, target: ast.Tuple) -> list[ast.stmt]:
         names = [each.value if isinstance(each, ast.Starred) else each for each in target.elts]
         if self.of(node.value) is not None or not all(isinstance(each, ast.Name) for each in names):
-            self._refuse(node, "a tuple depends on the score")
+            self.refuse(node, "a tuple depends on the score")
         self.active -= {each.id for each in names if isinstance(each, ast.Name)}
         return [node]
 
     def _if(self, node: ast.If) -> list[ast.stmt]:
         if self._depends(node.test):
-            self._refuse(node.test, "a condition depends on the score")
+            self.refuse(node.test, "a condition depends on the score")
         before = set(self.active)
         then, of_then = self._block(node.body), self.active
         self.active = set(before)
@@ -163,13 +163,13 @@ class _Derivative(ast.NodeVisitor):
             return self._operator(node)
         if isinstance(node, ast.IfExp):
             if self._depends(node.test):
-                self._refuse(node.test, "a condition depends on the score")
+                self.refuse(node.test, "a condition depends on the score")
             return ast.IfExp(node.test, self.of(node.body) or self.zero, self.of(node.orelse) or self.zero)
         if isinstance(node, ast.Call):
             return self._call(node)
         if isinstance(node, ast.UnaryOp) and not self._number(node.operand):
             return None
-        self._refuse(node, "this is not differentiated")
+        self.refuse(node, "this is not differentiated")
 
     def _number(self, node: Node) -> bool:
         """Whether it has a derivative: a comparison has none."""
@@ -179,7 +179,7 @@ class _Derivative(ast.NodeVisitor):
         a, b = node.left, node.right
         if isinstance(node.op, ast.BitAnd | ast.BitOr | ast.BitXor):
             if self._number(a) or self._number(b):
-                self._refuse(node, "bits have no derivative")
+                self.refuse(node, "bits have no derivative")
             return None
         da, db = self.of(a), self.of(b)
         if da is None and db is None:
@@ -196,7 +196,7 @@ class _Derivative(ast.NodeVisitor):
                 return first
             second = _binary(ast.UnaryOp(ast.USub(), _times(node, db) or db), ast.Div(), b)
             return second if first is None else _binary(first, ast.Add(), second)
-        self._refuse(node, "this operator is not differentiated")
+        self.refuse(node, "this operator is not differentiated")
 
     def _call(self, node: ast.Call) -> Node | None:
         if isinstance(node.func, ast.Attribute) and self._depends(node.func.value):
@@ -204,7 +204,7 @@ class _Derivative(ast.NodeVisitor):
             if inner is None:
                 return None
             if node.func.attr != "to":
-                self._refuse(node, f"the method {node.func.attr} is not differentiated")
+                self.refuse(node, f"the method {node.func.attr} is not differentiated")
             return inner
         called = self._object(node.func)
         rule = _rule(called)
@@ -212,13 +212,13 @@ class _Derivative(ast.NodeVisitor):
             return rule(self, node)
         if hasattr(called, "arg_names"):
             return self._inner(node, called)
-        self._refuse(node, f"{ast.unparse(node.func)} is not differentiated")
+        self.refuse(node, f"{ast.unparse(node.func)} is not differentiated")
 
     def _object(self, node: Node) -> Any:
         try:
             return eval(compile(ast.Expression(ast.fix_missing_locations(node)), "<called>", "eval"), self.space)
         except Exception:
-            self._refuse(node, "what is called is not known")
+            self.refuse(node, "what is called is not known")
 
     def _inner(self, node: ast.Call, called: Any) -> Node:
         """A call of another jit function: one of its derivative, with those of the arguments behind them."""
@@ -244,7 +244,7 @@ class _Derivative(ast.NodeVisitor):
         """The arguments of a call by their names; what is not given is refused."""
         given = dict(zip(names, node.args, strict=False)) | {each.arg: each.value for each in node.keywords if each.arg}
         if not all(name in given for name in names):
-            self._refuse(node, f"its arguments are not {', '.join(names)}")
+            self.refuse(node, f"its arguments are not {', '.join(names)}")
         return [given[name] for name in names]
 
 
@@ -286,7 +286,7 @@ def _extreme(sign: str) -> Rule:
 def _clamp(of: _Derivative, node: ast.Call) -> Node | None:
     x, low, high = of.arguments(node, "x", "min", "max")
     if of.of(low) is not None or of.of(high) is not None:
-        of._refuse(node, "its limits depend on the score")
+        of.refuse(node, "its limits depend on the score")
     derived = of.of(x)
     return None if derived is None else _filled(
         f"{OWN}.where((x >= low) & (x <= high), d, z)", x=x, low=low, high=high, d=derived, z=of.zero

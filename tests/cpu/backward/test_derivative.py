@@ -15,6 +15,7 @@ from cases.gradient import check_gradients
 from sources import run_source
 from tilefold import Unsupported
 from tilefold.device import mods
+from tilefold.ops import derivative
 from tilefold.ops.derivative import derivative_of
 
 pytestmark = pytest.mark.interpreter
@@ -167,6 +168,16 @@ def test_forms_that_round_as_ieee_does():
     x = torch.linspace(0.3, 2.5, ROWS * ROWS).reshape(ROWS, ROWS)
     torch.testing.assert_close(values(x, made("return tl.sqrt_rn(score)"))[1], 0.5 / x.sqrt())
     torch.testing.assert_close(values(x, made("return tl.math.div_rn(2.0, score)"))[1], -2 / x**2)
+
+
+@pytest.mark.parametrize("name", derivative.LIBDEVICE)
+def test_rules_of_libdevice(name):
+    """The interpreter has no libdevice: the formulas alone, against torch's derivatives."""
+    x = torch.linspace(0.3, 2.5, 50, dtype=torch.float64, requires_grad=True)
+    y = getattr(torch, {"fabs": "abs"}.get(name, name))(x)
+    (wanted,) = torch.autograd.grad(y.sum(), x)
+    names = {derivative.OWN: torch, "x": x, "y": y, "d": torch.ones_like(x)}
+    torch.testing.assert_close(eval(derivative.LIBDEVICE[name], names).detach(), wanted)
 
 
 def test_ties():

@@ -157,19 +157,18 @@ Part = tuple[torch.Tensor, torch.Tensor, Call]
 def _parts(k: torch.Tensor, v: torch.Tensor, given: SharedPrefix, n: dict[str, int], prefix: int) -> tuple[Part, Part]:
     """(k, v, call) of the prefix, which is sequence 0's, and of what follows it in each sequence."""
     call, table, index = given.call, given.block_table, given.batch_index
+    alone, of_first = Cache(splits=given.splits), call._replace(causal=False, sinks=None)
     cache = cache_of(call)._replace(more=-prefix)
-    alone = Cache(splits=given.splits)
-    of_first, first = call._replace(causal=False, sinks=None), (k[:1, :prefix], v[:1, :prefix])
-    rest, caches = call._replace(source=cache), (k[:, prefix:], v[:, prefix:])
     if table is not None:
         pages = prefix // n["page_size"]
-        rest = call._replace(source=cache._replace(block_table=table[:, pages:]))
-        return (k, v, of_first._replace(source=alone._replace(block_table=table[:1, :pages]))), (k, v, rest)
+        first = of_first._replace(source=alone._replace(block_table=table[:1, :pages]))
+        return (k, v, first), (k, v, call._replace(source=cache._replace(block_table=table[:, pages:])))
+    rest = k[:, prefix:], v[:, prefix:], call._replace(source=cache)
     if index is not None:
-        of_first = of_first._replace(source=alone._replace(batch_index=index[:1]))
-        return (k[:, :prefix], v[:, :prefix], of_first), (*caches, rest)
+        first = of_first._replace(source=alone._replace(batch_index=index[:1]))
+        return (k[:, :prefix], v[:, :prefix], first), rest
     of_one = Scales(*(t[:1] if t is not None and t.dim() == 2 else t for t in call.scales))  # one cache is looked at
-    return (*first, of_first._replace(source=alone, scales=of_one)), (*caches, rest)
+    return (k[:1, :prefix], v[:1, :prefix], of_first._replace(source=alone, scales=of_one)), rest
 
 
 def _check_values(given: SharedPrefix, n: dict[str, int]) -> None:
