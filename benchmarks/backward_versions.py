@@ -1,8 +1,8 @@
-"""Versions of the dense backward kernel that adds dq in memory, beside the deterministic default and FlashAttention-4, in turns.
+"""The dense backward kernel that adds dq in memory, in any order and in one, beside the default and FlashAttention-4, in turns.
 
     PYTHONPATH=src python benchmarks/backward_versions.py [--only "D128 16k"] [--rounds 5]
 
-Milliseconds and TFLOP/s of the backward pass alone; gradients are held to the deterministic ones before anything is timed."""
+Milliseconds and TFLOP/s of the backward pass alone; gradients are held to the default's before anything is timed."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ import torch
 import tilefold
 from tilefold.bench import timers
 from tilefold.errors import PlanError
-from tilefold.plan.backward.attention_backward_reduce import KERNEL, ORDERS, ReduceOptions
+from tilefold.plan.backward.attention_backward_reduce import KERNEL, ReduceOptions
 
 CASES = {  # batch, tokens, heads, KV heads, head dim, causal
     "D128 16k full": (1, 16384, 16, 16, 128, False),
@@ -27,13 +27,7 @@ Gradients = Sequence[torch.Tensor]
 Backward = Callable[[], Gradients]
 
 
-def versions(dim: int) -> dict[str, ReduceOptions]:
-    made = {}
-    for order in ORDERS:
-        for rounded in (True,) if dim == 64 else (False, True):
-            name = f"{order}{', rounded' if rounded and dim == 128 else ''}"
-            made[name] = ReduceOptions(1, order, 2, rounded=rounded)
-    return made
+VERSIONS = {"added": ReduceOptions(), "added in order": ReduceOptions(ordered=True)}
 
 
 def flash_attention(deterministic: bool) -> Callable[..., Any]:
@@ -59,9 +53,9 @@ def candidates(shape: tuple[int, int, int, int, int, bool]) -> dict[str, Backwar
 
     q, k, v = (draw(n).requires_grad_() for n in (heads, kv_heads, kv_heads))
     dout = draw(heads)
-    made = {"deterministic": backward_of(tilefold.attention(q, k, v, causal=causal), (q, k, v), dout)}
+    made = {"default": backward_of(tilefold.attention(q, k, v, causal=causal), (q, k, v), dout)}
     plan = tilefold.attention_backward_plan(q, k, v, causal=causal, deterministic=False)
-    for name, options in versions(dim).items():
+    for name, options in VERSIONS.items():
         try:
             own = plan.with_tiles(kernel=KERNEL, options=options)
         except PlanError:
@@ -92,7 +86,7 @@ def main() -> None:
             continue
         batch, tokens, heads, _, dim, causal = shape
         calls = candidates(shape)
-        wanted = calls["deterministic"]()
+        wanted = calls["default"]()
         wrong = {each: far(call(), wanted) for each, call in calls.items()}
         flops = 10 * batch * heads * tokens**2 * dim / (2 if causal else 1)
         samplers = {each: (lambda call=call: timers.queued_samples(call, 4)) for each, call in calls.items()}

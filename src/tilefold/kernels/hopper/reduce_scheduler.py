@@ -48,13 +48,20 @@ def own_keys(tile, scheduler):
     return OwnKeys(tile, whole, end, scheduler.mask, scheduler.lengths, scheduler.QUERIES // UNIT)
 
 
+STAGGER = gl.constexpr(2)  # tiles of queries between the beginnings of two neighbours' walks
+
+
 @struct
 class BlockScheduler:
     """heads_at_once KV heads at a time, their longest blocks first.  q_tiles: of QUERIES queries; no_tile: the row of statistics
     and sums of no query.
 
-    Programs that run side by side begin STAGGER tiles apart, so that they do not all add to the same dq; where the mask has a
-    diagonal, they begin at different tiles anyway."""
+    Programs that run side by side do not add to one query tile at a time.  Where the mask has a diagonal, their walks begin
+    there.  Else they begin STAGGER tiles apart and go around.
+
+    ORDERED: the blocks of keys that see a query tile add to it in the order of their programs.  Without a diagonal all begin at
+    the first tile, and each follows the one before.  With one the last blocks come first, which meet a tile first, too: so
+    nobody waits, but the longest blocks come last."""
 
     lengths: Lengths
     heads: gl.tensor
@@ -65,7 +72,7 @@ class BlockScheduler:
     no_tile: gl.tensor
     mask: BackwardMask
     QUERIES: gl.constexpr
-    STAGGER: gl.constexpr
+    ORDERED: gl.constexpr
 
     @jit
     def block(self):
@@ -75,6 +82,8 @@ class BlockScheduler:
         i = program - segment * (self.blocks * self.heads_at_once)
         block = i // self.heads_at_once
         of_all = segment * self.heads_at_once + (i - block * self.heads_at_once)
+        if self.ORDERED and self.mask.KIND != FULL:
+            block = self.blocks - 1 - block
         batch, head = of_all // kv_heads, of_all % kv_heads
         first, tiles = self.mask.queries_of_block(block, self.lengths, self.QUERIES)
         first = gl.where(tiles > 0, first, self.q_tiles)
@@ -82,14 +91,24 @@ class BlockScheduler:
         step = gl.where(tiles > 0, self.q_tiles, 0)
         tiles = gl.maximum(tiles, 1)
         begin = first
-        if self.mask.KIND == FULL:
-            begin += block * self.STAGGER % tiles
+        if self.mask.KIND == FULL and not self.ORDERED:
+            begin += block * STAGGER % tiles
         return KeyBlock(block, batch, head, self.lengths, first, first + tiles, begin, row, step)
 
     @jit
     def after(self, tile, block):
         """The query tile after this one: after the last one the first."""
         tile += 1
-        if self.mask.KIND == FULL:
+        if self.mask.KIND == FULL and not self.ORDERED:
             tile = gl.where(tile == block.end, block.first, tile)
         return tile
+
+    @jit
+    def place(self, tile, block):
+        """How many blocks of keys add to a query tile before this one; 0 for the tile past the end."""
+        if self.mask.KIND == FULL:
+            return block.tile
+        else:
+            PER: gl.constexpr = self.QUERIES // UNIT
+            last = (self.mask.keys_of_several(tile * PER, self.lengths, PER)[1] + 1) // 2 - 1
+            return gl.where(tile < self.q_tiles, last - block.tile, 0)

@@ -86,7 +86,7 @@ class AttentionBackwardPlan(Plan):
         For a packed batch, whose tokens the plan does not know, an upper estimate."""
         n = self.problem
         if self.kernel == REDUCE:
-            return reduced.sum_bytes(n)
+            return reduced.scratch_bytes(n, self.options)
         if self.kernel == HOPPER:
             at_once = self.heads_at_once, self.keys_at_once
             if n.varlen:
@@ -248,7 +248,7 @@ def _reduce(problem: AttentionProblem, device: Device, bias: tuple[int, ...]) ->
     reason = "Five products a pair of tiles; dq is added in memory, so its last bits change from run to run."
     return AttentionBackwardPlan(
         problem, device, REDUCE, tile, tile, tile, bias, 0, "hopper-reduce", reason, heads,
-        options=reduced.reduce_options(problem))  # fmt: skip
+        options=ReduceOptions())  # fmt: skip
 
 
 def _tiles(problem: AttentionProblem, device: Device, kernel: str, own: str) -> tuple[Tile, ...]:
