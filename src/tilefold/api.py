@@ -318,12 +318,13 @@ def attention_backward_plan(
 ) -> "AttentionBackwardPlan":
     """The plan that the backward pass of `attention(q, k, v, **options)` follows; `print` it to read the decision.
 
-    It makes a gradient of the bias if the given one requires a gradient.  The rest as for `attention_plan`."""
+    It makes gradients of the bias and of the tensors of score_args that require one.  The rest as for `attention_plan`."""
     from .ops.backward.attention_backward import backward_plan_of
+    from .ops.backward.attention_backward_loads import needed
 
     prepared, call = _prepared("attention_backward_plan", q, k, v, options)
     with_bias = call.bias is not None and call.bias.requires_grad
-    return backward_plan_of(prepared.problem, call, q, with_bias)
+    return backward_plan_of(prepared.problem, call, q, with_bias, needed(call))
 
 
 def _prepared(
