@@ -1,4 +1,4 @@
-"""score_mods that load from tensors which are learned, their twins in torch, and one of their kernels to compile ahead of time."""
+"""score_mods that load from learned tensors, their twins in torch, and kernels of one to compile ahead of time."""
 
 from typing import Any
 
