@@ -67,8 +67,7 @@ def tempered_twin(score, batch, head, q_index, kv_index, args):
 def mixed(score, batch, head, q_index, kv_index, args):
     """Two tensors, one of them loaded from twice, where there is an entry, beside one that has no gradient:
     args = (factors [H], rows [longest], numbers of columns [longest], entries of rows)."""
-    factors, *rest = args
-    rows, columns, entries = args[1], args[2], args[3]
+    factors, rows, columns, entries = args[0], args[1], args[2], args[3]
     column = tl.load(columns + kv_index)
     of_keys = tl.load(rows + column, mask=column < entries, other=0.0).to(tl.float32)
     x = score * tl.load(factors + head)

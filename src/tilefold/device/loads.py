@@ -32,7 +32,7 @@ def place_of(pointer, base):
 def shared_sum(x, place):
     """x [M, N] summed over the dimensions in which all places are the same."""
     if len(place.shape) == 0:
-        x = tl.sum(tl.sum(x, 1), 0)
+        x = tl.sum(x)
     else:
         tl.static_assert(len(place.shape) == 2, "a score_mod has to load a scalar, or a tile of rows and columns")
         if place.shape[0] == 1:
@@ -57,7 +57,7 @@ def give_to_loads(total, ds, score, place, kv_index, mods, sites, PASS: tl.const
         if PASS == MEASURE:
             size = tl.abs(x)
             if len(size.shape) > 0:
-                size = tl.sum(tl.sum(size, 1), 0)
+                size = tl.sum(size)
             total += tl.where(tl.arange(0, SITES) == i, size, 0.0)
         else:
             if PASS == ADD:

@@ -53,7 +53,7 @@ def attention_backward_loads(
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")
         kv_index = tl.minimum(cols, seq_k - 1)[None, :]
-        _, ds = score_gradient(s, dp, lse[:, None], delta[:, None], place, kv_index, scale, score_mods, slopes, mask_mods,
+        _p, ds = score_gradient(s, dp, lse[:, None], delta[:, None], place, kv_index, scale, score_mods, slopes, mask_mods,
                                (left, right), KIND, dropout)  # fmt: skip
         ds = tl.where((o_m < seq_q)[:, None] & live[None, :], ds, 0.0)
         score = s * scale
