@@ -106,7 +106,8 @@ def backward(
         dq, dk, dv = run((q, k, v, out), dout, lse, dlse, call)
         three = dq if wanted[0] else None, dk if keys else None, dv if keys else None
         return *three, None, None, *no_gradients(call, wanted[5:])
-    lse2, delta = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device).unbind()
+    # Each on its own: parts of one tensor would begin at addresses of another alignment, and kernels be compiled for that.
+    lse2, delta = (torch.empty(lse.shape, dtype=torch.float32, device=lse.device) for _ in range(2))
     bound.delta((out, dout, lse, dlse, lse2, delta))
     if bound.weights is not None and whole:
         dout, delta = weighted(bound.weights, (q, k, lse2), dout, delta, call)
