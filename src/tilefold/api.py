@@ -124,9 +124,9 @@ def attention(
         A row without a live key is 0 with lse -inf (the sink, if there are sinks).  Products are accumulated in fp32.  NaN in
         q, k, v, bias or sinks makes NaN in the rows that see it; NaN in a masked key does not, NaN or infinity in a masked value
         may (its weight is 0, and 0 times either is NaN).  Sinks are finite or -inf.
-        Both are differentiable in q, k, v, bias, sinks and score_args, once, with the same bits every run if deterministic; a row without a
-        live key passes no gradient.  The backward pass computes scores again: it keeps q, k, v, out and lse, and two numbers a
-        row while it runs.
+        Both are differentiable in q, k, v, bias, sinks and score_args, once, with the same bits every run if deterministic; a
+        row without a live key passes no gradient.  The backward pass computes scores again: it keeps q, k, v, out and lse, and
+        two numbers a row while it runs.
 
     Raises:
         ShapeError, DtypeError, DeviceError, LayoutError, ValueRangeError, PlanError, Unsupported: before anything is launched,
