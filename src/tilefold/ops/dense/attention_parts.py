@@ -268,9 +268,9 @@ def mask_mods_of(mods: Any, call: Call, band: str = "") -> tuple[Any, ...]:
 def element_strides(t: torch.Tensor) -> tuple[int, ...]:
     """Those of `broadcast_strides` for device.mods: where rows begin at multiples of 16 elements a kernel is compiled for that,
     otherwise for any strides.  So lengths make two kernels, not one for each that is 1 or a multiple."""
-    *rows, columns = broadcast_strides(t)
-    columns = columns if t.shape[3] > 1 else 1
-    return (*rows, columns) if all(stride % 16 == 0 for stride in rows) else (*runtime_ints(tuple(rows)), columns)
+    b, h, q, k = broadcast_strides(t)
+    k = k if t.shape[3] > 1 else 1
+    return (b, h, q, k) if (b | h | q) % 16 == 0 else (*runtime_ints((b, h, q)), k)
 
 
 def broadcast_strides(t: torch.Tensor) -> tuple[int, ...]:
