@@ -19,7 +19,7 @@ device evenly.  Which program folds a query tile changes no bit of it.
 Source: the pipeline is FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608, section 3.2).
 """
 
-from .block_list import UNIT, BlockLists, ListScheduler
+from .block_list import POSTED, UNIT, BlockLists, ListScheduler, Pages
 from .config import Config, Problem
 from .epilogue import Epilogue
 from .gluon import (
@@ -42,7 +42,8 @@ from .softmax import Softmax
 
 RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_blocks", "items", "stride_ob", "stride_om", "stride_oh", "stride_ib",
            "stride_ih", "stride_iq", "stride_cb", "stride_ch", "stride_sb", "stride_sh", "stride_pb", "stride_ph",
-           "stride_yb", "stride_ym", "stride_yh", "stride_zb", "stride_zm", "stride_zh"]  # fmt: skip
+           "stride_yb", "stride_ym", "stride_yh", "stride_zb", "stride_zm", "stride_zh", "batch", "total_q",
+           "stride_tb"]  # fmt: skip
 BRANCH = gl.constexpr(1)  # bits of MIXED: add another branch,
 BRANCH_GATE = gl.constexpr(2)  # times a gate,
 GATE = gl.constexpr(4)  # to this one's times a gate
@@ -138,45 +139,48 @@ def produce(scheduler, lists, q, k, v, mix):
     """The producer: chooses the work tiles and issues every load, in the order in which the consumers need them."""
     programs = gl.num_programs(0)
     item = gl.program_id(0)
-    count = lists.count(scheduler.work(item))
+    count = lists.count(scheduler.locate(item))
     following = scheduler.counter.items
     count_following = count
     number = 0
     i = 0  # query tiles that were begun
     t = 0  # units that were loaded
     while item < scheduler.counter.items:
-        work = scheduler.work(item)
-        listed = lists.of(work, count)
-        block_0, block_1 = listed.blocks(0)
-        acquire_all(q, i)
-        scheduler.post(item, count)
-        for c in gl.static_range(q.SLOTS):
-            q.load(Stage(c, i & 1), work.batch, work.head, (work.block * q.SLOTS + c) * 64)
-        kv_head = work.head // scheduler.problem.group
-        for j in range(listed.units):
-            row_0 = listed.row(block_0)
-            row_1 = listed.row(block_1)
-            block_0, block_1 = listed.blocks(j + 1)
-            stage = k.write_stage(t)
-            k.acquire(stage)
-            k.load_blocks(stage, work.batch, kv_head, row_0, row_1)
-            stage = v.write_stage(t + mix.units(i))
-            v.acquire(stage)
-            v.load_blocks(stage, work.batch, kv_head, row_0, row_1)
-            t += 1
-            # As late as hides the answers: who draws early may hold two long lists while others have none.
-            if j == gl.maximum(listed.units - 4, 0):
-                number = scheduler.counter.draw()
-            if j == gl.maximum(listed.units - 2, 0):
-                following = scheduler.counter.drawn(number, programs)
-                count_following = lists.count(scheduler.work(gl.minimum(following, scheduler.counter.items - 1)))
-        if mix.MIXED & BRANCH:
-            mix.load(v, t + i, work)
+        work = scheduler.locate(item)
+        if work.live:
+            listed = lists.of(work, count)
+            ahead = listed.begin()
+            acquire_all(q, i)
+            scheduler.post(item, count, work)
+            for c in gl.static_range(q.SLOTS):
+                row = work.first_q + (work.block * q.SLOTS + c) * 64
+                q.load(Stage(c, i & 1), work.batch, work.head, row)
+            kv_head = work.head // scheduler.problem.group
+            for j in range(listed.units):
+                places, ahead = listed.take(ahead, j)
+                stage = k.write_stage(t)
+                k.acquire(stage)
+                listed.load(k, stage, kv_head, places)
+                stage = v.write_stage(t + mix.units(i))
+                v.acquire(stage)
+                listed.load(v, stage, kv_head, places)
+                t += 1
+                # As late as hides the answers: who draws early may hold two long lists while others have none.
+                if j == gl.maximum(listed.units - 4, 0):
+                    number = scheduler.counter.draw()
+                if j == gl.maximum(listed.units - 2, 0):
+                    following = scheduler.counter.drawn(number, programs)
+                    count_following = lists.count(scheduler.locate(gl.minimum(following, scheduler.counter.items - 1)))
+            if mix.MIXED & BRANCH:
+                mix.load(v, t + i, work)
+            i += 1
+        else:
+            following = scheduler.counter.drawn(scheduler.counter.draw(), programs)
+            count_following = lists.count(scheduler.locate(gl.minimum(following, scheduler.counter.items - 1)))
         item = following
         count = count_following
-        i += 1
     acquire_all(q, i)
-    scheduler.post(-1, 0)
+    scheduler.post_end()
     signal_all(q, i)
     scheduler.counter.end(item, programs)
 
@@ -312,8 +316,16 @@ def sparse_forward_hopper(
     stride_zb,
     stride_zm,
     stride_zh,
+    CuQ,
+    CuK,
+    batch,
+    total_q,
+    Table,
+    Lengths,
+    stride_tb,
     D: gl.constexpr,
     KV_BLOCK: gl.constexpr,
+    PAGE: gl.constexpr,
     WARPGROUPS: gl.constexpr,
     K_SLOTS: gl.constexpr,
     V_SLOTS: gl.constexpr,
@@ -329,17 +341,28 @@ def sparse_forward_hopper(
     Q_SIZED, int32 (a stride of 0 broadcasts).  scale > 0; items = B * H * Qb.  Query blocks have 64 * WARPGROUPS rows.
 
     MIXED, the sum of BRANCH, BRANCH_GATE and GATE: GateB * branch is added to Gate times the result, before rounding; GateB, Gate
-    [B, Sq, H] by strides y and z, branch_desc [B, H, Sq, D] with boxes [1, 1, KV_BLOCK, 64]."""
+    [B, Sq, H] by strides y and z, branch_desc [B, H, Sq, D] with boxes [1, 1, KV_BLOCK, 64].
+
+    CuQ, CuK, a packed batch, else None: tensors [1, H, Tq or Tk, D], Out [Tq, H, D], Lse [H, Tq]; sequence b is queries CuQ[b] to
+    CuQ[b+1], the first seq_q of them, and keys CuK[b] to CuK[b+1] (int32), with the lists [b]; q_blocks = Tq // (64 * WARPGROUPS) +
+    batch places, items = H * q_blocks.  PAGE > 0, a power of two of at least 16: k_desc, v_desc [pages, H/group, PAGE, D] with boxes
+    of the smaller of PAGE and KV_BLOCK rows; see `Pages`.  Both need MASKED, and exclude MIXED and each other."""
+    gl.static_assert(MIXED == 0 or (CuQ is None and PAGE == 0), "no other branch is packed or lies in pages")
+    gl.static_assert(MASKED or (CuQ is None and PAGE == 0), "where a sequence ends is known on the device")
     mailbox = gl.allocate_shared_memory(gl.int32, [2], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q = make_pipeline(q_desc, WARPGROUPS, 64, D, 1)
     k = make_pipeline(k_desc, K_SLOTS, UNIT, D, WARPGROUPS, 1, False, KV_BLOCK)
     v = make_pipeline(v_desc, V_SLOTS, UNIT, D, WARPGROUPS, 1, False, KV_BLOCK)
-    problem = Problem(seq_q, seq_k, heads, group, None, None, None, None)
-    config = Config(q_desc.dtype, D, UNIT, WARPGROUPS, 1, False, False, False)
+    problem = Problem(seq_q, seq_k, heads, group, CuQ, CuK, batch, total_q)
+    config = Config(q_desc.dtype, D, UNIT, WARPGROUPS, 1, CuQ is not None, False, False)
     counter = WorkCounter(Counter, items)
-    scheduler = ListScheduler(problem, counter, mailbox, q_blocks)
+    pages = Pages(Table, Lengths, stride_tb, PAGE)
+    EDGE: gl.constexpr = CuQ is not None or PAGE > 0
+    facts = gl.allocate_shared_memory(gl.int32, [POSTED, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])) if EDGE else None
+    scheduler = ListScheduler(problem, counter, mailbox, facts, q_blocks, pages, 64 * WARPGROUPS)
     lists = BlockLists(Index, Count, (stride_ib, stride_ih, stride_iq, stride_cb, stride_ch), Sizes, QuerySizes,
-                       (stride_sb, stride_sh, stride_pb, stride_ph), KV_BLOCK, MASKED, SIZED, Q_SIZED)  # fmt: skip
+                       (stride_sb, stride_sh, stride_pb, stride_ph), pages, KV_BLOCK, MASKED, SIZED, Q_SIZED,
+                       EDGE)  # fmt: skip
     strides = (stride_yb, stride_ym, stride_yh, stride_zb, stride_zm, stride_zh)
     mix = Mix(branch_desc, GateB, Gate, strides, MIXED, WARPGROUPS)
     softmax = Softmax(None, None, config, 0, False, False)

@@ -157,7 +157,7 @@ def plan_sparse(problem: SparseProblem, device: Device, portable: bool = False) 
     require_supported(problem.attention, device)
     plan = _portable(problem, device)
     refusal = hopper_refusal(problem, device)
-    if portable or plan.splits > 1 or _layout_kernel(problem) or refusal:
+    if portable or plan.splits > 1 or refusal:
         return plan
     tile = hopper_tile(problem, device)
     items = _programs(problem, tile.block_m)
@@ -318,7 +318,7 @@ def _violation(problem: SparseProblem, device: Device, kernel: str, tile: Tile, 
     if kernel not in KERNELS:
         return "kernel", f"must be one of {', '.join(map(repr, KERNELS))}, got {kernel!r}"
     only = _layout_kernel(problem)
-    if kernel != only and (only or kernel in (VARLEN_KERNEL, PAGED_KERNEL)):
+    if kernel not in (only, HOPPER_KERNEL) and (only or kernel in (VARLEN_KERNEL, PAGED_KERNEL)):
         return "kernel", f"{kernel} does not serve varlen={problem.attention.varlen}, page_size={problem.page_size}"
     if kernel == HOPPER_KERNEL:
         if _programs(problem, problem.block_q) > MAX_GRID:
