@@ -94,7 +94,9 @@ class Run(Launch):
     lengths: (queries, keys) of each, the lists being those of one after the other; page: keys of a page of their caches, of which
     the queries' numbers are the same, 0 for a packed batch.  longest: rows that there are lists of, if there are more."""
 
-    def __init__(self, seed, warpgroups, block, slots, lists, heads, dim=128, mixed=0, lengths=None, page=0, longest=None):
+    def __init__(
+        self, seed, warpgroups, block, slots, lists, heads, dim=128, mixed=0, lengths=None, page=0, longest=None
+    ):
         super().__init__(seed)
         self.mixed, self.lists, self.heads, self.page = mixed, lists, heads, page
         self.warpgroups, self.block, self.slots, self.dim = warpgroups, block, slots, dim
@@ -244,10 +246,10 @@ class Run(Launch):
         q = [("q", batch, head, row, p * 64) for p in range(self.dim // 64)]
         if tile.held() != wanted or (side == "k" and a != q):  # a is Q there
             self.memory.fail(f"item {self.local.item}: {side} unit holds {tile.held()}, {wanted} was listed")
-        if side == "v" and self.ends() and self.lives(j) != [self.block] * (128 // self.block):
-            if self.local.cleared != self.lives(j):
-                self.memory.fail(f"item {self.local.item}: {self.local.cleared} rows were left, not {self.lives(j)}")
         if side == "v":
+            whole, left = [self.block] * (128 // self.block), self.local.cleared
+            if self.ends() and (left or whole) != self.lives(j):
+                self.memory.fail(f"item {self.local.item}: {left or whole} rows were left, not {self.lives(j)}")
             self.local.cleared = None
         self.read(tile)
         return Anything()
@@ -295,10 +297,16 @@ class Run(Launch):
         k, v = (
             pipe(side, slots, 128, groups, 1, False, self.block) for side, slots in zip("kv", self.slots, strict=True)
         )
-        where = (Integers(self.first[0]), Integers(self.first[1]), Number(len(self.lengths)), None) if self.packed else (None,) * 4
+        where = (
+            (Integers(self.first[0]), Integers(self.first[1]), Number(len(self.lengths)), None)
+            if self.packed
+            else (None,) * 4
+        )
         problem = names["Problem"](self.longest, self.room, self.heads, 1, *where)
         paged = (
-            (Integers(self.table), Integers([n for _, n in self.lengths]), Number(self.width)) if self.page else (None,) * 3
+            (Integers(self.table), Integers([n for _, n in self.lengths]), Number(self.width))
+            if self.page
+            else (None,) * 3
         )
         pages = names["Pages"](*paged, self.page)
         q_blocks = len(self.tiles) // self.heads if self.packed else self.q_blocks

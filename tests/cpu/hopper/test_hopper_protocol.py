@@ -354,8 +354,8 @@ LAUNCHES = {  # what runs with a seed, and what is left out: a barrier, a turn, 
     "products of 8 bits": (lambda seed, missing: matmul.Large(seed, (3, 2, 6), slots=2)(1), ["full", "empty"]),
     "few rows": (lambda seed, missing: matmul.Few(seed, 0, 12, 2)(), ["full", "empty"]),
 }
-OWNERS = {"packed lists": Sparse, "paged lists": Sparse, "sparse backward": backward_sparse.Run, "bias and mask": Changed, "dense backward": backward_dense.Run,
-          "packed backward": backward_packed.Run}  # fmt: skip
+OWNERS = {"packed lists": Sparse, "paged lists": Sparse, "sparse backward": backward_sparse.Run, "bias and mask": Changed,
+          "dense backward": backward_dense.Run, "packed backward": backward_packed.Run}  # fmt: skip
 FAULTS = [
     pytest.param(name, one, marks=pytest.mark.interpreter if name == "packed backward" else ())
     for name, (_, missing) in LAUNCHES.items()

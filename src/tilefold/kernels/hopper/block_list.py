@@ -8,32 +8,28 @@ brought by one TMA box, or by one for each page of fewer keys.
 """
 
 from .config import Problem
-from .gluon import aggregate, constexpr_function, field, gl, jit, mbarrier, reinterpret, thread_barrier, tma_load
+from .gluon import gl, jit, mbarrier, reinterpret, thread_barrier, tma_load
 from .parts import entry, list_of_item, place_of_item
 from .pipeline import swizzled
 from .scheduler import WorkCounter, WorkTile, sequence_of_place
+from .structs import Buffer, Value, struct
 
 UNIT = gl.constexpr(128)  # keys a step
 OUTSIDE = gl.constexpr(1 << 30)  # a row of no tensor: TMA gives zeros
 POSTED = gl.constexpr(6)  # what consumers are told of a work tile that they cannot locate themselves
 
 
-@aggregate
+@struct
 class Pages:
-    """Key j of sequence b is row j % PAGE of page Table[b, j // PAGE], for j below Lengths[b] (int32).  PAGE 0: there are none."""
+    """Key j of sequence b is row j % PAGE of page Table[b, j // PAGE], for j < Lengths[b] (int32).  PAGE 0: there are none."""
 
-    Table: gl.tensor | gl.constexpr
-    Lengths: gl.tensor | gl.constexpr
-    stride: gl.tensor | gl.constexpr
+    Table: Value
+    Lengths: Value
+    stride: Value
     PAGE: gl.constexpr
 
-    @constexpr_function
-    def __init__(self, Table, Lengths, stride, PAGE):
-        self.Table, self.Lengths, self.stride = field(Table), field(Lengths), field(stride)
-        self.PAGE = gl.constexpr(PAGE)
 
-
-@aggregate
+@struct
 class TileList:
     """The list of one query tile: `count` entries, in `units` units of which the first lacks `missing` blocks.
 
@@ -45,20 +41,13 @@ class TileList:
     units: gl.tensor
     missing: gl.tensor
     sizes: gl.tensor
-    table: gl.tensor | gl.constexpr
+    table: Value
     work: WorkTile
     KV_BLOCK: gl.constexpr
     MASKED: gl.constexpr
     SIZED: gl.constexpr
     EDGE: gl.constexpr
     PAGE: gl.constexpr
-
-    @constexpr_function
-    def __init__(self, index, count, units, missing, sizes, table, work, KV_BLOCK, MASKED, SIZED, EDGE, PAGE):
-        self.index, self.count, self.units, self.missing = index, count, units, missing
-        self.sizes, self.table, self.work, self.KV_BLOCK = sizes, field(table), work, gl.constexpr(KV_BLOCK)
-        self.MASKED, self.SIZED = gl.constexpr(MASKED), gl.constexpr(SIZED)
-        self.EDGE, self.PAGE = gl.constexpr(EDGE), gl.constexpr(PAGE)
 
     @jit
     def blocks(self, unit):
@@ -98,9 +87,7 @@ class TileList:
             BOXES: gl.constexpr = UNIT // BOX
             PANELS: gl.constexpr = ring.DIM // 64
             dtype: gl.constexpr = ring.panels[0].dtype
-            tiles = reinterpret(
-                ring.panels[0], dtype, [ring.SLOTS * PANELS * BOXES, BOX, 64], swizzled(64, dtype)
-            )
+            tiles = reinterpret(ring.panels[0], dtype, [ring.SLOTS * PANELS * BOXES, BOX, 64], swizzled(64, dtype))
             bar = ring.full.index(stage.slot)
             mbarrier.expect(bar, UNIT * ring.DIM * 2)
             for i in gl.static_range(BOXES):
@@ -167,7 +154,7 @@ class TileList:
         return live
 
 
-@aggregate
+@struct
 class BlockLists:
     """Index [B, H, Qb, cap] and Count [B, H, Qb]; Sizes [B, H, KVb] if SIZED, QuerySizes [B, H, Qb] if Q_SIZED: by strides."""
 
@@ -183,13 +170,6 @@ class BlockLists:
     SIZED: gl.constexpr
     Q_SIZED: gl.constexpr
     EDGE: gl.constexpr
-
-    @constexpr_function
-    def __init__(self, Index, Count, strides, Sizes, QuerySizes, size_strides, pages, KV_BLOCK, MASKED, SIZED, Q_SIZED, EDGE):
-        self.Index, self.Count, self.strides = Index, Count, strides
-        self.Sizes, self.QuerySizes, self.size_strides, self.pages = Sizes, QuerySizes, size_strides, pages
-        self.KV_BLOCK, self.MASKED = gl.constexpr(KV_BLOCK), gl.constexpr(MASKED)
-        self.SIZED, self.Q_SIZED, self.EDGE = gl.constexpr(SIZED), gl.constexpr(Q_SIZED), gl.constexpr(EDGE)
 
     @jit
     def count(self, work):
@@ -225,25 +205,20 @@ class BlockLists:
         return live
 
 
-@aggregate
+@struct
 class ListScheduler:
     """Work tiles by number, query tiles fastest: neighbours, whose lists often agree, share K and V in L2.
 
-    q_blocks for each (batch entry, head) or, packed, for each head: see `sequence_of_place`, ROWS being a query tile's.  Its
-    mailbox holds the number and the list's count; `facts` the work tile where a consumer cannot locate it: packed, or in pages."""
+    q_blocks for each (batch entry, head) or, packed, for each head: see `sequence_of_place`, ROWS being a query tile's.
+    Its mailbox holds the number and the list's count; `facts` the work tile, where keys end is known on the device alone."""
 
     problem: Problem
     counter: WorkCounter
     mailbox: gl.shared_memory_descriptor
-    facts: gl.shared_memory_descriptor | gl.constexpr
+    facts: Buffer
     q_blocks: gl.tensor
     pages: Pages
     ROWS: gl.constexpr
-
-    @constexpr_function
-    def __init__(self, problem, counter, mailbox, facts, q_blocks, pages, ROWS):
-        self.problem, self.counter, self.mailbox, self.facts = problem, counter, mailbox, field(facts)
-        self.q_blocks, self.pages, self.ROWS = q_blocks, pages, gl.constexpr(ROWS)
 
     @jit
     def locate(self, item):

@@ -343,10 +343,10 @@ def sparse_forward_hopper(
     MIXED, the sum of BRANCH, BRANCH_GATE and GATE: GateB * branch is added to Gate times the result, before rounding; GateB, Gate
     [B, Sq, H] by strides y and z, branch_desc [B, H, Sq, D] with boxes [1, 1, KV_BLOCK, 64].
 
-    CuQ, CuK, a packed batch, else None: tensors [1, H, Tq or Tk, D], Out [Tq, H, D], Lse [H, Tq]; sequence b is queries CuQ[b] to
-    CuQ[b+1], the first seq_q of them, and keys CuK[b] to CuK[b+1] (int32), with the lists [b]; q_blocks = Tq // (64 * WARPGROUPS) +
-    batch places, items = H * q_blocks.  PAGE > 0, a power of two of at least 16: k_desc, v_desc [pages, H/group, PAGE, D] with boxes
-    of the smaller of PAGE and KV_BLOCK rows; see `Pages`.  Both need MASKED, and exclude MIXED and each other."""
+    CuQ, CuK, of a packed batch, else None: tensors [1, H, Tq or Tk, D], Out [Tq, H, D], Lse [H, Tq]; sequence b is queries CuQ[b]
+    to CuQ[b+1], of which the first seq_q have lists, [b], and keys CuK[b] to CuK[b+1] (int32); q_blocks = Tq // (64 * WARPGROUPS)
+    + batch places, items = H * q_blocks.  PAGE > 0, a power of two of at least 16: k_desc, v_desc [pages, H/group, PAGE, D] with
+    boxes of the smaller of PAGE and KV_BLOCK rows; see `Pages`.  Both need MASKED, and exclude MIXED and each other."""
     gl.static_assert(MIXED == 0 or (CuQ is None and PAGE == 0), "no other branch is packed or lies in pages")
     gl.static_assert(MASKED or (CuQ is None and PAGE == 0), "where a sequence ends is known on the device")
     mailbox = gl.allocate_shared_memory(gl.int32, [2], gl.SwizzledSharedLayout(1, 1, 1, [0]))
