@@ -58,6 +58,8 @@ def test_hopper_takes_its_own_kernel():
 def test_what_the_hopper_kernel_refuses(made, why):
     plan = plan_sparse(made, device_named("h200"))
     assert plan.kernel != HOPPER
+    assert f"{HOPPER} does not serve it: " in plan.reason
+    assert why in plan.reason
     with pytest.raises(tilefold.PlanError, match=why):
         plan.with_tile(kernel=HOPPER)
 

@@ -85,9 +85,9 @@ class SparsePlan(Plan):
 
     kernel: "sparse_forward" (pointer loads), "sparse_forward_box" (K and V by tensor descriptors), "sparse_forward_varlen"
     (packed sequences), "sparse_forward_paged" (K and V in pages) or "sparse_forward_hopper" (Gluon, sm_90, wherever K and V lie).
-    block_m rows of one query block per program, block_n keys per step (of the Hopper kernel: per listed block; its num_stages are buffers of V);
-    splits: shares of each list, folded apart and merged by `combine` if more than 1; programs: how many the Hopper kernel
-    launches, each making several query blocks in turn, 0: one per query block.
+    block_m rows of one query block per program, block_n keys per step (of the Hopper kernel: per listed block; its num_stages are
+    buffers of V); splits: shares of each list, folded apart and merged by `combine` if more than 1; programs: how many the Hopper
+    kernel launches, each making several query blocks in turn, 0: one per query block.
     Raises PlanError, naming the field, if a tile does not divide its block or exceeds a limit of the device.
     """
 

@@ -25,7 +25,9 @@ __all__ = [
 KERNEL = "sparse_forward_hopper"
 MIN_PAGE = 16  # keys
 UNIT = 128  # keys that the kernel takes in at a time: one listed block of 128 or two of 64
-BARRIER_BYTES = 512  # barriers, and what the compiler keeps to start the partitions
+BARRIER_BYTES = (
+    576  # barriers, what consumers are told of their work tile, and what the compiler keeps to start the partitions
+)
 
 
 def hopper_refusal(problem: "SparseProblem", device: Device) -> str | None:
