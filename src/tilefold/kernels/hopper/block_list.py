@@ -105,9 +105,10 @@ class TileList:
     @jit
     def _lanes(self, unit):
         """Each lane's block of a unit: lane i is of the unit's i-th box.  -1 for what is missing."""
-        EACH: gl.constexpr = self.KV_BLOCK // min(self.PAGE, self.KV_BLOCK)
-        i = unit * (UNIT // self.KV_BLOCK) - self.missing + lane_numbers() // EACH
-        return gl.load(self.index + i, mask=(i >= 0) & (i < self.count), other=-1)
+        BOX: gl.constexpr = min(self.PAGE, self.KV_BLOCK)
+        lane = lane_numbers()
+        i = unit * (UNIT // self.KV_BLOCK) - self.missing + lane // (self.KV_BLOCK // BOX)
+        return gl.load(self.index + i, mask=(i >= 0) & (i < self.count) & (lane < UNIT // BOX), other=-1)
 
     @jit
     def _boxes(self, blocks):
