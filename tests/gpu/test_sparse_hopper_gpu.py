@@ -62,6 +62,18 @@ def test_lists(dtype, dim, blocks):
 def test_tails(sq, sk, block):
     q, k, v = qkv(1, sq, sk, 4, 1, 128, dtype=torch.bfloat16, device=DEVICE)
     check(q, k, v, lists(1, 4, sq, sk, block, block))
+    check(q, k, v, lists(1, 4, sq, sk, block, block), causal=True)
+
+
+@pytest.mark.parametrize("blocks", [(64, 64), (128, 128), (64, 128), (128, 64)])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_causal(dim, blocks):
+    """Blocks on the diagonal, wholly behind it, rows that see no key; with sizes."""
+    for sq, sk in ((640, 1024), (640, 300), (500, 500)):
+        q, k, v = qkv(2, sq, sk, 4, 2, dim, dtype=torch.bfloat16, device=DEVICE)
+        check(q, k, v, lists(2, 4, sq, sk, *blocks), causal=True)
+        sizes = torch.randint(0, blocks[1] + 1, (-(-sk // blocks[1]),), dtype=torch.int32, device=DEVICE)
+        check(q, k, v, lists(1, 1, sq, sk, *blocks, block_sizes=sizes), causal=True)
 
 
 @pytest.mark.parametrize("block", [64, 128])
@@ -280,7 +292,7 @@ def test_packed(dtype, dim, blocks):
     """Empty sequences on either side, odd lengths, groups; lists that name blocks past shorter sequences' ends."""
     tensors, where = offsets(*LENGTHS, dim=dim, dtype=dtype)
     held_packed(tensors, lists(5, 4, 500, 1000, *blocks), where)
-    held_packed(tensors, lists(1, 1, 500, 1000, *blocks), where)
+    held_packed(tensors, lists(1, 1, 500, 1000, *blocks), where, causal=True)
 
 
 @pytest.mark.parametrize("block", [64, 128])
@@ -289,7 +301,9 @@ def test_packed_sizes(block):
     rows, blocks = -(-500 // block), -(-1000 // block)
     sizes = torch.randint(0, block + 1, (5, 6, blocks), dtype=torch.int32, device=DEVICE)
     queries = torch.randint(0, block + 1, (5, 1, rows), dtype=torch.int32, device=DEVICE)
-    held_packed(tensors, lists(5, 6, 500, 1000, block, block, block_sizes=sizes, query_sizes=queries), where)
+    index = lists(5, 6, 500, 1000, block, block, block_sizes=sizes, query_sizes=queries)
+    for causal in (False, True):
+        held_packed(tensors, index, where, causal=causal)
 
 
 def test_sequences_do_not_see_each_other():
@@ -311,7 +325,7 @@ def test_paged(page, blocks):
     for dim, dtype in ((128, torch.bfloat16), (64, torch.float16)):
         tensors, where = pages([1000, 0, 333, 64], page, 200, dim, dtype)
         held_paged(tensors, lists(4, 4, 200, 1000, *blocks), where)
-        held_paged(tensors, lists(1, 1, 200, 1000, *blocks), where)
+        held_paged(tensors, lists(1, 1, 200, 1000, *blocks), where, causal=True)
 
 
 @pytest.mark.parametrize("page", [64, 16])

@@ -14,6 +14,7 @@ FUNCTIONS = (
     (sparse_forward, ("produce", "consume")),
     (producer, ("acquire_all", "signal_all")),
     (products, ("issue_scores", "issue_output", "_rows_of_keys", "wait_output")),
+    (block_list, ("cut_unit", "clear_unit", "whole_of")),
     (parts, ("entry", "list_of_item", "place_of_item")),
     (scheduler, ("sequence_of_place",)),
 )
@@ -92,13 +93,15 @@ class Run(Launch):
     """One launch: `programs` of `warpgroups` consumers, over one sequence of whole blocks; or over more:
 
     lengths: (queries, keys) of each, the lists being those of one after the other; page: keys of a page of their caches, of which
-    the queries' numbers are the same, 0 for a packed batch.  longest: rows that there are lists of, if there are more."""
+    the queries' numbers are the same, 0 for a packed batch.  longest: rows that there are lists of, if there are more.  causal:
+    query i sees keys up to i + keys - queries."""
 
     def __init__(
-        self, seed, warpgroups, block, slots, lists, heads, dim=128, mixed=0, lengths=None, page=0, longest=None
-    ):
+        self, seed, warpgroups, block, slots, lists, heads, dim=128, mixed=0, lengths=None, page=0, longest=None,
+        causal=False,
+    ):  # fmt: skip
         super().__init__(seed)
-        self.mixed, self.lists, self.heads, self.page = mixed, lists, heads, page
+        self.mixed, self.lists, self.heads, self.page, self.causal = mixed, lists, heads, page, causal
         self.warpgroups, self.block, self.slots, self.dim = warpgroups, block, slots, dim
         self.rows, self.box = 64 * warpgroups, min(page or block, block)
         self.packed, self.lengths = lengths is not None and page == 0, lengths or [(1 << 20, 64 * 128)]
@@ -152,7 +155,7 @@ class Run(Launch):
             "reinterpret": lambda ring, dtype, shape, layout: Units(run, ring, shape[0]),
             "draw_work": lambda counter: run.draw(), "read_work": lambda drawn: Number(drawn),
             "zero_output": lambda config: (Anything(),), "rescale_output": lambda acc, *args: acc,
-            "cut_columns": run.cut, "lane_numbers": lambda: np.arange(32),
+            "cut_columns": run.cut, "_cut_causal": run.cut_causal, "sum": sum, "lane_numbers": lambda: np.arange(32),
         }  # fmt: skip
         own_functions(own_classes(names, CLASSES), FUNCTIONS)
         names["ListScheduler"]._post = lambda scheduler, item, count: scheduler.mailbox.update(item=item, count=count)
@@ -163,7 +166,8 @@ class Run(Launch):
 
     def take(self, mailbox):
         own = self.local
-        own.item, own.open, own.j, own.cut, own.cleared = mailbox["item"], [], {"k": 0, "v": 0}, None, None
+        own.item, own.open, own.j = mailbox["item"], [], {"k": 0, "v": 0}
+        own.cut = own.seen = own.cleared = None
         return mailbox["item"], mailbox["count"]
 
     def bytes_of(self, desc):
@@ -190,6 +194,13 @@ class Run(Launch):
         """Keys of each block of unit j."""
         keys = self.lengths[self.own_tile()[0]][1]
         return [0 if b is None else max(0, min(self.block, keys - b * self.block)) for b in self.blocks(j)]
+
+    def seen(self, j):
+        """Keys of each block of unit j that this warpgroup's first query sees, at least 63 fewer than none."""
+        sequence, _, tile, _ = self.own_tile()
+        queries, keys = self.lengths[sequence]
+        last = tile * self.rows + self.local.consumer * 64 + keys - min(queries, self.longest)
+        return [min(max(last + 1 - (-1 if b is None else b) * self.block, -63), self.block) for b in self.blocks(j)]
 
     def boxes(self, block):
         """(batch entry or page, first row) of each box of a block, None for zeros."""
@@ -223,6 +234,13 @@ class Run(Launch):
         self.local.cut = [live_0, live_1][: 128 // block]
         return s
 
+    def cut_causal(self, s, lives, block):
+        """As it takes them apart."""
+        number = 128 // block
+        self.local.cut = [lives >> 8 * i & 255 for i in range(number)]
+        self.local.seen = [(lives >> 8 * i + 16 & 255) - 63 for i in range(number)]
+        return s
+
     def clear(self, tile, lives):
         if None in tile.held():
             self.memory.fail(f"item {self.local.item}: cleared before it came")
@@ -230,10 +248,11 @@ class Run(Launch):
 
     def softmax_step(self, s, m, l, scale):
         """Scores of keys that are none have been cut off."""
-        lives, whole = self.lives(self.local.j["k"] - 1), [self.block] * (128 // self.block)
-        if (self.local.cut or whole) != lives:
-            self.memory.fail(f"item {self.local.item}: cut to {self.local.cut}, not to {lives}")
-        self.local.cut = None
+        own, j = self.local, self.local.j["k"] - 1
+        whole = [self.block] * (128 // self.block)
+        if (own.cut or whole) != self.lives(j) or (self.causal and (own.seen or whole) != self.seen(j)):
+            self.memory.fail(f"item {own.item}: cut to {own.cut}, {own.seen}, not to {self.lives(j)}, {self.seen(j)}")
+        own.cut = own.seen = None
         return s, m, l, Anything()
 
     def product(self, a, tile, acc, **options):
@@ -313,7 +332,7 @@ class Run(Launch):
         counter = names["WorkCounter"](None, Number(len(self.tiles)))
         order = names["ListScheduler"](problem, counter, note, Note() if ends else None, q_blocks, pages, self.rows)
         lists = names["BlockLists"](Integers(self.index), Integers(self.count), self.strides, Number(0), None, zeros, pages,
-                                    self.block, ends, False, False, ends)  # fmt: skip
+                                    self.block, ends or self.causal, False, False, self.causal, ends)  # fmt: skip
         mix = names["Mix"]("branch", None, None, zeros, self.mixed, groups)
         layouts = types.SimpleNamespace(CONSUMERS=groups, SCORES=None, OUT=None, PROBS_REST=None)
         softmax = types.SimpleNamespace(begin=lambda like, head: (Anything(), Anything()), step=self.softmax_step)

@@ -33,7 +33,7 @@ def test_sparse(warpgroups, block, slots, programs, mixed):
     draw = random.Random(7)
     lists = [draw.sample(range(40), draw.choice((0, 1, 2, 3, 5, 9))) for _ in range(14)]
     for seed in range(3, 8):
-        Sparse(seed, warpgroups, block, slots, lists, heads=2, mixed=mixed)(programs)
+        Sparse(seed, warpgroups, block, slots, lists, heads=2, mixed=mixed, causal=seed % 2 == 0)(programs)
 
 
 SEQUENCES = [(100, 300), (0, 700), (257, 0), (1, 65), (64, 128), (130, 333)]  # queries, keys
@@ -54,7 +54,10 @@ def test_packed_lists(warpgroups, block, slots, dim, programs):
         longest = (None, 128)[seed % 2]
         rows = -(-(longest or 257) // (64 * warpgroups))
         lists = lists_of(draw, 2 * len(SEQUENCES) * rows, 704 // block)
-        Sparse(seed, warpgroups, block, slots, lists, heads=2, dim=dim, lengths=SEQUENCES, longest=longest)(programs)
+        run = Sparse(
+            seed, warpgroups, block, slots, lists, 2, dim, lengths=SEQUENCES, longest=longest, causal=seed % 3 == 0
+        )
+        run(programs)
 
 
 @pytest.mark.parametrize(("warpgroups", "block", "slots"), [(1, 64, (1, 2)), (2, 128, (3, 3)), (1, 128, (2, 2))])
@@ -65,7 +68,9 @@ def test_paged_lists(warpgroups, block, slots, page, programs):
     for seed in range(3, 6):
         lists = lists_of(draw, 2 * len(SEQUENCES) * 2, 704 // block)
         lengths = [(128 * warpgroups - 5, keys) for _, keys in SEQUENCES]
-        Sparse(seed, warpgroups, block, slots, lists, heads=2, lengths=lengths, page=page)(programs)
+        Sparse(seed, warpgroups, block, slots, lists, heads=2, lengths=lengths, page=page, causal=seed % 2 == 0)(
+            programs
+        )
 
 
 @pytest.mark.parametrize(("per_q", "per_k"), [(1, 1), (2, 2), (1, 2), (2, 1)])

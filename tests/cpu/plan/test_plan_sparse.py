@@ -33,7 +33,13 @@ def test_blocks_with_sizes_are_read_by_pointers():
 def test_hopper_takes_its_own_kernel():
     packed = problem(varlen=True)
     paged = [replace(problem(), page_size=size, block_k=block) for size in (16, 64, 256) for block in (64, 128)]
-    whole = problem(), problem(masked=True), problem(dim=64, dtype="float16"), problem(seq_q=23290, seq_k=70)
+    whole = (
+        problem(),
+        problem(causal=True),
+        problem(masked=True),
+        problem(dim=64, dtype="float16"),
+        problem(seq_q=23290, seq_k=70),
+    )
     for made in (*whole, packed, replace(packed, block_q=128, block_k=128), *paged):
         plan = plan_sparse(made, device_named("h200"))
         assert plan.kernel == HOPPER
@@ -46,8 +52,8 @@ def test_hopper_takes_its_own_kernel():
     [
         (problem(dim=96), "head dims of 64 and 128"),
         (problem(dtype="float32"), "multiplies bfloat16 and float16"),
-        (problem(causal=True), "no masks"),
-        (problem(score_mods=("softcap",)), "no masks"),
+        (problem(mask_mods=("user",)), "no masks but causal ones"),
+        (problem(score_mods=("softcap",)), "no changes of scores"),
         (problem(descriptors=False), "strides of K or V"),
         (replace(problem(), descriptors=False), "strides of Q"),
         (replace(problem(), block_q=32), "blocks of 64 and 128 tokens"),

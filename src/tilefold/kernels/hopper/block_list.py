@@ -8,8 +8,8 @@ brought by one TMA box, or by one for each page of fewer keys.
 """
 
 from .config import Problem
-from .gluon import gl, jit, mbarrier, reinterpret, thread_barrier, tma_load
-from .parts import entry, list_of_item, place_of_item
+from .gluon import constexpr_function, gl, jit, mbarrier, opaque, reinterpret, thread_barrier, tma_load
+from .parts import columns_of, cut_columns, entry, list_of_item, place_of_item
 from .pipeline import swizzled
 from .scheduler import WorkCounter, WorkTile, sequence_of_place
 from .structs import Buffer, Value, struct
@@ -34,7 +34,8 @@ class TileList:
     """The list of one query tile: `count` entries, in `units` units of which the first lacks `missing` blocks.
 
     sizes: where this head's block sizes begin, looked at if SIZED.  Without MASKED every block is whole.  table: where the
-    sequence's page numbers begin, if there are PAGEs.  EDGE: keys end at the sequence's own length, which blocks may lie past."""
+    sequence's page numbers begin, if there are PAGEs.  EDGE: keys end at the sequence's own length, which blocks may lie past.
+    CAUSAL, with MASKED: query i sees keys up to i + work.shift."""
 
     index: gl.tensor
     count: gl.tensor
@@ -46,6 +47,7 @@ class TileList:
     KV_BLOCK: gl.constexpr
     MASKED: gl.constexpr
     SIZED: gl.constexpr
+    CAUSAL: gl.constexpr
     EDGE: gl.constexpr
     PAGE: gl.constexpr
 
@@ -138,12 +140,23 @@ class TileList:
             return gl.where((i - self.missing >= 0) & (i - self.missing < self.count), self.KV_BLOCK, 0)
 
     @jit
-    def lives(self, block_0, block_1):
-        """Valid keys of a unit's blocks, 8 bits each."""
+    def lives(self, block_0, block_1, row):
+        """Valid keys of a unit's blocks, 8 bits each.  CAUSAL: and in 8 more each, plus 63, how many keys of it the query at
+        `row` sees: fewer than none where only queries behind it see some."""
         if self.KV_BLOCK == UNIT:
-            return self._live(block_0)
+            found = self._live(block_0)
         else:
-            return self._live(block_0) + 256 * self._live(block_1)
+            found = self._live(block_0) + 256 * self._live(block_1)
+        if self.CAUSAL:
+            found += self._seen(block_0, row) << 16
+            if self.KV_BLOCK < UNIT:
+                found += self._seen(block_1, row) << 24
+        return found
+
+    @jit
+    def _seen(self, block, row):
+        seen = row + 1 + self.work.shift - block * self.KV_BLOCK
+        return gl.minimum(gl.maximum(seen, -63), self.KV_BLOCK) + 63
 
     @jit
     def _live(self, block):
@@ -170,6 +183,7 @@ class BlockLists:
     MASKED: gl.constexpr
     SIZED: gl.constexpr
     Q_SIZED: gl.constexpr
+    CAUSAL: gl.constexpr
     EDGE: gl.constexpr
 
     @jit
@@ -192,8 +206,8 @@ class BlockLists:
         b, h = work.sequence.to(gl.int64), work.head.to(gl.int64)
         sizes = self.Sizes + b * self.size_strides[0] + h * self.size_strides[1]
         table = None if self.pages.PAGE == 0 else self.pages.Table + b * self.pages.stride
-        return TileList(index, count, units, missing, sizes, table, work, self.KV_BLOCK, self.MASKED, self.SIZED, self.EDGE,
-                        self.pages.PAGE)  # fmt: skip
+        return TileList(index, count, units, missing, sizes, table, work, self.KV_BLOCK, self.MASKED, self.SIZED, self.CAUSAL,
+                        self.EDGE, self.pages.PAGE)  # fmt: skip
 
     @jit
     def live_queries(self, work, rows, CID: gl.constexpr):
@@ -289,3 +303,46 @@ class ListScheduler:
 def lane_numbers():
     """0 to 31, one in each lane of the producer's warp."""
     return gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+
+
+@constexpr_function
+def whole_of(KV_BLOCK, CAUSAL):
+    """What `TileList.lives` says of a unit of which nothing is cut off."""
+    blocks = UNIT // KV_BLOCK
+    return sum((KV_BLOCK << 8 * i) + ((KV_BLOCK + 63) << 8 * i + 16) * CAUSAL for i in range(blocks))
+
+
+@jit
+def cut_unit(s, lives, lists):
+    """Scores [64, UNIT] with -inf where a key is not valid, or its row's query does not see it."""
+    if lists.CAUSAL:
+        return _cut_causal(s, lives, lists.KV_BLOCK)
+    else:
+        return cut_columns(s, lives & 255, lives >> 8, lists.KV_BLOCK)
+
+
+@jit
+def clear_unit(ring, stage, lives, lists):
+    """Zero V's rows of keys that are not valid, when the unit has come: 0 * NaN is NaN."""
+    WHOLE: gl.constexpr = whole_of(lists.KV_BLOCK, False)
+    if lists.CAUSAL:
+        lives = lives & 65535
+    if lives != WHOLE:
+        ring.wait(stage)
+        ring.clear_blocks(stage, lives & 255, lives >> 8)
+
+
+@jit
+def _cut_causal(s, lives, KV_BLOCK: gl.constexpr):
+    parts = s.reshape([64, UNIT // 8, 4, 2])
+    LAYOUT: gl.constexpr = parts.type.layout
+    ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
+    group, rest = columns_of(parts)
+    row = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, 64, layout=ROW), 1), 2), 3) - 63
+    end_0 = gl.minimum(row + (lives >> 16 & 255), lives & 255)
+    if KV_BLOCK == UNIT:
+        live = group * 8 < opaque(end_0 - rest)
+    else:
+        end_1 = gl.minimum(row + (lives >> 24 & 255), lives >> 8 & 255) + KV_BLOCK
+        live = gl.where(group * 8 < KV_BLOCK, group * 8 < opaque(end_0 - rest), group * 8 < opaque(end_1 - rest))
+    return gl.convert_layout(gl.where(live, parts, float("-inf")).reshape(s.shape), s.type.layout)

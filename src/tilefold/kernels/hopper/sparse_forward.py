@@ -19,7 +19,7 @@ device evenly.  Which program folds a query tile changes no bit of it.
 Source: the pipeline is FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608, section 3.2).
 """
 
-from .block_list import POSTED, UNIT, BlockLists, ListScheduler, Pages
+from .block_list import POSTED, UNIT, BlockLists, ListScheduler, Pages, clear_unit, cut_unit, whole_of
 from .config import Config, Problem
 from .epilogue import Epilogue
 from .gluon import (
@@ -190,7 +190,7 @@ def consume(CID: gl.constexpr, config, scheduler, lists, q, k, v, mix, softmax, 
     """Consumer number CID: rows CID * 64 on of each query tile of this program."""
     MASKED: gl.constexpr = lists.MASKED
     KV_BLOCK: gl.constexpr = lists.KV_BLOCK
-    WHOLE: gl.constexpr = KV_BLOCK * 257 if KV_BLOCK < UNIT else KV_BLOCK  # valid keys of a unit's blocks, 8 bits each
+    WHOLE: gl.constexpr = whole_of(KV_BLOCK, lists.CAUSAL)
     Q_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, config.SCORES, k_width=2)
     ROW: gl.constexpr = gl.SliceLayout(1, config.OUT)
     scale = scale * LOG2E
@@ -202,12 +202,16 @@ def consume(CID: gl.constexpr, config, scheduler, lists, q, k, v, mix, softmax, 
     while item >= 0:
         work = scheduler.work(item)
         listed = lists.of(work, count)
+        first_row = work.block * (64 * config.CONSUMERS) + CID * 64 if lists.CAUSAL else 0
         live_0 = listed.first_live(0)
         live_1 = listed.first_live(1) if KV_BLOCK < UNIT else 0
         if MASKED:  # sizes are looked up one unit ahead, block numbers two
             lives = live_0 + live_1 * 256
+            if lists.CAUSAL:
+                ahead_0, ahead_1 = listed.blocks(0)
+                lives = listed.lives(ahead_0, ahead_1, first_row)
             ahead_0, ahead_1 = listed.blocks(1)
-            lives_next = listed.lives(ahead_0, ahead_1)
+            lives_next = listed.lives(ahead_0, ahead_1, first_row)
             ahead_0, ahead_1 = listed.blocks(2)
         m, l = softmax.begin(nothing, work.head)
         acc = zero_output(config)
@@ -223,18 +227,16 @@ def consume(CID: gl.constexpr, config, scheduler, lists, q, k, v, mix, softmax, 
         # Not before: a load from shared memory may be on its way still when its warp has passed a barrier, beside a busy
         # wgmma for long enough to see the next query tile's Q.  The product had to wait for it.
         q.release(Stage(CID, 0))
-        s = cut_columns(s, live_0, live_1, KV_BLOCK)
+        s = cut_unit(s, lives, lists) if lists.CAUSAL else cut_columns(s, live_0, live_1, KV_BLOCK)
         p, m, l, alpha = softmax.step(s, m, l, scale)
 
         for j in range(1, listed.units):
             ks = k.stage(begun + j)
             ahead = v.stage(first_v + j)
             if MASKED:
-                if lives != WHOLE:
-                    v.wait(stage)
-                    v.clear_blocks(stage, lives & 255, lives >> 8)
+                clear_unit(v, stage, lives, lists)
                 lives = lives_next
-                lives_next = listed.lives(ahead_0, ahead_1)
+                lives_next = listed.lives(ahead_0, ahead_1, first_row)
                 ahead_0, ahead_1 = listed.blocks(j + 2)
             k.wait(ks)
             s_flying = issue_scores(q_tile, k, ks, nothing)
@@ -245,7 +247,7 @@ def consume(CID: gl.constexpr, config, scheduler, lists, q, k, v, mix, softmax, 
             k.release(ks)
             if MASKED:
                 if lives != WHOLE:
-                    s = cut_columns(s, lives & 255, lives >> 8, KV_BLOCK)
+                    s = cut_unit(s, lives, lists)
             p_next, m, l, alpha = softmax.step(s, m, l, scale)
             acc = wait_output(o_flying)
             v.release(stage)
@@ -253,9 +255,7 @@ def consume(CID: gl.constexpr, config, scheduler, lists, q, k, v, mix, softmax, 
             stage = ahead
 
         if MASKED:
-            if lives != WHOLE:
-                v.wait(stage)
-                v.clear_blocks(stage, lives & 255, lives >> 8)
+            clear_unit(v, stage, lives, lists)
         row = work.block * (64 * config.CONSUMERS) + CID * 64
         rows = work.seq_q - row
         gates = mix.gates(l, work, row, rows, ROW)
@@ -332,13 +332,15 @@ def sparse_forward_hopper(
     MASKED: gl.constexpr,
     SIZED: gl.constexpr,
     Q_SIZED: gl.constexpr,
+    CAUSAL: gl.constexpr,
     MIXED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """q_desc [B, H, Sq, D], k_desc, v_desc [B, H/group, Sk, D] with boxes [1, 1, 64 or KV_BLOCK, 64]; Out [B, Sq, H, D] by
     strides, Lse [B, H, Sq]; Index [B, H, Qb, cap], Count [B, H, Qb], Sizes [B, H, KVb] if SIZED, QuerySizes [B, H, Qb] if
-    Q_SIZED, int32 (a stride of 0 broadcasts).  scale > 0; items = B * H * Qb.  Query blocks have 64 * WARPGROUPS rows.
+    Q_SIZED, int32 (a stride of 0 broadcasts).  scale > 0; items = B * H * Qb.  Query blocks have 64 * WARPGROUPS rows.  CAUSAL,
+    with MASKED: query i sees keys up to i + Sk - Sq of the listed blocks.
 
     MIXED, the sum of BRANCH, BRANCH_GATE and GATE: GateB * branch is added to Gate times the result, before rounding; GateB, Gate
     [B, Sq, H] by strides y and z, branch_desc [B, H, Sq, D] with boxes [1, 1, KV_BLOCK, 64].
@@ -349,6 +351,7 @@ def sparse_forward_hopper(
     boxes of the smaller of PAGE and KV_BLOCK rows; see `Pages`.  Both need MASKED, and exclude MIXED and each other."""
     gl.static_assert(MIXED == 0 or (CuQ is None and PAGE == 0), "no other branch is packed or lies in pages")
     gl.static_assert(MASKED or (CuQ is None and PAGE == 0), "where a sequence ends is known on the device")
+    gl.static_assert(MASKED or not CAUSAL, "a causal mask cuts blocks")
     mailbox = gl.allocate_shared_memory(gl.int32, [2], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q = make_pipeline(q_desc, WARPGROUPS, 64, D, 1)
     k = make_pipeline(k_desc, K_SLOTS, UNIT, D, WARPGROUPS, 1, False, KV_BLOCK)
@@ -362,7 +365,7 @@ def sparse_forward_hopper(
     scheduler = ListScheduler(problem, counter, mailbox, facts, q_blocks, pages, 64 * WARPGROUPS)
     lists = BlockLists(Index, Count, (stride_ib, stride_ih, stride_iq, stride_cb, stride_ch), Sizes, QuerySizes,
                        (stride_sb, stride_sh, stride_pb, stride_ph), pages, KV_BLOCK, MASKED, SIZED, Q_SIZED,
-                       EDGE)  # fmt: skip
+                       CAUSAL, EDGE)  # fmt: skip
     strides = (stride_yb, stride_ym, stride_yh, stride_zb, stride_zm, stride_zh)
     mix = Mix(branch_desc, GateB, Gate, strides, MIXED, WARPGROUPS)
     softmax = Softmax(None, None, config, 0, False, False)

@@ -53,6 +53,7 @@ def bind(
         "MASKED": is_masked(problem),
         "SIZED": problem.masked,
         "Q_SIZED": index.query_sizes is not None,
+        "CAUSAL": n.causal,
         "MIXED": 0,
         "CONSUMER_REGISTERS": folding,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,

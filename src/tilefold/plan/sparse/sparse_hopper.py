@@ -35,8 +35,8 @@ def hopper_refusal(problem: "SparseProblem", device: Device) -> str | None:
     n = problem.attention
     if refusal := chip_refusal(n, device) or block_refusal(problem):
         return refusal
-    if not n.plain or n.causal or n.window != (-1, -1):
-        return "it has no masks and no changes of scores inside a block"
+    if not n.plain or n.window != (-1, -1):
+        return "it has no masks but causal ones and no changes of scores inside a block"
     if problem.page_size and (problem.page_size < MIN_PAGE or problem.page_size & (problem.page_size - 1)):
         return f"it has boxes of pages of 16, 32, 64, ... keys, not of {problem.page_size}"
     if not problem.descriptors:
@@ -54,9 +54,9 @@ def block_refusal(problem: "SparseProblem") -> str | None:
 
 
 def is_masked(problem: "SparseProblem") -> bool:
-    """Whether some listed block may hold fewer keys than its size: always where sequences end, which the device knows."""
+    """Whether something may be cut off a listed block: always where keys end on the device alone, or a causal mask cuts."""
     n = problem.attention
-    return problem.masked or n.varlen or problem.page_size > 0 or n.seq_k % problem.block_k != 0
+    return problem.masked or n.varlen or problem.page_size > 0 or n.causal or n.seq_k % problem.block_k != 0
 
 
 def box_rows(problem: "SparseProblem") -> int:
