@@ -8,7 +8,8 @@ A unit is 128 keys: one listed block of 128 or two of 64, the second beside the 
 lives in registers, so that shared memory is read for K and V alone.
 
 It has a main loop of its own: Q is in registers, a unit may have holes, whose sizes are looked up ahead and whose values are
-cleared, K and V have different numbers of slots, and what a branch adds passes through V's ring.
+cleared, K and V have different numbers of slots, and what a branch adds passes through V's ring.  Where blocks lie (in one
+tensor, in a packed batch, in pages) and what a causal mask cuts off them is `block_list`'s.
 
 In iteration j the products S_j and P_(j-1) V_(j-1) are issued together, and the softmax of S_j runs under the second.
 
