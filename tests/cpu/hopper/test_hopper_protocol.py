@@ -33,7 +33,44 @@ def test_sparse(warpgroups, block, slots, programs, mixed):
     draw = random.Random(7)
     lists = [draw.sample(range(40), draw.choice((0, 1, 2, 3, 5, 9))) for _ in range(14)]
     for seed in range(3, 8):
-        Sparse(seed, warpgroups, block, slots, lists, heads=2, mixed=mixed)(programs)
+        Sparse(seed, warpgroups, block, slots, lists, heads=2, mixed=mixed, causal=seed % 2 == 0)(programs)
+
+
+SEQUENCES = [(100, 300), (0, 700), (257, 0), (1, 65), (64, 128), (130, 333)]  # queries, keys
+
+
+def lists_of(draw, number, blocks=11):
+    """Some that are empty, some that name blocks past the ends of shorter sequences."""
+    return [draw.sample(range(blocks), draw.choice((0, 1, 2, 3, 5, min(9, blocks)))) for _ in range(number)]
+
+
+@pytest.mark.parametrize(("warpgroups", "block", "slots"), [(1, 64, (1, 2)), (2, 128, (3, 3)), (2, 64, (2, 1))])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("programs", [1, 3])
+def test_packed_lists(warpgroups, block, slots, dim, programs):
+    """Places without work between sequences; rows that there are no lists of."""
+    draw = random.Random(7)
+    for seed in range(3, 8):
+        longest = (None, 128)[seed % 2]
+        rows = -(-(longest or 257) // (64 * warpgroups))
+        lists = lists_of(draw, 2 * len(SEQUENCES) * rows, 704 // block)
+        run = Sparse(
+            seed, warpgroups, block, slots, lists, 2, dim, lengths=SEQUENCES, longest=longest, causal=seed % 3 == 0
+        )
+        run(programs)
+
+
+@pytest.mark.parametrize(("warpgroups", "block", "slots"), [(1, 64, (1, 2)), (2, 128, (3, 3)), (1, 128, (2, 2))])
+@pytest.mark.parametrize("page", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("programs", [1, 3])
+def test_paged_lists(warpgroups, block, slots, page, programs):
+    draw = random.Random(page)
+    for seed in range(3, 6):
+        lists = lists_of(draw, 2 * len(SEQUENCES) * 2, 704 // block)
+        lengths = [(128 * warpgroups - 5, keys) for _, keys in SEQUENCES]
+        Sparse(seed, warpgroups, block, slots, lists, heads=2, lengths=lengths, page=page, causal=seed % 2 == 0)(
+            programs
+        )
 
 
 @pytest.mark.parametrize(("per_q", "per_k"), [(1, 1), (2, 2), (1, 2), (2, 1)])
@@ -254,6 +291,18 @@ def sparse_run(seed, missing):
     Sparse(seed, 2, 64, slots, lists, heads=1, mixed=seed % 2)(1)
 
 
+def packed_lists_run(seed, missing):
+    slots = {"q": (3, 3), "k": (1, 3), "v": (3, 1)}[missing[0]] if missing != "clear" else (2, 2)
+    lists = lists_of(random.Random(seed), 18)
+    Sparse(seed, 2, 64, slots, lists, heads=1, lengths=SEQUENCES)(1)
+
+
+def paged_lists_run(seed, missing):
+    slots = {"q": (3, 3), "k": (1, 3), "v": (3, 1)}[missing[0]] if missing != "clear" else (2, 2)
+    lists = lists_of(random.Random(seed), 18)
+    Sparse(seed, 2, 64, slots, lists, heads=1, lengths=[(300, keys) for _, keys in SEQUENCES], page=16)(1)
+
+
 def lengths_of(seed):
     pick = random.Random(5 + seed)
     return [(pick.choice((300, 700)), pick.choice((150, 900)))]
@@ -268,6 +317,8 @@ COUNTED = ["await_slot", "await_keys", "await_queries"]
 ORDER = ["await_counter", "wait_copies"]  # of additions to a tile of queries
 LAUNCHES = {  # what runs with a seed, and what is left out: a barrier, a turn, a method of the launch
     "sparse": (sparse_run, ["q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty"]),
+    "packed lists": (packed_lists_run, ["q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty", "clear"]),
+    "paged lists": (paged_lists_run, ["q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty", "clear"]),
     "sparse backward": (
         lambda seed, missing: backward_sparse.Run(seed, backward_sparse.random_lists(seed, 4, 3, 4), 1, 4, 2, 2, 1, 2)(
             14
@@ -303,8 +354,8 @@ LAUNCHES = {  # what runs with a seed, and what is left out: a barrier, a turn, 
     "products of 8 bits": (lambda seed, missing: matmul.Large(seed, (3, 2, 6), slots=2)(1), ["full", "empty"]),
     "few rows": (lambda seed, missing: matmul.Few(seed, 0, 12, 2)(), ["full", "empty"]),
 }
-OWNERS = {"sparse backward": backward_sparse.Run, "bias and mask": Changed, "dense backward": backward_dense.Run,
-          "packed backward": backward_packed.Run, "reducing backward": Reduce}  # fmt: skip
+OWNERS = {"packed lists": Sparse, "paged lists": Sparse, "sparse backward": backward_sparse.Run, "bias and mask": Changed,
+          "dense backward": backward_dense.Run, "packed backward": backward_packed.Run, "reducing backward": Reduce}  # fmt: skip
 FAULTS = [
     pytest.param(name, one, marks=pytest.mark.interpreter if name == "packed backward" else ())
     for name, (_, missing) in LAUNCHES.items()
