@@ -78,8 +78,8 @@ def test_gradients_of_score_args():
     dout = rand(2, 200, 4, 64, dtype=torch.bfloat16, device=DEVICE)
     first = gradients((q, k, v), dout, None, **options)
     with no_waiting():
-        for _ in range(10):
-            assert same(first, gradients((q, k, v), dout, None, **options))
+        runs = [gradients((q, k, v), dout, None, **options) for _ in range(10)]
+    assert all(same(first, run) for run in runs)
     for got, one in zip(gradients((q, k, v), dout, None, deterministic=False, **options), first, strict=True):
         torch.testing.assert_close(got, one, rtol=1e-4, atol=1e-4 * float(one.abs().max()))
 

@@ -10,8 +10,8 @@ from tilefold.plan.backward import attention_backward_packed as packed
 from tilefold.plan.backward import attention_backward_reduce as reduced
 from tilefold.plan.backward import attention_backward_spans as spans
 from tilefold.plan.backward.attention_backward_hopper import KERNEL as HOPPER
+from tilefold.plan.backward.attention_backward_reduce import ANY_ORDER, ReduceOptions
 from tilefold.plan.backward.attention_backward_reduce import KERNEL as REDUCE
-from tilefold.plan.backward.attention_backward_reduce import ReduceOptions
 from tilefold.plan.backward.backward import backward_box_refusal, backward_tile_violation, first_fit, not_a_tile
 from tilefold.plan.base import Plan, changed, require_device, require_fit
 from tilefold.plan.cost import Cost, attention_cost
@@ -42,7 +42,7 @@ class AttentionBackwardPlan(Plan):
     gradient, by tiles of `scores`; load_passes: 2, integer sums whose size a first pass finds, or 1, fp32 sums in an order that
     changes from run to run; 0 without loads. heads_at_once, keys_at_once: KV heads, and keys of them, of one
     batch of the Hopper kernel's work, 0 with the others; of a packed batch 1, and the keys with room for dS at a time. Also
-    "attention_backward_reduce" (Gluon, sm_90): adds dq in memory, in an order that changes from run to run; it has heads_at_once,
+    "attention_backward_reduce" (Gluon, sm_90): adds dq in memory, in one order or in any; it has heads_at_once,
     whose sums of dq share L2, and options, its version, None with the others. queries_at_once: of a span, where the Hopper kernel
     makes the queries in spans, since dS of all would have too little room; 0 if not. Raises PlanError, naming the field, if a
     tile exceeds a limit.
@@ -220,17 +220,17 @@ def plan_attention_backward(
     """The backward plan for a problem on a device: pure, the same every time, no GPU needed.
 
     bias: (batch, heads, rows) of a bias that gets a gradient.  portable: leave the kernels written for one architecture alone.
-    deterministic: leave those alone that add in memory.  loads: the elements of each tensor of score_args that gets a gradient,
-    which the portable kernels make.  Unsupported if no tile fits."""
+    deterministic: leave those alone that add in memory in any order.  loads: the elements of each tensor of score_args that gets
+    a gradient, which the portable kernels make.  Unsupported if no tile fits."""
     require_supported(problem, device)
     if portable or loads:
         return _portable(problem, device, bias, loads, (2 if deterministic else 1) if loads else 0)
+    options = reduced.options_for(problem, device, deterministic)
+    if isinstance(options, ReduceOptions):
+        return _reduce(problem, device, bias, options)
     if not deterministic:
-        refusal = reduced.reduce_unmeasured(problem, device)
-        if not refusal:
-            return _reduce(problem, device, bias)
         plan = plan_attention_backward(problem, device, bias)
-        return replace(plan, reason=f"{plan.reason} {REDUCE} is not taken: {refusal}.")
+        return replace(plan, reason=f"{plan.reason} {REDUCE} is not taken: {options}.")
     refusal = (packed.packed_refusal if problem.varlen else spans.hopper_backward_refusal)(problem, device)
     if not refusal:
         return _hopper(problem, device, bias)
@@ -287,14 +287,23 @@ def _hopper(problem: AttentionProblem, device: Device, bias: tuple[int, ...]) ->
     )
 
 
-def _reduce(problem: AttentionProblem, device: Device, bias: tuple[int, ...]) -> AttentionBackwardPlan:
+def _reduce(
+    problem: AttentionProblem, device: Device, bias: tuple[int, ...], options: ReduceOptions = ANY_ORDER
+) -> AttentionBackwardPlan:
     if refusal := reduced.reduce_refusal(problem, device):
         raise PlanError(f"plan field kernel: {REDUCE} cannot be used: {refusal}")
     tile, heads = reduced.reduce_tile(problem), reduced.heads_at_once(problem)
-    reason = "Five products a pair of tiles; dq is added in memory, so its last bits change from run to run."
+    order = (
+        "in the order of the keys: the same bits every run"
+        if options.ordered
+        else "so its last bits change from run to run"
+    )
+    reason = f"Five products a pair of tiles; dq is added in memory, {order}."
+    if problem.dim_qk == 64:
+        reason += " Probabilities are rounded to 16 bits before dS is made."
     return AttentionBackwardPlan(
         problem, device, REDUCE, tile, tile, tile, bias, 0, "hopper-reduce", reason, heads,
-        options=ReduceOptions())  # fmt: skip
+        options=options)  # fmt: skip
 
 
 def _tiles(problem: AttentionProblem, device: Device, kernel: str, own: str) -> tuple[Tile, ...]:

@@ -1,7 +1,7 @@
 """When the Gluon kernel for sm_90 that adds dq in memory makes the gradients of dense attention, and in which version.
 
-The order of its additions changes from run to run, so a plan takes it only for a call that says deterministic=False.  Its ordered
-version has not been measured: only who names it gets it."""
+In any order of additions a plan takes it only for a call that says deterministic=False; its ordered version serves the others,
+too.  Where which is taken was measured: benchmarks/results/backward_versions.jsonl."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,17 +13,18 @@ from tilefold.plan.limits import MAX_GRID, Tile, box_refusal
 from tilefold.plan.problem import AttentionProblem
 
 __all__ = [
+    "ANY_ORDER",
     "KERNEL",
     "KEYS",
     "ReduceOptions",
     "blocks",
     "heads_at_once",
+    "options_for",
     "options_violation",
     "programs",
     "queries_of",
     "reduce_refusal",
     "reduce_tile",
-    "reduce_unmeasured",
     "reduce_violation",
     "rows",
     "scratch_bytes",
@@ -32,8 +33,11 @@ __all__ = [
 KERNEL = "attention_backward_reduce"
 KEYS = 128  # of a program
 REGISTERS = (168, 240)  # of a thread at launch, of a folding thread
-LEAST_KEYS = 16384
-"""With so many it was measured to be faster than the kernel that keeps the order; with 8192 (D=128), 4096 (D=64) not."""
+LEAST_TOKENS = {64: 4096, 128: 16384}
+"""With so many queries and keys of a head dim it was faster than the kernel that keeps dS; at D=128 with 8192 not."""
+LEAST_TILES, LEAST_PROGRAMS = 1024, 384
+"""Of the ordered version.  Tiles of queries: the last block of keys waits in the beginning for all others.  Programs: under a
+causal mask the longest come last."""
 SUMS_AT_ONCE = 16 << 20
 """Bytes of sums of dq that the programs of one batch of KV heads add to, each with one of its query heads at a time: of 50 MiB of
 L2, each half of which keeps its own copy."""
@@ -50,6 +54,9 @@ class ReduceOptions:
 
     def __str__(self) -> str:
         return "dq added in memory, " + ("in the order of the keys" if self.ordered else "in any order")
+
+
+ANY_ORDER = ReduceOptions()
 
 
 def reduce_refusal(problem: AttentionProblem, device: Device) -> str | None:
@@ -74,14 +81,33 @@ def reduce_refusal(problem: AttentionProblem, device: Device) -> str | None:
     return None
 
 
-def reduce_unmeasured(problem: AttentionProblem, device: Device) -> str | None:
-    """As reduce_refusal, also of what it can serve, but was not measured to serve faster than the kernel that keeps the order."""
-    if refusal := reduce_refusal(problem, device):
+def options_for(problem: AttentionProblem, device: Device, deterministic: bool) -> ReduceOptions | str:
+    """The version that was measured to be the fastest kernel for this problem, or why there is none."""
+    n = problem
+    if refusal := reduce_refusal(n, device):
         return refusal
-    if problem.seq_k < LEAST_KEYS:
-        return f"with fewer than {LEAST_KEYS} keys it was not faster than keeping the order"
-    if min(problem.sides) >= 0:
+    if min(n.seq_q, n.seq_k) < (least := LEAST_TOKENS[n.dim_qk]):
+        return f"with fewer than {least} queries or keys it was not faster than keeping dS"
+    if min(n.sides) >= 0:
         return "it was not measured with a window"
+    slow = _order_refusal(n)
+    if deterministic and slow:
+        return slow
+    masked = max(n.sides) >= 0
+    return ReduceOptions(ordered=deterministic or not (slow or masked))
+
+
+def _order_refusal(n: AttentionProblem) -> str | None:
+    """Why the ordered version is not the faster one where any order is."""
+    if n.dim_qk == 128:
+        return "with its additions in order it was not faster than keeping dS"
+    diagonal = max(n.sides) >= 0 and n.seq_q >= n.seq_k
+    if not diagonal and rows(n) - 1 < LEAST_TILES:
+        return f"with fewer than {LEAST_TILES} tiles of queries waiting for one's turn takes too long"
+    if max(n.sides) >= 0 and n.group > 1:
+        return "under a causal mask the order sends programs of one group to other heads, whose sums do not fit L2"
+    if max(n.sides) >= 0 and programs(n) < LEAST_PROGRAMS:
+        return f"with fewer than {LEAST_PROGRAMS} blocks of keys under a causal mask the longest, which come last, leave SMs idle"
     return None
 
 
