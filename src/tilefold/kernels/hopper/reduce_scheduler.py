@@ -1,6 +1,6 @@
 """Which keys a program of `attention_backward_reduce` has, and over which query tiles it walks, in which order."""
 
-from ...device.ranges import FULL
+from ...device.ranges import FULL, WINDOW
 from .backward_config import UNIT
 from .backward_mask import BackwardMask, Lengths
 from .gluon import gl, jit
@@ -59,9 +59,9 @@ class BlockScheduler:
     Programs that run side by side do not add to one query tile at a time.  Where the mask has a diagonal, their walks begin
     there.  Else they begin STAGGER tiles apart and go around.
 
-    ORDERED: the blocks of keys that see a query tile add to it in the order of their programs.  Without a diagonal all begin at
-    the first tile, and each follows the one before.  With one the last blocks come first, which meet a tile first, too: so
-    nobody waits, but the longest blocks come last."""
+    ORDERED: the blocks of keys that see a query tile add to it one after the other, the first block first.  All walks go down from
+    the last tile that sees the block, so under any mask each follows the one before it: its own last tile is never before that
+    one's."""
 
     lengths: Lengths
     heads: gl.tensor
@@ -82,8 +82,6 @@ class BlockScheduler:
         i = program - segment * (self.blocks * self.heads_at_once)
         block = i // self.heads_at_once
         of_all = segment * self.heads_at_once + (i - block * self.heads_at_once)
-        if self.ORDERED and self.mask.KIND != FULL:
-            block = self.blocks - 1 - block
         batch, head = of_all // kv_heads, of_all % kv_heads
         first, tiles = self.mask.queries_of_block(block, self.lengths, self.QUERIES)
         first = gl.where(tiles > 0, first, self.q_tiles)
@@ -91,24 +89,29 @@ class BlockScheduler:
         step = gl.where(tiles > 0, self.q_tiles, 0)
         tiles = gl.maximum(tiles, 1)
         begin = first
-        if self.mask.KIND == FULL and not self.ORDERED:
+        if self.ORDERED:
+            begin += tiles - 1
+        elif self.mask.KIND == FULL:
             begin += block * STAGGER % tiles
         return KeyBlock(block, batch, head, self.lengths, first, first + tiles, begin, row, step)
 
     @jit
     def after(self, tile, block):
-        """The query tile after this one: after the last one the first."""
-        tile += 1
-        if self.mask.KIND == FULL and not self.ORDERED:
-            tile = gl.where(tile == block.end, block.first, tile)
+        """The query tile after this one; in any order: after the last one the first."""
+        if self.ORDERED:
+            tile -= 1
+        else:
+            tile += 1
+            if self.mask.KIND == FULL:
+                tile = gl.where(tile == block.end, block.first, tile)
         return tile
 
     @jit
     def place(self, tile, block):
         """How many blocks of keys add to a query tile before this one; 0 for the tile past the end."""
-        if self.mask.KIND == FULL:
-            return block.tile
+        if self.mask.KIND != WINDOW:
+            return gl.where(tile < self.q_tiles, block.tile, 0)
         else:
             PER: gl.constexpr = self.QUERIES // UNIT
-            last = (self.mask.keys_of_several(tile * PER, self.lengths, PER)[1] + 1) // 2 - 1
-            return gl.where(tile < self.q_tiles, last - block.tile, 0)
+            first = self.mask.keys_of_several(tile * PER, self.lengths, PER)[0] // 2
+            return gl.where(tile < self.q_tiles, block.tile - first, 0)
