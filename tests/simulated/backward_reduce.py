@@ -4,6 +4,7 @@ A tile's value is the set of what went into it, an accumulator's the list of its
 The functions are the kernel's own, but for masks, views of buffers and addresses."""
 
 from collections import Counter
+from functools import partial
 
 from simulated import Anything, Number, Ring, Turn, barriers, run_threads
 from simulated.backward import FULL, GRADIENTS, WINDOW, Backward, Panel, Value, View
@@ -249,8 +250,9 @@ class Run(Backward):
         ds = Ring(Both(buffers(f"dS {i}", 2).items) for i in (0, 1))
         bars = barriers(memory, kv_full=(1, 1), q_full=(slots, 1), do_full=(slots, 1), empty=(slots, 2))
         buffers = Ring((Sums(memory, f"dq {i}", Value()) for i in (0, 1)), Anything())
-        ends = barriers(memory, sum_full=(2, 1), sum_empty=(2, 1))
-        sums = names["DqSums"]("sums", 0, buffers, *ends, self.queries * self.dim, self.ordered)
+        adders = 1 + self.ordered
+        ends = barriers(memory, sum_full=(2 * adders, 1), sum_empty=(2, 1))
+        sums = names["DqSums"]("sums", 0, buffers, *ends, self.queries * self.dim, self.ordered, adders)
         turns = [Turn(memory, f"meeting {i}") for i in range(4)]
         config = names["ReduceConfig"](None, self.dim, self.queries, slots)
         pipe = names["ReducePipeline"]("q", "do", "k", "v", "stat", q, do, k, v, ds, statistics, *bars, config)
@@ -267,9 +269,9 @@ class Run(Backward):
             begin()
             names["produce"](scheduler, pipe)
 
-        def add():
+        def add(own):
             begin()
-            names["add"](scheduler, sums)
+            names["add"](own, scheduler, sums)
 
         def consume(half):
             begin()
@@ -277,7 +279,7 @@ class Run(Backward):
             self.local.place = int(block.head), int(block.tile), half
             names["consume"](half, scheduler, pipe, sums, *gradients, 1.0)
 
-        return [produce, add, lambda: consume(0), lambda: consume(1)]
+        return [produce, *(partial(add, own) for own in range(adders)), *(partial(consume, half) for half in (0, 1))]
 
     def __call__(self, places=1):
         """places: programs that run side by side; whenever one ends the next begins, as on a GPU."""

@@ -60,15 +60,16 @@ def produce(scheduler, pipe):
 
 
 @jit
-def add(scheduler, sums):
-    """Have every query tile's dq added to memory, in the order in which the consumers make them."""
+def add(ADDER: gl.constexpr, scheduler, sums):
+    """Have this adder's query tiles' dq added to memory, in the order in which the consumers make them."""
     block = scheduler.block()
     i = 0
     row = block.row
     for _g in range(scheduler.group):
         tile = block.begin
         for _ in range(block.first, block.end):
-            sums.add_parts(row + tile, i, scheduler.place(tile, block))
+            if i % sums.ADDERS == ADDER:
+                sums.add_parts(row + tile, i, scheduler.place(tile, block))
             i += 1
             tile = scheduler.after(tile, block)
         row += block.step
@@ -161,20 +162,33 @@ def attention_backward_reduce(
     Grid: B * H/group * blocks, heads_at_once KV heads at a time."""
     config = ReduceConfig(q_desc.dtype, D, QUERIES, SLOTS)
     pipe = make_reduce_pipeline(q_desc, do_desc, k_desc, v_desc, stat_desc, config)
-    sums = make_dq_sums(sum_desc, Progress, QUERIES * D, ORDERED)
+    sums = make_dq_sums(sum_desc, Progress, QUERIES * D, ORDERED, 2 if ORDERED else 1)
     fence_async_shared()
     lengths = Lengths(seq_q, seq_k, q_units, kv_units)
     mask = BackwardMask(left, right, KIND)
     scheduler = BlockScheduler(lengths, heads, group, q_tiles, blocks, heads_at_once, no_tile, mask, QUERIES, ORDERED)
     dk = Gradient(DK, stride_xb, stride_xn, stride_xh, config.DTYPE)
     dv = Gradient(DV, stride_yb, stride_yn, stride_yh, config.DTYPE)
-    gl.warp_specialize(
-        [
-            (consume, (0, scheduler, pipe, sums, dk, dv, scale)),
-            (consume, (1, scheduler, pipe, sums, dk, dv, scale)),
-            (produce, (scheduler, pipe)),
-            (add, (scheduler, sums)),
-        ],
-        [4, 1, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-    )
+    if ORDERED:
+        gl.warp_specialize(
+            [
+                (consume, (0, scheduler, pipe, sums, dk, dv, scale)),
+                (consume, (1, scheduler, pipe, sums, dk, dv, scale)),
+                (produce, (scheduler, pipe)),
+                (add, (0, scheduler, sums)),
+                (add, (1, scheduler, sums)),
+            ],
+            [4, 1, 1, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (0, scheduler, pipe, sums, dk, dv, scale)),
+                (consume, (1, scheduler, pipe, sums, dk, dv, scale)),
+                (produce, (scheduler, pipe)),
+                (add, (0, scheduler, sums)),
+            ],
+            [4, 1, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )

@@ -17,7 +17,8 @@ ROWS = gl.constexpr(128)  # of 32 fp32: one consumer's part of a query tile, 16 
 @struct
 class DqSums:
     """desc: the sums [.., 32] fp32, boxes [ROWS, 32]; buffers: a query tile's two parts in shared memory.  progress: how many
-    blocks of keys have added to each query tile."""
+    blocks of keys have added to each query tile.  ADDERS: warps that add, each every ADDERS-th tile, so that one may wait for the
+    end of an addition while another begins the next.  full: a barrier for each part and adder, empty: one for each part."""
 
     desc: descriptor
     progress: Value
@@ -26,6 +27,7 @@ class DqSums:
     empty: gl.shared_memory_descriptor
     NUMBERS: gl.constexpr  # of a query tile: QUERIES * D
     ORDERED: gl.constexpr
+    ADDERS: gl.constexpr
 
     @jit
     def hand_over(self, dq, i, CID: gl.constexpr):
@@ -34,7 +36,7 @@ class DqSums:
         ordered = dq.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([ROWS, 32])
         self.buffers.index(CID).store(ordered)
         fence_async_shared()
-        mbarrier.arrive(self.full.index(CID), count=1)
+        mbarrier.arrive(self.full.index(CID * self.ADDERS + i % self.ADDERS), count=1)
 
     @jit
     def add_parts(self, row, i, place):
@@ -44,7 +46,7 @@ class DqSums:
         if self.ORDERED:
             await_counter(self.progress + row, place)
         for part in gl.static_range(2):
-            mbarrier.wait(self.full.index(part), i & 1)
+            mbarrier.wait(self.full.index(part * self.ADDERS + i % self.ADDERS), (i // self.ADDERS) & 1)
             tma_reduce_add(self.desc, [row * (self.NUMBERS // 32) + part * ROWS, 0], self.buffers.index(part))
         for part in gl.static_range(2):
             tma_store_wait(1 - part)  # it has been read
@@ -55,7 +57,7 @@ class DqSums:
 
 
 @jit
-def make_dq_sums(desc, progress, NUMBERS: gl.constexpr, ORDERED: gl.constexpr):
-    """With two barriers for each part."""
+def make_dq_sums(desc, progress, NUMBERS: gl.constexpr, ORDERED: gl.constexpr, ADDERS: gl.constexpr):
+    """With their barriers."""
     buffers = gl.allocate_shared_memory(gl.float32, [2, ROWS, 32], desc.layout)
-    return DqSums(desc, progress, buffers, barriers(2, 1), barriers(2, 1), NUMBERS, ORDERED)
+    return DqSums(desc, progress, buffers, barriers(2 * ADDERS, 1), barriers(2, 1), NUMBERS, ORDERED, ADDERS)
