@@ -92,7 +92,7 @@ class Run(Backward):
     classes = (
         (pipeline, ("Stage",)),
         (backward_mask, ("Lengths", "BackwardMask")),
-        (reduce_scheduler, ("KeyBlock", "OwnKeys", "BlockScheduler")),
+        (reduce_scheduler, ("KeyBlock", "Visit", "OwnKeys", "BlockScheduler")),
         (reduce_pipeline, ("ReduceConfig", "ReducePipeline")),
         (dq_sums, ("DqSums",)),
         (recompute, ("Recompute",)),
@@ -123,6 +123,7 @@ class Run(Backward):
     def namespace(self):
         names = super().namespace()
         names["gl"].program_id = lambda axis: Number(self.local.program)
+        names["gl"].num_programs = lambda axis: Number(self.blocks * (self.heads // self.group))
         names["ReducePipeline"].tile = lambda pipe, panels, slot, slots, rows: self.tiles(panels, slots).index(slot)
         return names
 
@@ -250,7 +251,7 @@ class Run(Backward):
         ds = Ring(Both(buffers(f"dS {i}", 2).items) for i in (0, 1))
         bars = barriers(memory, kv_full=(1, 1), q_full=(slots, 1), do_full=(slots, 1), empty=(slots, 2))
         buffers = Ring((Sums(memory, f"dq {i}", Value()) for i in (0, 1)), Anything())
-        adders = 1 + self.ordered
+        adders = 2 if self.ordered and self.dim == 128 else 1
         ends = barriers(memory, sum_full=(2 * adders, 1), sum_empty=(2, 1))
         sums = names["DqSums"]("sums", 0, buffers, *ends, self.queries * self.dim, self.ordered, adders)
         turns = [Turn(memory, f"meeting {i}") for i in range(4)]

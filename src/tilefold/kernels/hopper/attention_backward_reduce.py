@@ -45,34 +45,27 @@ RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_units", "kv_units", "
 
 @jit
 def produce(scheduler, pipe):
-    """Load K and V, then q, dout and statistics of every query tile, head after head of the group."""
+    """Load K and V, then q, dout and statistics of every query tile."""
     block = scheduler.block()
     pipe.load_keys(block)
     stage = first_stage(1)
-    row = block.row
-    for g in range(scheduler.group):
-        tile = block.begin
-        for _ in range(block.first, block.end):
-            pipe.load_queries(stage, block.batch, block.head * scheduler.group + g, tile, row + tile)
-            stage = next_stage(stage, pipe.config.SLOTS)
-            tile = scheduler.after(tile, block)
-        row += block.step
+    visit = scheduler.first_visit(block)
+    for _ in range(block.visits):
+        head = block.head * scheduler.group + visit.head
+        pipe.load_queries(stage, block.batch, head, visit.tile, visit.row)
+        stage = next_stage(stage, pipe.config.SLOTS)
+        visit = scheduler.next_visit(visit, block)
 
 
 @jit
 def add(ADDER: gl.constexpr, scheduler, sums):
     """Have this adder's query tiles' dq added to memory, in the order in which the consumers make them."""
     block = scheduler.block()
-    i = 0
-    row = block.row
-    for _g in range(scheduler.group):
-        tile = block.begin
-        for _ in range(block.first, block.end):
-            if i % sums.ADDERS == ADDER:
-                sums.add_parts(row + tile, i, scheduler.place(tile, block))
-            i += 1
-            tile = scheduler.after(tile, block)
-        row += block.step
+    visit = scheduler.first_visit(block)
+    for i in range(block.visits):
+        if i % sums.ADDERS == ADDER:
+            sums.add_parts(visit.row, i, scheduler.place(visit.tile, block))
+        visit = scheduler.next_visit(visit, block)
 
 
 @jit
@@ -128,14 +121,11 @@ def consume(CID: gl.constexpr, scheduler, pipe, sums, dk_out, dv_out, scale):
     dk = zero_gradient(config)
     dv = zero_gradient(config)
     mbarrier.wait(pipe.kv_full.index(0), 0)
-    i = 0
-    for _g in range(scheduler.group):
-        tile = block.begin
-        for _ in range(block.first, block.end):
-            recompute = Recompute(pipe.statistics, scale * LOG2E, config.SCORES, config.QUERIES)
-            dk, dv = step(dk, dv, own, tile, pipe, recompute, sums, i, CID)
-            i += 1
-            tile = scheduler.after(tile, block)
+    visit = scheduler.first_visit(block)
+    for i in range(block.visits):
+        recompute = Recompute(pipe.statistics, scale * LOG2E, config.SCORES, config.QUERIES)
+        dk, dv = step(dk, dv, own, visit.tile, pipe, recompute, sums, i, CID)
+        visit = scheduler.next_visit(visit, block)
     n = own.tile.to(gl.int64) * UNIT
     rows = own.lengths.seq_k - own.tile * UNIT
     dv_out.store(dv, block, n, rows)
@@ -162,14 +152,15 @@ def attention_backward_reduce(
     Grid: B * H/group * blocks, heads_at_once KV heads at a time."""
     config = ReduceConfig(q_desc.dtype, D, QUERIES, SLOTS)
     pipe = make_reduce_pipeline(q_desc, do_desc, k_desc, v_desc, stat_desc, config)
-    sums = make_dq_sums(sum_desc, Progress, QUERIES * D, ORDERED, 2 if ORDERED else 1)
+    ADDERS: gl.constexpr = 2 if ORDERED and D == 128 else 1
+    sums = make_dq_sums(sum_desc, Progress, QUERIES * D, ORDERED, ADDERS)
     fence_async_shared()
     lengths = Lengths(seq_q, seq_k, q_units, kv_units)
     mask = BackwardMask(left, right, KIND)
     scheduler = BlockScheduler(lengths, heads, group, q_tiles, blocks, heads_at_once, no_tile, mask, QUERIES, ORDERED)
     dk = Gradient(DK, stride_xb, stride_xn, stride_xh, config.DTYPE)
     dv = Gradient(DV, stride_yb, stride_yn, stride_yh, config.DTYPE)
-    if ORDERED:
+    if ADDERS == 2:
         gl.warp_specialize(
             [
                 (consume, (0, scheduler, pipe, sums, dk, dv, scale)),
