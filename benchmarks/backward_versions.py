@@ -20,6 +20,8 @@ from tilefold.plan.backward.attention_backward_reduce import KERNEL, ReduceOptio
 
 CASES = [  # batch, tokens, heads, KV heads, head dim; full and causal
     (1, 16384, 16, 16, 128),
+    (1, 32768, 8, 8, 128),
+    (2, 8192, 16, 16, 128),
     (4, 4096, 16, 16, 128),
     (2, 8192, 32, 4, 128),
     (1, 65536, 8, 8, 64),
@@ -27,7 +29,7 @@ CASES = [  # batch, tokens, heads, KV heads, head dim; full and causal
     (1, 16384, 32, 32, 64),
     (2, 8192, 32, 32, 64),
     (4, 4096, 32, 32, 64),
-    (16, 1024, 32, 32, 64),
+    (8, 2048, 32, 32, 64),
     (1, 16384, 32, 4, 64),
     (1, 16384, 8, 8, 64),
     (1, 16384, 3, 3, 64),

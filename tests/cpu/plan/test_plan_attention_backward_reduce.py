@@ -1,6 +1,7 @@
 """The plan of the dense backward kernel for sm_90 that adds dq in memory: who asks for it, what it refuses, its versions."""
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,6 +23,7 @@ from tilefold.plan.limits import Tile
 
 H200 = device_named("h200")
 LONG = AttentionProblem(1, 65536, 65536, 16, 16, 128, 128)
+GROUPS = replace(LONG, kv_heads=4)
 NARROW = replace(LONG, heads=32, kv_heads=32, dim_qk=64, dim_v=64)
 DETERMINISTIC = "attention_backward_hopper"
 MEASURED = Path(__file__).parents[3] / "benchmarks" / "results" / "backward_versions.jsonl"
@@ -39,46 +41,56 @@ def free(problem: AttentionProblem, **fields: Any) -> AttentionBackwardPlan:
 
 
 def test_what_is_taken() -> None:
-    """At D=64 the ordered version by itself; for deterministic=False the one in any order, where that is faster."""
-    causal = replace(NARROW, causal=True)
-    for problem, ordered, tile in (
-        (LONG, False, Tile(64, 128, 4, 2)),
-        (causal, False, Tile(128, 128, 4, 2)),
-        (NARROW, True, Tile(128, 128, 4, 2)),
+    """In order, so the same bits every run; for deterministic=False in any order, where that is faster."""
+    short = replace(NARROW, seq_q=16384, seq_k=16384)
+    causal, few = replace(short, causal=True), replace(short, heads=1, kv_heads=1)
+    for problem, ordered in (
+        (GROUPS, True),
+        (short, True),
+        (causal, False),
+        (few, False),
+        (replace(NARROW, causal=True), True),
     ):
         plan = free(problem)
-        assert (plan.kernel, plan.keys, plan.rule) == (rules.KERNEL, tile, "hopper-reduce")
-        assert plan.options == rules.ReduceOptions(ordered)
+        assert (plan.kernel, plan.rule, plan.options) == (rules.KERNEL, "hopper-reduce", rules.ReduceOptions(ordered))
+        assert plan.keys == Tile(128 if problem.dim_qk == 64 else 64, 128, 4, 2)
         assert ("the same bits every run" if ordered else "change from run to run") in plan.reason
         assert f"dq added in memory, in {'the order of the keys' if ordered else 'any order'}" in str(plan)
         assert free(problem, portable=True).kernel == "attention_backward_box"
         assert AttentionBackwardPlan.from_json(plan.to_json()) == plan
         assert plan.with_tiles(kernel=DETERMINISTIC).options is None
         plan.check(problem, H200, ())
-    assert plan_attention_backward(LONG, H200).kernel == DETERMINISTIC
-    for problem in (NARROW, causal):
+    for problem in (GROUPS, short, causal):
         assert plan_attention_backward(problem, H200).options == ORDERED
 
 
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"seq_k": 4095}, "fewer than 4096 queries or keys"),
-        ({"seq_q": 4095}, "fewer than 4096 queries or keys"),
+        ({"seq_k": 2047, "causal": True}, "fewer than 2048 queries or keys"),
+        ({"seq_q": 2047}, "fewer than 2048 queries or keys"),
         ({"window": (4096, 0)}, "not measured with a window"),
-        ({"dim_qk": 128, "dim_v": 128}, "with its additions in order it was not faster"),
-        ({"heads": 1, "kv_heads": 1}, "fewer than 1024 tiles of queries"),
-        ({"causal": True, "kv_heads": 16}, "to other heads"),
-        ({"causal": True, "seq_k": 4096, "heads": 8, "kv_heads": 8}, "fewer than 384 blocks of keys"),
+        ({"dim_qk": 128, "dim_v": 128, "causal": True}, "head dim of 128 .* under a causal mask"),
+        ({"dim_qk": 128, "dim_v": 128}, "head dim of 128 .* on this device"),
+        ({"dim_qk": 128, "dim_v": 128, "kv_heads": 8, "seq_k": 8191}, "fewer than 8192 queries or keys"),
+        ({"heads": 2, "kv_heads": 2, "seq_q": 16384}, "fewer than 384 tiles of queries"),
+        ({"causal": True, "seq_q": 4096, "heads": 31, "kv_heads": 31}, "fewer than 1024 tiles of queries"),
     ],
     ids=str,
 )
-def test_where_an_order_was_not_faster(changes: dict[str, Any], why: str) -> None:
+def test_where_keeping_ds_is_faster(changes: dict[str, Any], why: str) -> None:
     problem = replace(NARROW, **changes)
-    assert why in str(rules.options_for(problem, H200, True))
+    assert re.search(why, str(rules.options_for(problem, H200, True)))
     plan = plan_attention_backward(problem, H200)
     assert plan.kernel == DETERMINISTIC
     assert plan.with_tiles(kernel=rules.KERNEL, options=ORDERED).options == ORDERED
+
+
+def test_slow_memory() -> None:
+    """dS goes to DRAM: an H100 has two thirds of an H200's."""
+    problem = replace(LONG, seq_q=32768, seq_k=32768)
+    kernels = {name: plan_attention_backward(problem, device_named(name)).kernel for name in ("h100", "h200")}
+    assert kernels == {"h100": rules.KERNEL, "h200": DETERMINISTIC}
 
 
 @pytest.mark.parametrize(
@@ -111,7 +123,7 @@ def test_refusals(changes: dict[str, Any], why: str) -> None:
 
 
 def test_other_chips_and_short_keys() -> None:
-    for problem, least in ((LONG, 16384), (NARROW, 4096)):
+    for problem, least in ((GROUPS, 8192), (NARROW, 2048)):
         short = free(replace(problem, seq_k=least - 1))
         assert short.kernel == DETERMINISTIC and f"fewer than {least} queries or keys" in short.reason
         assert short.with_tiles(kernel=rules.KERNEL).kernel == rules.KERNEL
@@ -127,9 +139,13 @@ def plain_and_long(problem: AttentionProblem, device: str) -> bool:
     """What the kernel was measured to be faster with: nothing else may be planned otherwise for deterministic=False."""
     n = problem
     plain = n.plain and not n.varlen and n.dtype != "float32" and n.descriptors and n.query_descriptors
-    unbounded = n.window[0] < 0 or n.window[1] < 0
-    long = min(n.seq_q, n.seq_k) >= {64: 4096, 128: 16384}.get(n.dim_qk, 1 << 62)
-    return device in ("h100", "h200") and plain and unbounded and long and n.dim_qk == n.dim_v
+    full = n.window == (-1, -1) and not n.causal
+    least = 2048
+    if n.dim_qk == 128:
+        least = 8192 if full and n.group > 1 else 32768 if full and device == "h100" else 1 << 62
+    unbounded = n.window[0] < 0 or (n.window[1] < 0 and not n.causal)
+    served = n.dim_qk == n.dim_v and n.dim_qk in (64, 128)
+    return device in ("h100", "h200") and plain and unbounded and served and min(n.seq_q, n.seq_k) >= least
 
 
 @examples(400)
@@ -157,7 +173,7 @@ def test_being_allowed_more_changes_nothing_but_the_kernel(
     problem = AttentionProblem(batch, *lengths, kv_heads * group, kv_heads, *dims, **changes)
     kept, other = (plan_attention_backward(problem, chip, deterministic=d) for d in (True, False))
     if kept.kernel == rules.KERNEL:
-        assert plain_and_long(problem, device) and kept.options == ORDERED and problem.dim_qk == 64
+        assert plain_and_long(problem, device) and kept.options == ORDERED
     if other.kernel == rules.KERNEL:
         assert plain_and_long(problem, device)
         return
@@ -167,7 +183,7 @@ def test_being_allowed_more_changes_nothing_but_the_kernel(
 
 
 def test_what_is_taken_was_measured_to_be_the_fastest() -> None:
-    """In every case of the record, within 2 %: of the versions with the same bits every run by default, of all without."""
+    """In every case of the record, within 4 %: of the versions with the same bits every run by default, of all without."""
     runs: Mapping[tuple[str, ...], dict[str, float]] = defaultdict(dict)
     for line in MEASURED.read_text().splitlines():
         row = json.loads(line)
@@ -181,7 +197,7 @@ def test_what_is_taken_was_measured_to_be_the_fastest() -> None:
             plan = plan_attention_backward(problem, chip, deterministic=deterministic)
             taken = NAMES[plan.options]
             best = min(versions, key=lambda name: times[name])
-            assert taken in versions and times[taken] <= 1.02 * times[best], (device, case, deterministic, taken, times)
+            assert taken in versions and times[taken] <= 1.04 * times[best], (device, case, deterministic, taken, times)
     assert {dim for *_, (_, _, _, _, dim, _) in runs} == {64, 128}
 
 
@@ -199,7 +215,7 @@ def test_options_are_checked() -> None:
     ("fields", "why"),
     [
         ({"keys": Tile(128, 128, 4, 2)}, "queries: must be the tile of keys"),
-        ({"heads_at_once": 3}, "heads_at_once: must be a divisor of 16"),
+        ({"heads_at_once": 3}, "heads_at_once: must be a divisor of 4"),
         ({"keys_at_once": 64}, "keys_at_once: must be 0"),
         ({"bias_shares": 1}, "bias_shares: must be 0"),
     ],
@@ -207,10 +223,10 @@ def test_options_are_checked() -> None:
 )
 def test_fields_that_do_not_fit(fields: dict[str, Any], why: str) -> None:
     with pytest.raises(PlanError, match=why):
-        free(LONG).with_tiles(**fields)
+        free(GROUPS).with_tiles(**fields)
     tile = Tile(64, 128, 4, 4)
     with pytest.raises(PlanError, match="KiB of shared memory"):
-        free(LONG).with_tiles(tile, tile, tile)
+        free(GROUPS).with_tiles(tile, tile, tile)
     with pytest.raises(PlanError, match="options: must be None with attention_backward_hopper"):
         plan_attention_backward(LONG, H200).with_tiles(options=rules.ReduceOptions())
 
@@ -226,8 +242,8 @@ def test_heads_share_the_second_level_cache() -> None:
     assert at_once(16384, NARROW) == 4
     assert at_once(4096, batch=4) == 8
     assert at_once(8192, kv_heads=4) == 4  # a program adds to one query head at a time
-    assert free(LONG).heads_at_once == 1
-    assert free(LONG).scratch_bytes == 4 * (16 * 1024 + 1) * 64 * (128 + 2)
+    assert free(GROUPS).heads_at_once == 1
+    assert free(GROUPS).scratch_bytes == 4 * (16 * 1024 + 1) * (64 * (128 + 2) + 1)
 
 
 def test_argument_of_attention() -> None:

@@ -33,11 +33,17 @@ __all__ = [
 KERNEL = "attention_backward_reduce"
 KEYS = 128  # of a program
 REGISTERS = (168, 240)  # of a thread at launch, of a folding thread
-LEAST_TOKENS = {64: 4096, 128: 16384}
-"""With so many queries and keys of a head dim it was faster than the kernel that keeps dS; at D=128 with 8192 not."""
-LEAST_TILES, LEAST_PROGRAMS = 1024, 384
-"""Of the ordered version.  Tiles of queries: the last block of keys waits in the beginning for all others.  Programs: under a
-causal mask the longest come last."""
+LEAST_TOKENS = 2048
+"""Queries and keys from which on it was faster than the kernel that keeps dS, at D=64."""
+LEAST_OF_GROUPS, LEAST_WHERE_SLOW, SLOW_DRAM = 8192, 32768, 4e12
+"""The same at D=128 without a mask: where query heads share KV heads; else only where DRAM, which dS goes to, gives less than
+SLOW_DRAM bytes/s."""
+LEAST_TILES = 384, 1024
+"""Tiles of queries, without and with a causal mask, from which on the ordered version is faster.  The last block of keys waits in
+the beginning for all others: with fewer too long."""
+ORDER_PAYS = 32768
+"""Queries and keys from which on the ordered version is faster than the other under a causal mask, too; without one it is, with
+enough tiles."""
 SUMS_AT_ONCE = 16 << 20
 """Bytes of sums of dq that the programs of one batch of KV heads add to, each with one of its query heads at a time: of 50 MiB of
 L2, each half of which keeps its own copy."""
@@ -84,30 +90,28 @@ def reduce_refusal(problem: AttentionProblem, device: Device) -> str | None:
 def options_for(problem: AttentionProblem, device: Device, deterministic: bool) -> ReduceOptions | str:
     """The version that was measured to be the fastest kernel for this problem, or why there is none."""
     n = problem
-    if refusal := reduce_refusal(n, device):
+    if refusal := reduce_refusal(n, device) or _slower(n, device):
         return refusal
-    if min(n.seq_q, n.seq_k) < (least := LEAST_TOKENS[n.dim_qk]):
-        return f"with fewer than {least} queries or keys it was not faster than keeping dS"
+    causal, tiles = max(n.sides) >= 0, rows(n) - 1
+    if deterministic and tiles < LEAST_TILES[causal]:
+        return f"with fewer than {LEAST_TILES[causal]} tiles of queries waiting for one's turn takes too long"
+    pays = tiles >= max(LEAST_TILES) and (not causal or min(n.seq_q, n.seq_k) >= ORDER_PAYS)
+    return ReduceOptions(ordered=deterministic or pays)
+
+
+def _slower(n: AttentionProblem, device: Device) -> str | None:
+    """Why keeping dS was faster, in whatever order dq is added, or not measured to be slower."""
     if min(n.sides) >= 0:
         return "it was not measured with a window"
-    slow = _order_refusal(n)
-    if deterministic and slow:
-        return slow
-    masked = max(n.sides) >= 0
-    return ReduceOptions(ordered=deterministic or not (slow or masked))
-
-
-def _order_refusal(n: AttentionProblem) -> str | None:
-    """Why the ordered version is not the faster one where any order is."""
+    least = LEAST_TOKENS
     if n.dim_qk == 128:
-        return "with its additions in order it was not faster than keeping dS"
-    diagonal = max(n.sides) >= 0 and n.seq_q >= n.seq_k
-    if not diagonal and rows(n) - 1 < LEAST_TILES:
-        return f"with fewer than {LEAST_TILES} tiles of queries waiting for one's turn takes too long"
-    if max(n.sides) >= 0 and n.group > 1:
-        return "under a causal mask the order sends programs of one group to other heads, whose sums do not fit L2"
-    if max(n.sides) >= 0 and programs(n) < LEAST_PROGRAMS:
-        return f"with fewer than {LEAST_PROGRAMS} blocks of keys under a causal mask the longest, which come last, leave SMs idle"
+        if max(n.sides) >= 0:
+            return "at a head dim of 128 it was not faster than keeping dS under a causal mask"
+        if n.group == 1 and device.dram_bytes_per_s >= SLOW_DRAM:
+            return "at a head dim of 128 it was not faster than keeping dS on this device"
+        least = LEAST_OF_GROUPS if n.group > 1 else LEAST_WHERE_SLOW
+    if min(n.seq_q, n.seq_k) < least:
+        return f"with fewer than {least} queries or keys it was not faster than keeping dS"
     return None
 
 
