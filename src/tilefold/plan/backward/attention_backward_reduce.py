@@ -33,17 +33,15 @@ __all__ = [
 KERNEL = "attention_backward_reduce"
 KEYS = 128  # of a program
 REGISTERS = (168, 240)  # of a thread at launch, of a folding thread
-LEAST_TOKENS = 2048
-"""Queries and keys from which on it was faster than the kernel that keeps dS, at D=64."""
+LEAST_TOKENS, LONG = {64: 2048, 128: 65536}, 65536
+"""Queries and keys of a head dim from which on it was faster than the kernel that keeps dS, and from which on at D=128 it was
+faster in any order than in one."""
 LEAST_OF_GROUPS, LEAST_WHERE_SLOW, SLOW_DRAM = 8192, 32768, 4e12
-"""The same at D=128 without a mask: where query heads share KV heads; else only where DRAM, which dS goes to, gives less than
-SLOW_DRAM bytes/s."""
-LEAST_TILES = 384, 1024
-"""Tiles of queries, without and with a causal mask, from which on the ordered version is faster.  The last block of keys waits in
-the beginning for all others: with fewer too long."""
-ORDER_PAYS = 32768
-"""Queries and keys from which on the ordered version is faster than the other under a causal mask, too; without one it is, with
-enough tiles."""
+"""At D=128 without a mask fewer do: where query heads share KV heads; where DRAM, which dS goes to, gives less than SLOW_DRAM
+bytes/s."""
+LEAST_TILES, ORDER_PAYS = (384, 1024), 32768
+"""At D=64: tiles of queries, without and with a causal mask, from which on an order is faster than keeping dS: the last block of
+keys waits in the beginning for all others.  Queries and keys from which on it is faster than any order under a causal mask, too."""
 SUMS_AT_ONCE = 16 << 20
 """Bytes of sums of dq that the programs of one batch of KV heads add to, each with one of its query heads at a time: of 50 MiB of
 L2, each half of which keeps its own copy."""
@@ -90,28 +88,31 @@ def reduce_refusal(problem: AttentionProblem, device: Device) -> str | None:
 def options_for(problem: AttentionProblem, device: Device, deterministic: bool) -> ReduceOptions | str:
     """The version that was measured to be the fastest kernel for this problem, or why there is none."""
     n = problem
-    if refusal := reduce_refusal(n, device) or _slower(n, device):
+    if refusal := reduce_refusal(n, device):
         return refusal
-    causal, tiles = max(n.sides) >= 0, rows(n) - 1
-    if deterministic and tiles < LEAST_TILES[causal]:
-        return f"with fewer than {LEAST_TILES[causal]} tiles of queries waiting for one's turn takes too long"
-    pays = tiles >= max(LEAST_TILES) and (not causal or min(n.seq_q, n.seq_k) >= ORDER_PAYS)
-    return ReduceOptions(ordered=deterministic or pays)
-
-
-def _slower(n: AttentionProblem, device: Device) -> str | None:
-    """Why keeping dS was faster, in whatever order dq is added, or not measured to be slower."""
     if min(n.sides) >= 0:
         return "it was not measured with a window"
-    least = LEAST_TOKENS
-    if n.dim_qk == 128:
-        if max(n.sides) >= 0:
-            return "at a head dim of 128 it was not faster than keeping dS under a causal mask"
-        if n.group == 1 and device.dram_bytes_per_s >= SLOW_DRAM:
-            return "at a head dim of 128 it was not faster than keeping dS on this device"
-        least = LEAST_OF_GROUPS if n.group > 1 else LEAST_WHERE_SLOW
-    if min(n.seq_q, n.seq_k) < least:
+    causal, tokens, least = max(n.sides) >= 0, min(n.seq_q, n.seq_k), LEAST_TOKENS[n.dim_qk]
+    if n.dim_qk == 128 and not causal:
+        slow = device.dram_bytes_per_s < SLOW_DRAM
+        least = LEAST_OF_GROUPS if n.group > 1 else LEAST_WHERE_SLOW if slow else least
+    if tokens < least:
         return f"with fewer than {least} queries or keys it was not faster than keeping dS"
+    if waits := _order_refusal(n, causal):
+        return waits if deterministic else ANY_ORDER
+    if n.dim_qk == 128:
+        free = tokens >= LONG
+    else:
+        free = rows(n) - 1 < max(LEAST_TILES) or (causal and tokens < ORDER_PAYS)
+    return ReduceOptions(ordered=deterministic or not free)
+
+
+def _order_refusal(n: AttentionProblem, causal: bool) -> str | None:
+    """Why keeping dS is faster than the ordered version."""
+    if n.dim_qk == 128 and causal and n.group > 1:
+        return "under a causal mask the sums of a group's heads do not fit L2"
+    if n.dim_qk == 64 and rows(n) - 1 < LEAST_TILES[causal]:
+        return f"with fewer than {LEAST_TILES[causal]} tiles of queries waiting for one's turn takes too long"
     return None
 
 
