@@ -39,10 +39,10 @@ faster in any order than in one."""
 LEAST_OF_GROUPS, LEAST_WHERE_SLOW, SLOW_DRAM = 8192, 32768, 4e12
 """At D=128 without a mask fewer do: where query heads share KV heads; where DRAM, which dS goes to, gives less than SLOW_DRAM
 bytes/s."""
-LEAST_TILES, ORDER_PAYS = (384, 1024), 32768
-"""At D=64: tiles of queries, without and with a causal mask, from which on an order is faster than keeping dS, since the last
-block of keys waits in the beginning for all others; queries and keys from which on it is faster than any order under a causal
-mask, too."""
+LEAST_TILES, ORDER_PAYS = (384, 1024), (8192, 32768)
+"""At D=64, without and with a causal mask: tiles of queries from which on an order is faster than keeping dS, since the last block
+of keys waits in the beginning for all others (the first where DRAM is slow); queries and keys from which on it is faster than any
+order."""
 SUMS_AT_ONCE = 16 << 20
 """Bytes of sums of dq that the programs of one batch of KV heads add to, each with one of its query heads at a time: of 50 MiB of
 L2, each half of which keeps its own copy."""
@@ -94,26 +94,26 @@ def options_for(problem: AttentionProblem, device: Device, deterministic: bool) 
     if min(n.sides) >= 0:
         return "it was not measured with a window"
     causal, tokens, least = max(n.sides) >= 0, min(n.seq_q, n.seq_k), LEAST_TOKENS[n.dim_qk]
+    slow = device.dram_bytes_per_s < SLOW_DRAM
     if n.dim_qk == 128 and not causal:
-        slow = device.dram_bytes_per_s < SLOW_DRAM
         least = LEAST_OF_GROUPS if n.group > 1 else LEAST_WHERE_SLOW if slow else least
     if tokens < least:
         return f"with fewer than {least} queries or keys it was not faster than keeping dS"
-    if waits := _order_refusal(n, causal):
+    if waits := _order_refusal(n, causal, slow):
         return waits if deterministic else ANY_ORDER
     if n.dim_qk == 128:
         free = tokens >= LONG
     else:
-        free = rows(n) - 1 < max(LEAST_TILES) or (causal and tokens < ORDER_PAYS)
+        free = rows(n) - 1 < max(LEAST_TILES) or tokens < ORDER_PAYS[causal]
     return ReduceOptions(ordered=deterministic or not free)
 
 
-def _order_refusal(n: AttentionProblem, causal: bool) -> str | None:
+def _order_refusal(n: AttentionProblem, causal: bool, slow: bool) -> str | None:
     """Why keeping dS is faster than the ordered version."""
     if n.dim_qk == 128 and causal and n.group > 1:
         return "under a causal mask the sums of a group's heads do not fit L2"
-    if n.dim_qk == 64 and rows(n) - 1 < LEAST_TILES[causal]:
-        return f"with fewer than {LEAST_TILES[causal]} tiles of queries waiting for one's turn takes too long"
+    if n.dim_qk == 64 and rows(n) - 1 < (least := LEAST_TILES[causal and not slow]):
+        return f"with fewer than {least} tiles of queries waiting for one's turn takes too long"
     return None
 
 
