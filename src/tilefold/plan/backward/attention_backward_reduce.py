@@ -40,9 +40,9 @@ LEAST_OF_GROUPS, LEAST_WHERE_SLOW, SLOW_DRAM = 8192, 32768, 4e12
 """At D=128 without a mask fewer do: where query heads share KV heads; where DRAM, which dS goes to, gives less than SLOW_DRAM
 bytes/s."""
 LEAST_TILES, ORDER_PAYS = (384, 1024), (8192, 32768)
-"""At D=64, without and with a causal mask: tiles of queries from which on an order is faster than keeping dS, since the last block
-of keys waits in the beginning for all others (the first where DRAM is slow); queries and keys from which on it is faster than any
-order."""
+"""At D=64, without and with a causal mask: tiles of queries from which on an order is faster than keeping dS, since the last
+block of keys waits in the beginning for all others (the first where DRAM is slow); queries and keys from which on it is faster
+than any order."""
 SUMS_AT_ONCE = 16 << 20
 """Bytes of sums of dq that the programs of one batch of KV heads add to, each with one of its query heads at a time: of 50 MiB of
 L2, each half of which keeps its own copy."""
