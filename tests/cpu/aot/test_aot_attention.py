@@ -153,7 +153,7 @@ def test_planned_configuration(results: Results, name: str, target: str) -> None
     tensor = "none" if "fp32" in name else "any" if "one query" in name else "best"
     # the folding warps of sm_90 and the random numbers keep a few registers of the prologue in memory
     spare = (target == "sm_90" and name in SM_90) or "dropout" in name
-    spills = "any" if name == LAZY else "outside loops" if spare else "none"  # see test_hopper
+    spills = "any" if name == LAZY or name in READS else "outside loops" if spare else "none"  # see test_hopper
     assert results.of(name, target).problems(tensor=tensor, spills=spills) == ()
 
 
@@ -171,6 +171,7 @@ def test_hopper(results: Results, name: str) -> None:
     if "lazy" in plan.options:  # the loading warp has 24 registers, in which it also hears how blocks came out
         few = 384 if name == LAZY else 192
     assert report.spill_store_bytes <= few
-    assert report.loop_spills <= (name == LAZY)  # where a tile is masked: one or two tiles of a block
+    # LAZY: where a tile is masked, one or two tiles of a block; mods that load, under 3.9: one number a tile
+    assert report.loop_spills <= (name == LAZY or name in READS)
     assert report.occupancy.programs == (2 if "pairs" in name else 1)
     assert 0 <= plan.shared_bytes - report.shared_bytes < 512
