@@ -171,12 +171,13 @@ class ScoreMods:
     mask_mods: gl.tuple | gl.constexpr
 
     @constexpr_function
-    def __init__(self, scale, cap, Slopes, stride_b, stride_h, bias, mask, SOFTCAP, KIND, PACK, scales=None, score_mods=None,
-                 mask_mods=None):  # fmt: skip
+    def __init__(
+        self, scale, cap, Slopes, stride_b, stride_h, bias, mask, SOFTCAP, KIND, PACK, scales=None, users=((), ())
+    ):
         self.scale, self.cap, self.Slopes = scale, field(cap), field(Slopes)
         self.stride_b, self.stride_h = field(stride_b), field(stride_h)
         self.bias, self.mask, self.scales = bias, mask, field(scales)
-        self.score_mods, self.mask_mods = held(score_mods or None), held(mask_mods or None)
+        self.score_mods, self.mask_mods = held(users[0] or None), held(users[1] or None)
         self.SOFTCAP, self.KIND, self.PACK = gl.constexpr(SOFTCAP), gl.constexpr(KIND), gl.constexpr(PACK)
 
     @jit
