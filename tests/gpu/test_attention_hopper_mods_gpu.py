@@ -1,14 +1,30 @@
-"""Biases, ALiBi and boolean masks in the Gluon kernel for dense attention on sm_90, against the fp64 oracle."""
+"""Biases, ALiBi, boolean masks and users' functions in the Gluon kernel for dense attention on sm_90, against the fp64 oracle."""
 
 import math
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import tilefold
-from cases import hopper_plan, hopper_unit, judge, packed, qkv, rand
+from cases import (
+    dilated,
+    dilated_twin,
+    hopper_plan,
+    hopper_unit,
+    judge,
+    packed,
+    qkv,
+    rand,
+    relative,
+    relative_twin,
+    squashed,
+    squashed_twin,
+)
 from cases.device import DEVICE, SM_90, captured
-from tilefold import reference
+from tilefold import masks, reference
+from tilefold.plan import plan_attention
 
 HOPPER = "attention_forward_hopper"
 BF = torch.bfloat16
@@ -227,3 +243,196 @@ def test_a_bias_of_more_than_two_to_the_31_elements():
     oracle = reference.attention(q[:, rows], k, v, bias=bias[:, :, rows])
     plain = reference.attention(q[:, rows], k, v, bias=bias[:, :, rows], dtype=BF)
     judge(out[:, rows], oracle[0], plain[0], "out")
+
+
+# ---------------------------------------------------------------- the user's functions, inlined
+
+
+@triton.jit
+def slanted(score, batch, head, q_index, kv_index, args):
+    """ALiBi by hand: args = (slopes [H],)."""
+    slopes, seq_q, seq_k = args
+    return score - tl.load(slopes + head) * tl.abs(q_index + (seq_k - seq_q) - kv_index)
+
+
+def slanted_twin(score, batch, head, q_index, kv_index, args):
+    slopes, seq_q, seq_k = args
+    return score - slopes.to(score.dtype)[head] * (q_index + (seq_k - seq_q) - kv_index).abs()
+
+
+@triton.jit
+def numbered(score, batch, head, q_index, kv_index, args):
+    """Causal within a document: args = (numbers of queries [B, Sq], of keys [B, Sk])."""
+    of_queries, of_keys, seq_q, seq_k = args
+    alike = tl.load(of_queries + batch * seq_q + q_index) == tl.load(of_keys + batch * seq_k + kv_index)
+    return alike & (kv_index <= q_index + (seq_k - seq_q))
+
+
+def numbered_twin(score, batch, head, q_index, kv_index, args):
+    of_queries, of_keys, seq_q, seq_k = args
+    return (of_queries[batch, q_index] == of_keys[batch, kv_index]) & (kv_index <= q_index + (seq_k - seq_q))
+
+
+@triton.jit
+def sliding(score, batch, head, q_index, kv_index, args):
+    """The last args[0] keys."""
+    reach, seq_q, seq_k = args
+    own = q_index + (seq_k - seq_q)
+    return (kv_index <= own) & (kv_index > own - reach)
+
+
+def sliding_twin(score, batch, head, q_index, kv_index, args):
+    reach, seq_q, seq_k = args
+    own = q_index + (seq_k - seq_q)
+    return (kv_index <= own) & (kv_index > own - reach)
+
+
+@triton.jit
+def filled(score, batch, head, q_index, kv_index, args):
+    """Makes a tensor of its own, which has no layout in this kernel."""
+    return score + tl.full(score.shape, 1.0, tl.float32)
+
+
+SLOPE = 0.5
+
+
+def users(name, sq, sk, batch=2, heads=4):
+    """-> (options, twins, unit of logarithms) of a mod."""
+    if name == "slanted":
+        slopes = torch.tensor([SLOPE ** (i + 1) for i in range(heads)], device=DEVICE)
+        return {"score_mod": slanted, "score_args": (slopes,)}, {"score_mod": slanted_twin}, 1 + 64 * SLOPE
+    if name == "relative":
+        args = draw(heads, 2 * 40 + 1, dtype=torch.float32), 40
+        return {"score_mod": relative, "score_args": args}, {"score_mod": relative_twin}, 1
+    if name == "squashed":
+        return {"score_mod": squashed, "score_args": (20.0,)}, {"score_mod": squashed_twin}, 21
+    if name == "numbered":
+        args = [torch.randint(0, 3, (batch, n), dtype=torch.int32).sort().values.to(DEVICE) for n in (sq, sk)]
+        return {"mask_mod": numbered, "mask_args": tuple(args)}, {"mask_mod": numbered_twin}, 1
+    if name == "dilated":
+        return {"mask_mod": dilated, "mask_args": (3,)}, {"mask_mod": dilated_twin}, 1
+    return {"mask_mod": sliding, "mask_args": (77,)}, {"mask_mod": sliding_twin}, 1
+
+
+def held_user(names, q, k, v, changes=None, **options):
+    """Hold the kernel with these mods to the oracle, and that the portable one is held as well."""
+    twins, unit = {}, 1.0
+    for name in names:
+        mod, twin, own = users(name, q.shape[1], k.shape[1], q.shape[0], q.shape[2])
+        options, twins, unit = {**options, **mod}, {**twins, **twin}, max(unit, own)
+    planned = tilefold.attention_plan(q, k, v, **options)
+    portable = plan_attention(planned.problem, planned.device, portable=True)
+    oracle = reference.attention(q, k, v, **{**options, **twins})
+    plain = reference.attention(q, k, v, dtype=q.dtype, **{**options, **twins})
+    for plan in (portable, hopper_plan(planned, **(changes or {}))):
+        out, lse = tilefold.attention(q, k, v, plan=plan, return_lse=True, **options)
+        note = f"{names} {plan.kernel} q {tuple(q.shape)} k {tuple(k.shape)} {q.dtype} {sorted(options)}"
+        judge(out, oracle[0], plain[0], f"out {note}")
+        judge(lse, oracle[1], plain[1], f"lse {note}", unit + options.get("softcap", 0.0))
+
+
+USERS = ["slanted", "relative", "squashed", "numbered", "dilated", "sliding"]
+
+
+@pytest.mark.parametrize("name", USERS)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_user_first(name, dim):
+    """One call of each: what is wrong with a mod shows here."""
+    q, k, v = qkv(1, 256, 256, 4, 2, dim, dtype=BF, device=DEVICE)
+    held_user([name], q, k, v)
+
+
+@pytest.mark.parametrize("name", USERS)
+@pytest.mark.parametrize("options", MASKS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, BF])
+def test_user(name, options, dtype):
+    for (sq, sk), dim in zip([*LENGTHS, (333, 1001)], (64, 128, 128, 64, 128, 64), strict=True):
+        q, k, v = qkv(2, sq, sk, 4, 2, dim, dtype=dtype, device=DEVICE)
+        held_user([name], q, k, v, **options)
+
+
+@pytest.mark.parametrize("dims", [(72, 72), (96, 96), (192, 128), (192, 192), (256, 256)], ids=str)
+def test_user_head_dims(dims):
+    q, k, v = qkv(1, 300, 523, 4, 2, *dims, dtype=BF, device=DEVICE)
+    for names in (["relative"], ["numbered"], ["slanted", "sliding"]):
+        held_user(names, q, k, v)
+        held_user(names, q, k, v, causal=True)
+
+
+@pytest.mark.parametrize("options", MASKS, ids=str)
+def test_user_behind_the_others(options):
+    """softcap, ALiBi, bias, score_mod, mask, mask_mod: in this order."""
+    q, k, v = qkv(2, 333, 1008, 4, 2, 128, dtype=BF, device=DEVICE)
+    every = {"softcap": 20.0, "bias": draw(1, 4, 333, 1008), "mask": some(2, 1, 333, 1008), "sinks": draw(4)}
+    held_user(["relative", "dilated"], q, k, v, **every, **options)
+    held_user(["squashed"], q, k, v, softcap=20.0, **options)
+    held_user(["sliding"], q, k, v, softcap=20.0, **options)
+    held_user(["relative"], q, k, v, mask=every["mask"], **options)
+    held_user(["numbered"], q, k, v, bias=every["bias"], **options)
+
+
+@pytest.mark.parametrize(("dim", "changes"), VERSIONS, ids=str)
+def test_user_versions(dim, changes):
+    for options in ({}, {"causal": True}):
+        q, k, v = qkv(2, 333, 1001, 4, 2, dim, dtype=BF, device=DEVICE)
+        held_user(["relative", "dilated"], q, k, v, changes, **options)
+        held_user(["numbered"], q, k, v, changes, **options)
+
+
+@pytest.mark.parametrize("options", MASKS, ids=str)
+def test_user_packed(options):
+    """Indices begin anew in each sequence; some have no key, where nothing is loaded."""
+    lengths = (300, 300), (1, 50), (129, 700), (128, 128), (64, 0), (700, 90)
+    (q, k, v), batch = packed(*zip(*lengths, strict=True), 4, 2, 128, 128, dtype=BF, device=DEVICE)
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    for name in USERS:
+        if name == "numbered":  # its rows are of one length
+            continue
+        mod, twins, unit = users(name, 700, 700)
+        given = {**mod, **options}
+        plan = hopper_plan(tilefold.attention_plan(q, k, v, **dict(zip(names, batch, strict=True)), **given))
+        out, lse = tilefold.attention_varlen(q, k, v, *batch, plan=plan, return_lse=True, **given)
+        oracle = reference.attention_varlen(q, k, v, *batch, **{**given, **twins})
+        plain = reference.attention_varlen(q, k, v, *batch, dtype=q.dtype, **{**given, **twins})
+        judge(out, oracle[0], plain[0], f"out {name}")
+        judge(lse, oracle[1], plain[1], f"lse {name}", unit)
+
+
+def test_user_masks_as_values():
+    q, k, v = qkv(2, 333, 1001, 4, 2, 128, dtype=BF, device=DEVICE)
+    ids = torch.randint(0, 4, (1001,)).sort().values.to(DEVICE)
+    for mask in (
+        masks.documents(ids),
+        masks.documents(ids) & ~masks.window(100, 0),
+        masks.prefix(50) | masks.window(9, 9),
+    ):
+        plan = hopper_plan(tilefold.attention_plan(q, k, v, mask=mask))
+        out = tilefold.attention(q, k, v, mask=mask, plan=plan)
+        judge(
+            out, reference.attention(q, k, v, mask=mask)[0], reference.attention(q, k, v, dtype=BF, mask=mask)[0], "out"
+        )
+
+
+def test_user_is_taken_and_compiled_once_for_all_numbers():
+    q, k, v = qkv(2, 4096, 4096, 16, 4, 128, dtype=BF, device=DEVICE)
+    slopes = torch.rand(16, device=DEVICE)
+    plan = tilefold.attention_plan(q, k, v, score_mod=slanted, score_args=(slopes,))
+    assert plan.kernel == HOPPER
+    first = tilefold.attention(q, k, v, score_mod=slanted, score_args=(slopes,))
+    assert torch.equal(first, tilefold.attention(q, k, v, score_mod=slanted, score_args=(slopes.clone(),)))
+    for reach in (1, 16, 1000):  # of which Triton would compile three
+        twin = reference.attention(q[:, -64:], k, v, mask_mod=sliding_twin, mask_args=(reach,))
+        plain = reference.attention(q[:, -64:], k, v, dtype=BF, mask_mod=sliding_twin, mask_args=(reach,))
+        out = tilefold.attention(q, k, v, mask_mod=sliding, mask_args=(reach,))
+        judge(out[:, -64:], twin[0], plain[0], f"out {reach}")
+
+
+def test_a_mod_that_cannot_be_inlined_runs_in_a_portable_kernel():
+    q, k, v = qkv(2, 4096, 4096, 16, 4, 64, dtype=BF, device=DEVICE)
+    plan = tilefold.attention_plan(q, k, v, score_mod=filled)
+    assert plan.kernel != HOPPER
+    assert any(entry.what == HOPPER and "does not compile with this score_mod" in entry.why for entry in plan.rejected)
+    out = tilefold.attention(q, k, v, score_mod=filled)
+    judge(
+        out[:, :64], reference.attention(q[:, :64], k, v)[0], reference.attention(q[:, :64], k, v, dtype=BF)[0], "out"
+    )

@@ -65,5 +65,7 @@ def functions(names, *found, **more):
 
 def class_of(names, module, name, *found, **more):
     """The class `name` of a module, whose methods see these names, functions (module, name), and more."""
-    names = own_functions({**names, "field": lambda x: x, **more}, [(owner, (one,)) for owner, one in found])
+    names = own_functions(
+        {**names, "field": lambda x: x, "held": lambda x: x, **more}, [(owner, (one,)) for owner, one in found]
+    )
     return own_classes(names, [(module, (name,))])[name]

@@ -157,7 +157,7 @@ class Run(Launch):
             store=lambda pointer, value: setattr(run, "counter", value),
         )  # fmt: skip
         names = self.names(gl) | {
-            "FULL": FULL, "CAUSAL": CAUSAL, "WINDOW": WINDOW, "IDLE": -2, "LEAVE": -1, "field": lambda x: x,
+            "FULL": FULL, "CAUSAL": CAUSAL, "WINDOW": WINDOW, "IDLE": -2, "LEAVE": -1, "field": lambda x: x, "held": lambda x: x,
             "wide_of": lambda dim: parts_of(dim)[0], "panel_of": lambda dim, dtype: 64, "swizzled": lambda dim, dtype: None,
             "reinterpret": lambda panels, *view: run.view(panels), "draw_work": lambda counter: run.draw(),
             "read_work": lambda number: number, "place_of_item": lambda item, blocks, heads: (

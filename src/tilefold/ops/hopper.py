@@ -122,11 +122,16 @@ def require(field: str, kernel: str) -> None:
 
 
 def bound_or_none(
-    kind: str, bind: Callable[[], Made], compile: Callable[[Made], None], what: str = "it"
+    kind: str,
+    bind: Callable[[], Made],
+    compile: Callable[[Made], None],
+    what: str = "it",
+    faults: list[str] | None = None,
 ) -> Made | None:
     """A call bound to a kernel that compiles, or None, after one warning a process, if this Triton cannot make it.
 
-    kind: the attention that is meant, what: the part of it that does not compile, both for the warning."""
+    kind: the attention that is meant, what: the part of it that does not compile, both for the warning.  faults: instead of the
+    warning, what the compiler says is added here: the fault may be that of the user's own function."""
     from ..kernels import hopper
 
     if refusal := hopper.refusal():
@@ -136,9 +141,20 @@ def bound_or_none(
     try:
         compile(bound)
     except Exception as problem:  # the compiler raises what it likes, and the portable kernels can do without it
+        if faults is not None:
+            faults.append(_innermost(problem))
+            return None
         _warn_portable(kind, f"{what} does not compile: {type(problem).__name__}: {problem}")
         return None
     return bound
+
+
+def _innermost(problem: BaseException) -> str:
+    """What went wrong where it began: the compiler wraps an error anew in every function that it passes through."""
+    while problem.__cause__ is not None:
+        problem = problem.__cause__
+    lines = str(problem).strip().splitlines() or [type(problem).__name__]
+    return lines[-1].strip()
 
 
 def chosen_or_none(

@@ -1,5 +1,7 @@
 """Bad input: every refusal names the argument, what was given and what is accepted, and nothing is launched."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -323,3 +325,24 @@ def test_tensors_that_no_architecture_serves(monkeypatch):
     q = torch.empty(3, 5, 7, 16, device="meta")
     with pytest.raises(DeviceError, match=r"tensors are on meta; tilefold runs on CUDA and ROCm GPUs"):
         device_of(q.device, "attention")
+
+
+def test_a_mod_that_a_kernel_does_not_compile_with_is_told_without_a_warning(monkeypatch):
+    from tilefold.kernels import hopper
+    from tilefold.ops.hopper import bound_or_none
+
+    def fail(bound):
+        try:
+            raise TypeError("full() has no layout")
+        except TypeError as cause:
+            raise RuntimeError("at 12:4:\n    kernel") from cause
+
+    monkeypatch.setattr(hopper, "refusal", lambda: None)
+    faults: list[str] = []
+    assert bound_or_none("dense", lambda: 1, lambda bound: None, faults=faults) == 1
+    assert faults == []
+    with warnings.catch_warnings(action="error"):
+        assert bound_or_none("dense", lambda: 1, fail, faults=faults) is None
+    assert faults == ["full() has no layout"]
+    with pytest.warns(RuntimeWarning, match="does not compile: RuntimeError"):
+        assert bound_or_none("dense", lambda: 1, fail) is None

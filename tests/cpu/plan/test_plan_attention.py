@@ -105,7 +105,7 @@ FIRES = {
     "hopper": (LONG, "h100"),
     "short-queries": (replace(LONG, seq_q=17), "h200"),
     "few-programs": (replace(LONG, seq_q=300, heads=4, kv_heads=4), "a100"),
-    "tuned": (replace(LONG, score_mods=("user",)), "h200"),
+    "tuned": (replace(LONG, dropout=True), "h200"),
     "hopper-d64": (replace(LONG, dim_v=32, dim_qk=32), "h100"),
     "hopper-d128": (replace(LONG, dim_v=32), "h200"),
     "hopper-d256": (replace(LONG, dim_qk=192), "b200"),
@@ -193,8 +193,6 @@ def test_the_kernel_for_sm_90_is_taken_where_it_can_be() -> None:
     for change, why in (
         ({"dim_v": 32}, "measured yet with head dims below 64"),
         ({"dim_v": 66}, "stores 4 columns at a time, V has 66"),
-        ({"score_mods": ("user",)}, "no changes of scores but softcap, ALiBi and a bias"),
-        ({"mask_mods": ("mask", "user")}, "no masks but causal, window and a boolean one"),
         (
             {"mask_mods": ("mask",)},
             "base or the strides of the mask are not multiples of 16 bytes, or its keys do not lie",
@@ -209,6 +207,18 @@ def test_the_kernel_for_sm_90_is_taken_where_it_can_be() -> None:
         refused = plan_attention(replace(LONG, **change), H200)  # type: ignore[arg-type]
         assert refused.kernel != HOPPER
         assert why in " ".join(entry.why for entry in refused.rejected if entry.what == HOPPER)
+    for mods in (
+        {"score_mods": ("user",)},
+        {"mask_mods": ("user",)},
+        {"score_mods": ("softcap", "user"), "varlen": True},
+    ):
+        made = plan_attention(replace(LONG, **mods), H200)  # type: ignore[arg-type]
+        assert made.kernel == HOPPER
+        assert "pack" not in made.options
+        with pytest.raises(PlanError, match=r"pack needs sequences|a score_mod or mask_mod takes one head"):
+            made.with_tile(options=("pack",))
+        other = portable(made.problem, H200).refusing(HOPPER, "It is blue.")
+        assert [entry.why for entry in other.rejected if entry.what == HOPPER] == ["It is blue."]
     for change, why in (
         ({"block_m": 256}, "plan field block_m: must be 64, 128 or 192"),
         ({"block_n": 32}, "plan field block_n: must be 64 or 128"),

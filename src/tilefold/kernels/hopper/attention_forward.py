@@ -43,7 +43,7 @@ def attention_forward_hopper(
     q_desc, k_desc, v_desc, Out, Lse, Counter,
     scale, seq_q, seq_k, heads, group, q_blocks, items, left, right, stride_ob, stride_om, stride_oh,
     Sinks, stride_sinks, cap, CuQ, CuK, batch, total_q,
-    bias_desc, bias_b, bias_h, mask_desc, mask_b, mask_h, Slopes, slope_b, slope_h,
+    bias_desc, bias_b, bias_h, mask_desc, mask_b, mask_h, Slopes, slope_b, slope_h, score_mods, mask_mods,
     KIND: gl.constexpr, DIM_QK: gl.constexpr, DIM_V: gl.constexpr, COLUMNS: gl.constexpr, KEYS: gl.constexpr,
     SLOTS: gl.constexpr, CONSUMERS: gl.constexpr, PACK: gl.constexpr, VARLEN: gl.constexpr, SOFTCAP: gl.constexpr,
     FENCE: gl.constexpr, LATE: gl.constexpr, PING_PONG: gl.constexpr, POLYNOMIAL: gl.constexpr,
@@ -68,15 +68,17 @@ def attention_forward_hopper(
     BIAS, MASK: rows of a tile of the bias, of the mask: 64, 1 where one row serves all queries, or 0.  bias_desc (16 or 32 bits),
     mask_desc (8 bits, 0: not seen): [B or 1, H or 1, Sq or 1, Sk] with boxes [1, 1, rows, panel_of_tile]; bias_b, bias_h, mask_b,
     mask_h: 1, or 0 where there is one for all batch entries, heads; BIAS_SLOTS, MASK_SLOTS: slots for each consumer.
-    Slopes [B, H] of ALiBi by its strides, or None.  PACK excludes both.
+    Slopes [B, H] of ALiBi by its strides, or None.  score_mods, mask_mods: the user's, see device.mods; () for none.  PACK
+    excludes a bias, a mask and mods.
 
     FENCE holds the wait for O behind the softmax; LATE releases K's slot with V's; PING_PONG: see `PingPong`; POLYNOMIAL, SKIP,
     LAZY (with SKIP, without POLYNOMIAL): see `softmax`."""
     gl.static_assert(KIND <= WINDOW, "the kernels for sm_90 have no other masks")
-    gl.static_assert(PACK == 1 or (BIAS == 0 and MASK == 0), "rows of a packed tile are not queries")
+    USER: gl.constexpr = len(score_mods) + len(mask_mods) > 0
+    gl.static_assert(PACK == 1 or (BIAS == 0 and MASK == 0 and not USER), "rows of a packed tile are not queries")
     gl.static_assert(not LAZY or (SKIP and POLYNOMIAL == 0), "LAZY is a version of SKIP")
-    ALIBI: gl.constexpr = Slopes is not None
-    mailbox = make_mailbox(VARLEN, ALIBI)
+    NUMBERED: gl.constexpr = Slopes is not None or USER
+    mailbox = make_mailbox(VARLEN, NUMBERED)
     overflow = make_overflow_flags(CONSUMERS, LAZY)
     q = make_pipeline(q_desc, CONSUMERS, 64, DIM_QK, 1, PACK)
     k = make_pipeline(k_desc, SLOTS, KEYS, DIM_QK, CONSUMERS)
@@ -84,11 +86,12 @@ def attention_forward_hopper(
     problem = Problem(seq_q, seq_k, heads, group, CuQ, CuK, batch, total_q)
     config = Config(q_desc.dtype, DIM_V, KEYS, CONSUMERS, PACK, VARLEN, FENCE, LATE)
     counter = WorkCounter(Counter, items)
-    scheduler = TileScheduler(problem, counter, mailbox, overflow, q_blocks, CONSUMERS * 64, VARLEN, ALIBI)
+    scheduler = TileScheduler(problem, counter, mailbox, overflow, q_blocks, CONSUMERS * 64, VARLEN, NUMBERED)
     mask = Mask(left, right, KIND, CONSUMERS * 64, KEYS, PACK)
     bias_tiles = make_mod_pipeline(bias_desc, bias_b, bias_h, BIAS, KEYS, BIAS_SLOTS, CONSUMERS)
     mask_tiles = make_mod_pipeline(mask_desc, mask_b, mask_h, MASK, KEYS, MASK_SLOTS, CONSUMERS)
-    mods = ScoreMods(scale, cap, Slopes, slope_b, slope_h, bias_tiles, mask_tiles, SOFTCAP, KIND, PACK)
+    mods = ScoreMods(scale, cap, Slopes, slope_b, slope_h, bias_tiles, mask_tiles, SOFTCAP, KIND, PACK, None,
+                     (score_mods, mask_mods))  # fmt: skip
     softmax = Softmax(Sinks, stride_sinks, config, POLYNOMIAL, SKIP, LAZY)
     epilogue = Epilogue(Out, Lse, stride_ob, stride_om, stride_oh, problem, config, COLUMNS)
     turns = PingPong(PING_PONG, CONSUMERS)

@@ -48,7 +48,7 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
         turns.pass_on(CID)
         s = wgmma_wait(0, deps=(s,))
         k.release(stage)
-        s = mods.apply(s, inner, slope, t, work, row, first * config.KEYS, CID)
+        s = mods.apply(s, inner, slope, t, work, row, first * config.KEYS, CID, True)
         s = mask.apply(s, work, row, first * config.KEYS)
         p, m, l, alpha = softmax.step(s, m, l, scale)
         if OUTSIDE:

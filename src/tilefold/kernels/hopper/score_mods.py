@@ -1,5 +1,7 @@
-"""What changes scores before the softmax: softcap, ALiBi, an additive bias, a boolean mask.  A user's score_mod takes the
-portable kernel; it would be called by `ScoreMods.apply`, behind the bias.
+"""What changes scores before the softmax: softcap, ALiBi, an additive bias, the user's score_mod, a boolean mask, mask_mods.
+
+The user's functions are those of device.mods, inlined.  Their score has the layout of the product, and so have the indices, each
+with one side of 1.  They make no tensor of their own, since it would have no layout: the compiler refuses that.
 
 A bias or mask comes as keys and values do: the producer issues TMA loads of it into a ring in shared memory.  Each consumer has a
 ring, since each reads 64 rows of its own.  A tile lies swizzled there, and a thread's part of it is what it holds of the scores:
@@ -7,6 +9,7 @@ ring, since each reads 64 rows of its own.  A tile lies swizzled there, and a th
 one row.  The distance of ALiBi is worked out from the columns, which are constants of each register.
 """
 
+from ...device.mods import modify
 from ...device.ranges import CAUSAL
 from .fp8_parts import Scales
 from .gluon import (
@@ -132,9 +135,23 @@ def make_mod_pipeline(desc, step_b, step_h, ROWS: gl.constexpr, KEYS: gl.constex
 # ---------------------------------------------------------------- the changes
 
 
+@constexpr_function
+def held(mods):
+    """Mods as an aggregate holds them: functions are constants."""
+    return gl.tuple([held(each) for each in mods.values]) if isinstance(mods, gl.tuple) else field(mods)
+
+
+@constexpr_function
+def reads_memory(mods):
+    """Whether an argument of some of the mods, or of the rules in them, is a pointer."""
+    if isinstance(mods, gl.tuple):
+        return any(reads_memory(each) for each in mods.values)
+    return isinstance(mods, gl.tensor) and mods.type.scalar.is_ptr()
+
+
 @aggregate
 class ScoreMods:
-    """softcap, ALiBi, bias and mask, in this order.
+    """softcap, ALiBi, bias, score_mods, mask and mask_mods, in this order.
 
     SOFTCAP 0: none; 1: 1 - 2 / (1 + e^2x), two instructions of the exponential unit, right to 4e-7 of 1; 2: by one instruction,
     right to 5e-4 of the result.  Slopes [B, H] of ALiBi by their strides, or None."""
@@ -150,12 +167,17 @@ class ScoreMods:
     KIND: gl.constexpr  # of the Mask
     PACK: gl.constexpr
     scales: Scales | gl.constexpr  # of e4m3's operands, or None
+    score_mods: gl.tuple | gl.constexpr  # the user's, as device.mods has them, or None
+    mask_mods: gl.tuple | gl.constexpr
 
     @constexpr_function
-    def __init__(self, scale, cap, Slopes, stride_b, stride_h, bias, mask, SOFTCAP, KIND, PACK, scales=None):
+    def __init__(
+        self, scale, cap, Slopes, stride_b, stride_h, bias, mask, SOFTCAP, KIND, PACK, scales=None, users=((), ())
+    ):
         self.scale, self.cap, self.Slopes = scale, field(cap), field(Slopes)
         self.stride_b, self.stride_h = field(stride_b), field(stride_h)
         self.bias, self.mask, self.scales = bias, mask, field(scales)
+        self.score_mods, self.mask_mods = held(users[0] or None), held(users[1] or None)
         self.SOFTCAP, self.KIND, self.PACK = gl.constexpr(SOFTCAP), gl.constexpr(KIND), gl.constexpr(PACK)
 
     @jit
@@ -169,7 +191,7 @@ class ScoreMods:
     @jit
     def scale_of_softmax(self):
         """What brings changed scores to base 2, but for the scales of e4m3's operands."""
-        if self.Slopes is not None or self.bias.ROWS:
+        if self.Slopes is not None or self.bias.ROWS or self.score_mods is not None:
             return LOG2E  # what they are added to is scaled before
         elif self.SOFTCAP:
             return self.cap * LOG2E
@@ -209,9 +231,9 @@ class ScoreMods:
                 return gl.expand_dims(gl.expand_dims(gl.expand_dims(slope, 1), 2), 3)
 
     @jit
-    def apply(self, s, inner, slope, t, work, row, key, CID: gl.constexpr):
-        """Scores [64, KEYS] of rows from `row` on and keys from `key` on, KV tile number t.  With ALiBi or a bias they come out
-        scaled, else softmax scales them."""
+    def apply(self, s, inner, slope, t, work, row, key, CID: gl.constexpr, FIRST: gl.constexpr = False):
+        """Scores [64, KEYS] of rows from `row` on and keys from `key` on, KV tile number t.  With ALiBi, a bias or a score_mod
+        they come out scaled, else softmax scales them.  FIRST: of the query tile, which may have no key."""
         if self.SOFTCAP:
             s = softcap(s, inner, self.SOFTCAP)
         scale = self.cap if self.SOFTCAP else self.scale
@@ -220,10 +242,48 @@ class ScoreMods:
         if self.bias.ROWS:
             s = s * (1.0 if self.Slopes is not None else scale) + self.bias.read(t, s, CID).to(gl.float32)
             self.bias.release(t, CID)  # behind the sum, so that not all of the tile has to be in registers at a time
+        if self.Slopes is not None or self.bias.ROWS:
+            scale = 1.0
+        if self.score_mods is not None or self.mask_mods is not None:
+            place, kv_index = self.place(s, work, row, key)
+        if self.score_mods is not None:
+            s = s * scale
+            if not (FIRST and reads_memory(self.score_mods)) or work.seq_k > 0:
+                s = modify(s, place, kv_index, self.score_mods).to(gl.float32)
+            scale = 1.0
         if self.mask.ROWS:
             s = gl.where(self.mask.read(t, s, CID) != 0, s, float("-inf"))
             self.mask.release(t, CID)
+        if self.mask_mods is not None:
+            if not (FIRST and reads_memory(self.mask_mods)) or work.seq_k > 0:
+                s = hide(s, scale, place, kv_index, self.mask_mods)
         return s
+
+    @jit
+    def place(self, s, work, row, key):
+        """-> (batch, head, q_index [64, 1], (seq_q, seq_k)), kv_index [1, KEYS]: what mods get (device.mods).
+
+        A key's index is one number of a thread and a constant of each register.  Where nothing is read by the indices, those past
+        the ends stay as they are: their scores are cut or not stored."""
+        KEYS: gl.constexpr = s.shape[1]
+        q_index = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, s.type.layout)), 1) + row
+        group, rest = columns_of(s.reshape([64, KEYS // 8, 4, 2]))
+        kv_index = gl.convert_layout((group * 8 + opaque(rest + key)).reshape([1, KEYS]), s.type.layout)
+        if reads_memory(self.score_mods) or reads_memory(self.mask_mods):
+            q_index = gl.minimum(q_index, work.seq_q - 1)
+            kv_index = gl.minimum(kv_index, work.seq_k - 1)
+        return (work.sequence, work.head, q_index, (work.seq_q, work.seq_k)), kv_index
+
+
+@jit
+def hide(s, scale, place, kv_index, mods):
+    """device.mods.mask of scores that `scale` brings to those that mods get; they stay as they are."""
+    batch, head, q_index, extent = place
+    for i in gl.static_range(len(mods)):
+        keep = mods[i][0](s * scale, batch, head, q_index, kv_index, mods[i][1] + extent)
+        gl.static_assert(keep.dtype == gl.int1, "a mask_mod has to return booleans (a comparison), not scores")
+        s = gl.where(keep, s, float("-inf"))
+    return s
 
 
 @jit

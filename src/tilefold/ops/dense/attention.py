@@ -177,10 +177,13 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> P
         from . import attention_hopper
 
         made = functools.partial(attention_hopper.bind, q, k, v, call, window, scale, plan, (out_shape, lse_shape))
-        found = bound_or_none("dense", made, lambda p: attention_hopper.compile(p, q, k, v, call))
+        faults: list[str] | None = None if call.score_mod is None and call.mask_mod is None else []
+        found = bound_or_none("dense", made, lambda p: attention_hopper.compile(p, q, k, v, call), faults=faults)
         if found is not None:
             return found
         plan = plan_attention(problem, device, portable=True)
+        if faults:
+            plan = plan.refusing(HOPPER_KERNEL, f"It does not compile with this score_mod or mask_mod: {faults[0]}.")
     return _bind(q, k, v, call, sizes, window, scale, softcap, plan, out_shape, lse_shape)
 
 
@@ -265,17 +268,17 @@ def _bind_decoder(
 
 
 def example_launch(
-    problem: "AttentionProblem", plan: "AttentionPlan", bias: str | None = None
+    problem: "AttentionProblem", plan: "AttentionPlan", bias: str | None = None, reads: bool = False
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """(kernel, args, kwargs) of a call that has this problem and plan, on tensors without memory: to compile ahead of time.
-    bias: its dtype, if not that of q."""
-    (q, k, v), call, prepared, out, lse = example_call(problem, plan, bias)
+    bias: its dtype, if not that of q.  reads: the user's functions load from their arguments."""
+    (q, k, v), call, prepared, out, lse = example_call(problem, plan, bias, reads)
     bound: Bound = prepared.bound
     return bound.example((q, k, v, out, lse, call))
 
 
 def example_call(
-    problem: "AttentionProblem", plan: "AttentionPlan", bias: str | None = None
+    problem: "AttentionProblem", plan: "AttentionPlan", bias: str | None = None, reads: bool = False
 ) -> tuple[Any, Call, Prepared, Any, Any]:
     """((q, k, v), call, prepared, out, lse) of such a call."""
     from ...device import mods
@@ -293,7 +296,10 @@ def example_call(
     offsets = tensor(n.batch + 1, dtype=torch.int32)
     rows_bias, rows_mask = (1 if d == "keys" else n.seq_q for d in (n.bias_descriptors, n.mask_descriptors))
     bias_dtype = getattr(torch, bias or n.dtype)
-    mask_mod, mask_args = _example_rules(n, tensor(n.batch, dtype=torch.int32))
+    mask_mod, mask_args = _example_rules(n, tensor(n.batch, dtype=torch.int32), reads)
+    score_mod, score_grad, score_args = (
+        (mods.alibi, mods.unit_slope, (tensor(n.heads), 0, 1)) if reads else (mods.softcap, mods.softcap_slope, (30.0,))
+    )
     call = Call(
         causal=n.causal,
         window=n.window,
@@ -302,9 +308,9 @@ def example_call(
         bias=tensor(n.batch, 1, rows_bias, n.seq_k, dtype=bias_dtype) if "bias" in n.score_mods else None,
         mask=tensor(n.batch, 1, rows_mask, n.seq_k, dtype=torch.bool) if "mask" in n.mask_mods else None,
         sinks=tensor(n.heads) if n.sinks else None,
-        score_mod=mods.softcap if "user" in n.score_mods else None,
-        score_grad=mods.softcap_slope if "user" in n.score_mods else None,
-        score_args=(30.0,) if "user" in n.score_mods else (),
+        score_mod=score_mod if "user" in n.score_mods else None,
+        score_grad=score_grad if "user" in n.score_mods else None,
+        score_args=score_args if "user" in n.score_mods else (),
         mask_mod=mask_mod,
         mask_args=mask_args,
         source=Packed(offsets, offsets, n.seq_q, n.seq_k) if n.varlen else None,
@@ -318,13 +324,14 @@ def example_call(
     return (q, k, v), call, prepared, tensor(*shapes[0], dtype=dtype), tensor(*shapes[1])
 
 
-def _example_rules(problem: "AttentionProblem", lengths: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
+def _example_rules(problem: "AttentionProblem", lengths: torch.Tensor, reads: bool) -> tuple[Any, tuple[Any, ...]]:
     """mask_mod and mask_args for the names of a problem: a function; with a prefix, one length a sequence, rules of rules."""
     from ...device import mods
 
     user = "user" in problem.mask_mods
     if "prefix" not in problem.mask_mods:
-        return (mods.window, (64, 64)) if user else (None, ())
+        called = (mods.between, (lengths, lengths)) if reads else (mods.window, (64, 64))
+        return called if user else (None, ())
     some = ("any", ("not", Rule(mods.window, 2)), ("all", Rule("keys", 1), Rule("between", 2)))
     args = (lengths, *[64, 64, lengths, lengths, lengths] * user)
     return Rules(("all", Rule("prefix_each", 1), *[some] * user)), args

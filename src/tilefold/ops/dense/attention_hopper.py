@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..bound import Bound, Slot, attribute
+from ..bound import Bound, Slot, attribute, runtime_ints
 from ..call import Call
 from ..hopper import WORK_COUNTER, box_of, require
-from .attention_parts import GIVEN, Prepared, hooks_of, kind_of, option_values, shared_values
+from .attention_parts import GIVEN, Prepared, hooks_of, kind_of, mask_mods_of, option_values, shared_values
 from .attention_tiles import bytes_of, steps_of, tile_box, tiles_of
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def bind(
     values = {
         **shared_values(sizes, scale, q, k, v, shapes[0], call.layout),
         **option_values(call, window, mods, 0.0, q.dtype),
+        **_user_mods(call, mods),
         **_boxes(q, k, v, call, plan, pack),
         **_mod_values(call, plan),
         "Counter": WORK_COUNTER,
@@ -125,6 +126,17 @@ def _mod_values(call: Call, plan: "AttentionPlan") -> dict[str, Any]:
     slopes = call.alibi_slopes
     steps = (None, None) if slopes is None else (slopes.stride(0) if slopes.dim() == 2 else 0, slopes.stride(-1))
     return {**made, "Slopes": attribute("call", "alibi_slopes", slopes), "slope_b": steps[0], "slope_h": steps[1]}
+
+
+def _user_mods(call: Call, mods: Any) -> dict[str, Any]:
+    """The user's score_mod and mask_mods; () for none."""
+    made: dict[str, Any] = {"score_mods": (), "mask_mods": ()}
+    if call.score_mod is not None:
+        made["score_mods"] = Slot("call", lambda given: ((given.score_mod, runtime_ints(given.score_args)),))
+    if call.mask_mod is not None:
+        first = int(call.mask is not None)
+        made["mask_mods"] = Slot("call", lambda given: mask_mods_of(mods, given)[first:])
+    return made
 
 
 def _tile_of(name: str, box: "Box") -> Callable[[Call], Any]:

@@ -134,6 +134,11 @@ class AttentionPlan(Plan):
         why = ("The caller chose this tile.", "None is needed: a tile given by the caller is used as it is.")
         return _plan(self.problem, self.device, chosen, options, ("override", *why), (replaced,))
 
+    def refusing(self, kernel: str, why: str) -> "AttentionPlan":
+        """The same plan with another sentence that says why `kernel` was not taken."""
+        others = (entry for entry in self.rejected if entry.what != kernel)
+        return replace(self, rejected=(Rejected(kernel, why), *others))
+
     def check(self, problem: AttentionProblem, device: Device) -> None:
         """PlanError, naming the field, unless this plan serves exactly `problem` on `device`.
 

@@ -73,8 +73,6 @@ def hopper_refusal(problem: AttentionProblem, device: Device) -> str | None:
         return "it has no dropout"
     if n.band:
         return f"its bands are causal and window, not a {n.band}"
-    if "user" in (*n.score_mods, *n.mask_mods):
-        return "it has no changes of scores but softcap, ALiBi and a bias, and no masks but causal, window and a boolean one"
     for name in ("bias", "mask"):
         if name in (*n.score_mods, *n.mask_mods) and not rows_of_tile(n, name):
             return f"the base or the strides of the {name} are not multiples of 16 bytes, or its keys do not lie side by side"
@@ -285,6 +283,8 @@ def _pack_fault(problem: AttentionProblem) -> str | None:
         return "pack needs sequences of one length, this is a packed batch"
     if "bias" in problem.score_mods or "mask" in problem.mask_mods:
         return "pack makes heads rows of one block, which a tile of a bias or a mask does not hold"
+    if "user" in (*problem.score_mods, *problem.mask_mods):
+        return "pack makes heads rows of one block, and a score_mod or mask_mod takes one head"
     if problem.group == 1 or MAX_PACKED % problem.group:
         return f"pack needs a number of query heads a KV head that divides {MAX_PACKED}, got {problem.group}"
     return None

@@ -1,0 +1,134 @@
+"""Forward attention with the user's own score_mod or mask_mod: on sm_90, in a portable kernel and by FlexAttention, in turns.
+
+    PYTHONPATH=src python benchmarks/mods.py [--only relative] [--dim 128] [--tokens 4096] [--rounds 5]
+
+Milliseconds and TFLOP/s as if every query saw every key, or half of them with causal.  Results are held to the portable kernel's
+before anything is timed."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+import tilefold
+from tilefold.bench import timers
+from tilefold.plan import plan_attention
+
+DOCUMENTS, REACH, CAP = 8, 128, 30.0
+Call = Callable[[], torch.Tensor]
+
+
+@triton.jit
+def alibi(score, batch, head, q_index, kv_index, args):
+    slopes = args[0]
+    return score - tl.load(slopes + head) * tl.abs(q_index - kv_index)
+
+
+@triton.jit
+def distance(score, batch, head, q_index, kv_index, args):
+    return score + tl.exp2(-0.5 * (head + 1)) * (kv_index - q_index)
+
+
+@triton.jit
+def relative(score, batch, head, q_index, kv_index, args):
+    table, reach = args[0], args[1]
+    place = tl.minimum(tl.maximum(kv_index - q_index, -reach), reach) + reach
+    return score + tl.load(table + head * (2 * reach + 1) + place)
+
+
+@triton.jit
+def softcap(score, batch, head, q_index, kv_index, args):
+    cap = args[0]
+    return cap * (1.0 - 2.0 / (1.0 + tl.exp(score * (2.0 / cap))))
+
+
+@triton.jit
+def causal(score, batch, head, q_index, kv_index, args):
+    return kv_index <= q_index
+
+
+@triton.jit
+def documents(score, batch, head, q_index, kv_index, args):
+    numbers = args[0]
+    return tl.load(numbers + q_index) == tl.load(numbers + kv_index)
+
+
+def cases(heads: int, tokens: int) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """-> name: (tilefold's options, FlexAttention's functions)."""
+    slopes = torch.tensor([2.0 ** (-8 * (i + 1) / heads) for i in range(heads)], device="cuda")
+    table = torch.randn(heads, 2 * REACH + 1, device="cuda")
+    numbers = (torch.arange(tokens, device="cuda") * DOCUMENTS // tokens).int()
+    return {
+        "none": ({}, {}),
+        "alibi_slopes": ({"alibi_slopes": slopes}, {}),
+        "alibi": (
+            {"score_mod": alibi, "score_args": (slopes,)},
+            {"score_mod": lambda s, b, h, i, j: s - slopes[h] * (i - j).abs()},
+        ),
+        "distance": ({"score_mod": distance}, {"score_mod": lambda s, b, h, i, j: s + torch.exp2(-0.5 * (h + 1)) * (j - i)}),
+        "relative": (
+            {"score_mod": relative, "score_args": (table, REACH)},
+            {"score_mod": lambda s, b, h, i, j: s + table[h, (j - i).clamp(-REACH, REACH) + REACH]},
+        ),
+        "softcap": (
+            {"score_mod": softcap, "score_args": (CAP,)},
+            {"score_mod": lambda s, b, h, i, j: CAP * torch.tanh(s / CAP)},
+        ),
+        "causal mask_mod": ({"mask_mod": causal}, {"mask_mod": lambda b, h, i, j: j <= i}),
+        "causal and documents": (
+            {"mask_mod": documents, "mask_args": (numbers,), "causal": True},
+            {"mask_mod": lambda b, h, i, j: (j <= i) & (numbers[i] == numbers[j])},
+        ),
+    }  # fmt: skip
+
+
+def candidates(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ours: dict[str, Any], flex: dict[str, Any]
+) -> dict[str, Call]:
+    plan: Any = tilefold.attention_plan(q, k, v, **ours)
+    portable = plan_attention(plan.problem, plan.device, portable=True)
+    made: dict[str, Call] = {
+        "portable": lambda: tilefold.attention(q, k, v, plan=portable, **ours),
+        plan.kernel: lambda: tilefold.attention(q, k, v, **ours),
+    }
+    if flex:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        torch.compiler.reset()
+        compiled: Any = torch.compile(flex_attention, dynamic=False)
+        tokens = q.shape[1]
+        sees = flex.get("mask_mod")
+        mask = None if sees is None else create_block_mask(sees, None, None, tokens, tokens, device="cuda")
+        turned = [t.transpose(1, 2) for t in (q, k, v)]
+        made["flex"] = lambda: compiled(*turned, score_mod=flex.get("score_mod"), block_mask=mask).transpose(1, 2)
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="cases whose name holds this")
+    for name, size in (("batch", 4), ("heads", 16), ("tokens", 4096), ("dim", 128), ("rounds", 5)):
+        parser.add_argument(f"--{name}", type=int, default=size)
+    o = parser.parse_args()
+    q, k, v = (torch.randn(o.batch, o.tokens, o.heads, o.dim, device="cuda").bfloat16() for _ in range(3))
+    for name, (ours, flex) in cases(o.heads, o.tokens).items():
+        if o.only not in name:
+            continue
+        calls = candidates(q, k, v, ours, flex)
+        wanted = calls["portable"]().float()
+        wrong = {each: float((call().float() - wanted).norm() / wanted.norm()) for each, call in calls.items()}
+        flops = 4 * o.batch * o.heads * o.tokens**2 * o.dim / (2 if "causal" in ours else 1)
+        samplers = {each: (lambda call=call: timers.queued_samples(call, 4)) for each, call in calls.items()}
+        failed: dict[str, Exception] = {}
+        print(f"\n{name}", flush=True)
+        for each, time in timers.time_alternating(samplers, o.rounds, failed=failed).items():
+            print(f"  {each:28} {time.ms:8.3f} ms {flops / time.ms / 1e9:6.0f} TFLOP/s   {wrong[each]:.1e}", flush=True)
+        for each, error in failed.items():
+            print(f"  {each:28} {type(error).__name__}: {error}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
