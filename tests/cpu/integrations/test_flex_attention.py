@@ -1,0 +1,182 @@
+"""tilefold.compat.flex_attention against fp64: the gallery of cases.flex, forward and backward; what is compiled; refusals."""
+
+import inspect
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as theirs
+
+from cases import flex, judge, qkv, rand
+from cases.flex import BATCH, HEADS, MASKS, SCORES, SEQ, expected, tables_of
+from tilefold import DtypeError, ShapeError, Unsupported
+from tilefold.compat import flex_attention as ours
+from tilefold.compat.flex_attention import and_masks, create_block_mask, flex_attention
+from tilefold.compat.flex_attention.translate import translated
+
+pytestmark = pytest.mark.interpreter
+EXTENTS = (BATCH, HEADS, SEQ, SEQ)
+CPU = torch.device("cpu")
+
+
+def tensors(dtype=torch.float32, kv_heads=2, seq_q=SEQ, dim=16):
+    """q, k, v [batch, heads, seq, dim], not contiguous."""
+    return [t.transpose(1, 2) for t in qkv(BATCH, seq_q, SEQ, HEADS, kv_heads, dim, dtype=dtype)]
+
+
+def blocks(mask, heads=None, batch=None, seq_q=SEQ):
+    return create_block_mask(mask, batch, heads, seq_q, SEQ, device="cpu", BLOCK_SIZE=16)
+
+
+def blocks_of(mask, name):
+    per = {"by head": {"heads": HEADS}, "padded": {"batch": BATCH}}
+    return blocks(mask, **per.get(name, {}))
+
+
+def checked(make, tables, mask=None, block_mask=None, dtype=torch.float32):
+    """Forward and backward of a call against fp64."""
+    given = tensors(dtype)
+    upstream = rand(BATCH, HEADS, SEQ, 16, dtype=dtype), rand(BATCH, HEADS, SEQ)
+
+    def run(dtype):
+        leaves = [t.detach().double().requires_grad_() for t in (*given, *tables)]
+        out, lse = expected(*leaves[:3], make, leaves[3:], mask, dtype)
+        rows = torch.where(lse.isfinite(), lse, 0.0)  # a row without keys passes nothing
+        loss = (out * upstream[0].to(out.dtype)).sum() + (rows * upstream[1].to(lse.dtype)).sum()
+        return out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)
+
+    want, plain = run(torch.float64), run(dtype)
+    leaves = [t.detach().clone().requires_grad_() for t in (*given, *tables)]
+    mod = {} if make is None else {"score_mod": make(*leaves[3:])}
+    out, lse = flex_attention(*leaves[:3], **mod, block_mask=block_mask, enable_gqa=True, return_lse=True)
+    got = out, lse, *torch.autograd.grad((out, lse), leaves, upstream)
+    for name, a, b, c in zip(
+        ("out", "lse", "dq", "dk", "dv", "first table", "second table"), got, want, plain, strict=False
+    ):
+        if a.numel() > HEADS:  # of fewer numbers the errors make no statistic
+            judge(a.detach(), b, c, name)
+        assert a.isfinite().all() or name == "lse"
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_scores(name):
+    checked(SCORES[name][0], tables_of(name))
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name):
+    checked(None, (), MASKS[name], blocks_of(MASKS[name], name))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["softcap", "relative"])
+def test_a_score_and_a_mask_in_16_bits(name, dtype):
+    mask = MASKS["documents"]
+    checked(SCORES[name][0], tables_of(name, dtype), mask, blocks(mask), dtype)
+
+
+def test_results_and_layouts():
+    q, k, v = tensors(kv_heads=HEADS)
+    want = expected(q.double(), k[:1].double().expand(2, -1, -1, -1), v[:1].double().expand(2, -1, -1, -1), scale=0.3)
+    plain = expected(q, k[:1].expand(2, -1, -1, -1), v[:1].expand(2, -1, -1, -1), scale=0.3, dtype=torch.float32)
+    for turned in (v, v.transpose(2, 3).contiguous().transpose(2, 3)):
+        out, aux = flex_attention(q, k[:1], turned[:1], scale=0.3, return_aux=ours.AuxRequest(lse=True))
+        judge(out, want[0], plain[0], "out")
+        judge(aux.lse, want[1], plain[1], "lse")
+        assert torch.equal(out, flex_attention(q, k[:1], turned[:1], scale=0.3, kernel_options={"BLOCK_M": 64}))
+
+
+def test_empty_inputs():
+    q, k, v = tensors()
+    assert flex_attention(q[:, :, :0], k, v, flex.alibi(), enable_gqa=True).shape == (BATCH, HEADS, 0, 16)
+    assert flex_attention(q[:0], k[:0], v[:0], flex.alibi(), enable_gqa=True).shape == (0, HEADS, SEQ, 16)
+
+
+def test_lists_are_kept_with_the_block_mask_until_it_changes():
+    q, k, v = tensors(kv_heads=HEADS)
+    mask = blocks(flex.causal)
+    first = flex_attention(q, k, v, block_mask=mask)
+    index = mask.__dict__["_tilefold_index"]
+    flex_attention(q, k, v, block_mask=mask)
+    assert mask.__dict__["_tilefold_index"] is index
+    mask.kv_num_blocks[..., 1:] = 0
+    mask.full_kv_num_blocks[..., 1:] = 0
+    changed = flex_attention(q, k, v, block_mask=mask)
+    assert torch.equal(changed[:, :, :16], first[:, :, :16]) and not changed[:, :, 16:].any()
+
+
+def test_equal_mods_are_one_function_whatever_lengths_and_tensors():
+    made = {
+        translated(flex.relative(rand(HEADS, n + 50)), (1, HEADS, n, n + 3), CPU, "score_mod").function
+        for n in range(20, 40)
+    }
+    assert len(made) == 1
+    windows = {translated(lambda b, h, q, kv, n=n: q - kv < n, EXTENTS, CPU, "mask_mod").function for n in range(2, 30)}
+    assert len(windows) == 1
+    (one,) = made
+    assert "tl.load" in inspect.getsource(one.fn)
+
+
+@pytest.mark.no_poison
+@pytest.mark.parametrize(
+    ("mod", "error", "says"),
+    [
+        (lambda s, b, h, q, kv: s if q > 3 else 2 * s, Unsupported, "torch.where"),
+        (lambda s, b, h, q, kv: torch.digamma(s), Unsupported, "digamma"),
+        (lambda s, b, h, q, kv: torch.stack([s, s])[0], Unsupported, "stack"),
+        (lambda s, b, h, q, kv: s + torch.ones(SEQ)[q, None], ShapeError, "2 indices"),
+        (lambda s, b, h, q, kv: s + torch.ones(SEQ, 2)[q], Unsupported, "dimensions as an operand"),
+        (lambda s, b, h, q, kv: s + torch.ones(SEQ, 2)[q, :], Unsupported, "slice"),
+        (lambda s, b, h, q, kv: s + torch.ones(SEQ - 1)[q], ShapeError, "q_index, which goes to 45"),
+        (lambda s, b, h, q, kv: s + torch.ones(3)[s], Unsupported, "an index of torch.float32"),
+        (lambda s, b, h, q, kv: s + torch.ones(3)[5], IndexError, "5"),
+        (lambda s, b, h, q, kv: s + torch.ones(SEQ, 2)[q, 5], ShapeError, "element 5 of a dimension of 2"),
+        (lambda s, b, h, q, kv: s + torch.ones(SEQ, dtype=torch.complex64)[q], DtypeError, "complex64"),
+        (lambda s, b, h, q, kv: None, Unsupported, "NoneType"),
+    ],
+)
+def test_what_has_no_translation_is_refused_by_name(mod, error, says):
+    q, k, v = tensors(kv_heads=HEADS)
+    with pytest.raises(error, match=says):
+        flex_attention(q, k, v, mod)
+
+
+@pytest.mark.no_poison
+def test_calls_that_are_refused():
+    q, k, v = tensors()
+    with pytest.raises(ShapeError, match="enable_gqa"):
+        flex_attention(q, k, v)
+    with pytest.raises(ShapeError, match=r"query must be a tensor \[batch"):
+        flex_attention(q[0], k, v)
+    with pytest.raises(ShapeError, match="block_mask is for"):
+        flex_attention(q[:, :, 1:], k, v, block_mask=blocks(flex.causal), enable_gqa=True)
+    with pytest.raises(DtypeError, match="BlockMask"):
+        flex_attention(q, k, v, block_mask=torch.ones(1), enable_gqa=True)
+    with pytest.raises(Unsupported, match="max_scores"):
+        flex_attention(q, k, v, enable_gqa=True, return_aux=ours.AuxRequest(max_scores=True))
+    with pytest.raises(Unsupported, match="AuxRequest"):
+        flex_attention(q, k, v, enable_gqa=True, return_lse=True, return_aux=ours.AuxRequest(lse=True))
+    mod = flex.slopes(rand(HEADS).requires_grad_())
+    with pytest.raises(Unsupported, match="score_mod reads tensors"):
+        flex_attention(q, k, v, mod, blocks(MASKS["noop"]), enable_gqa=True)
+
+
+@pytest.mark.no_poison
+def test_install_and_uninstall():
+    before = theirs.flex_attention
+    ours.install()
+    ours.install()
+    try:
+        assert theirs.flex_attention is flex_attention
+    finally:
+        ours.uninstall()
+        ours.uninstall()
+    assert theirs.flex_attention is before
+
+
+def test_masks_joined_by_torch_are_joined_here():
+    q, k, v = tensors(kv_heads=HEADS)
+    mask = and_masks(flex.causal, flex.document)
+    found = flex_attention(q, k, v, block_mask=blocks(mask))
+    want = theirs.flex_attention(q, k, v, block_mask=blocks(mask))
+    oracle = expected(q.double(), k.double(), v.double(), mask_mod=mask)[0]
+    judge(found, oracle, want, "out")
