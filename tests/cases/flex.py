@@ -121,6 +121,7 @@ def elementary():
     def mod(score, b, h, q_idx, kv_idx):
         near = torch.exp(-((q_idx - kv_idx) ** 2) / 50)
         wave = torch.cos(0.1 * score) + torch.sin(kv_idx / 9) + torch.erf(0.3 * score)
+        wave = wave + torch.nn.functional.gelu(score) * torch.nn.functional.softplus(score) + torch.tan(b / 3)
         return torch.maximum(score, near * wave) - torch.minimum(score, torch.zeros_like(score)) / (1 + h)
 
     return mod

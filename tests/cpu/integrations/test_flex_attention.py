@@ -5,6 +5,7 @@ import inspect
 import pytest
 import torch
 from torch.nn.attention import flex_attention as theirs
+from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
 
 from cases import flex, judge, qkv, rand
 from cases.flex import BATCH, HEADS, MASKS, SCORES, SEQ, expected, tables_of
@@ -155,22 +156,54 @@ def test_calls_that_are_refused():
         flex_attention(q, k, v, enable_gqa=True, return_aux=ours.AuxRequest(max_scores=True))
     with pytest.raises(Unsupported, match="AuxRequest"):
         flex_attention(q, k, v, enable_gqa=True, return_lse=True, return_aux=ours.AuxRequest(lse=True))
-    mod = flex.slopes(rand(HEADS).requires_grad_())
-    with pytest.raises(Unsupported, match="score_mod reads tensors"):
-        flex_attention(q, k, v, mod, blocks(MASKS["noop"]), enable_gqa=True)
+
+
+def test_blocks_by_hand_beside_a_table_that_is_learned():
+    """A BlockMask without a mask_mod, whose blocks count."""
+    counts, order = torch.tensor([[[1, 2, 2]]]).int(), torch.tensor([[[[0, 1, 2], [0, 2, 1], [1, 2, 0]]]]).int()
+    by_hand = ours.BlockMask.from_kv_blocks(counts, order, BLOCK_SIZE=16, seq_lengths=(SEQ, SEQ))
+    listed = torch.tensor([[1, 0, 0], [1, 0, 1], [0, 1, 1]]).bool()
+
+    def mask(b, h, q_idx, kv_idx):
+        return listed[q_idx // 16, kv_idx // 16]
+
+    checked(flex.relative, tables_of("relative"), mask, by_hand)
+    checked(None, (), mask, by_hand)
+
+
+@pytest.mark.parametrize("size", [16, (32, 16), 64])
+@pytest.mark.parametrize("name", MASKS)
+def test_block_masks_are_those_of_torch(name, size):
+    given = (MASKS[name], BATCH, HEADS, SEQ, SEQ - 3, "cpu", size)
+    mine, own = create_block_mask(*given), torch_block_mask(*given)
+    for part in ("kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices"):
+        for field in (part, f"full_{part}"):
+            a, b = getattr(mine, field), getattr(own, field)
+            assert a.dtype == b.dtype and torch.equal(a, b), field
+    assert (mine.seq_lengths, mine.BLOCK_SIZE, mine.mask_mod) == (own.seq_lengths, own.BLOCK_SIZE, own.mask_mod)
+
+
+@pytest.mark.no_poison
+def test_block_masks_that_torch_makes():
+    for options in ({"BLOCK_SIZE": 24}, {"separate_full_blocks": False, "BLOCK_SIZE": 16}):
+        given = (flex.causal, None, None, SEQ, SEQ, "cpu")
+        mine, own = create_block_mask(*given, **options), torch_block_mask(*given, **options)
+        assert torch.equal(mine.to_dense(), own.to_dense())
+        assert (mine.full_kv_indices is None) == (own.full_kv_indices is None)
 
 
 @pytest.mark.no_poison
 def test_install_and_uninstall():
-    before = theirs.flex_attention
+    before = theirs.flex_attention, theirs.create_block_mask
     ours.install()
     ours.install()
     try:
         assert theirs.flex_attention is flex_attention
+        assert theirs.create_block_mask is create_block_mask
     finally:
         ours.uninstall()
         ours.uninstall()
-    assert theirs.flex_attention is before
+    assert (theirs.flex_attention, theirs.create_block_mask) == before
 
 
 def test_masks_joined_by_torch_are_joined_here():

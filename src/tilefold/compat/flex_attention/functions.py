@@ -10,14 +10,16 @@ from torch.nn.attention.flex_attention import (
     AuxRequest,
     BlockMask,
     and_masks,
-    create_block_mask,
     create_mask,
     noop_mask,
     or_masks,
 )
+from torch.nn.attention.flex_attention import create_block_mask as _create_block_mask
 
 from ... import attention, sparse_attention
 from ...errors import DtypeError, ShapeError, Unsupported
+from ...ops.device import interpreting
+from ...ops.sparse.classify import block_kinds
 from ...sparse import BlockIndex
 from .translate import translated
 
@@ -70,8 +72,8 @@ def flex_attention(
         out [batch, heads, seq_q, dim_v]; (out, lse) or (out, AuxOutput) where asked for.  Differentiable once.
 
     Raises:
-        As `tilefold.attention`; Unsupported, naming the mod and the operation, for what has no translation to Triton, for
-        AuxRequest(max_scores=True), and for gradients of tensors that a score_mod reads beside a block_mask without a mask_mod.
+        As `tilefold.attention`; Unsupported, naming the mod and the operation, for what has no translation to Triton, and
+        for AuxRequest(max_scores=True).
 
     Source: FlexAttention (Dong et al. 2024, arXiv:2412.05496)."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -103,29 +105,83 @@ def flex_attention(
     return (out, lse) if return_lse else out
 
 
-def _with_blocks(q: Any, k: Any, v: Any, mask: BlockMask, extents: tuple[int, ...], options: dict[str, Any]) -> Any:
+def _with_blocks(
+    q: Any, k: Any, v: Any, mask: BlockMask, extents: tuple[int, int, int, int], options: dict[str, Any]
+) -> Any:
     """(out, lse) over the blocks that a BlockMask lists."""
     if not isinstance(mask, BlockMask):
         raise DtypeError(f"block_mask must be a BlockMask, got {type(mask).__name__}")
-    batch, heads, seq_q, seq_k = extents
-    if tuple(mask.seq_lengths) != (seq_q, seq_k):
+    if tuple(mask.seq_lengths) != extents[2:]:
         if mask.mask_mod is noop_mask and mask.kv_indices.numel() == 1:  # of a call without a mask
             return attention(q, k, v, **options)
         raise ShapeError(
             f"block_mask is for {tuple(mask.seq_lengths)} queries and keys, query and key have {extents[2:]}"
         )
-    if mask.mask_mod is not noop_mask:
-        made = translated(mask.mask_mod, (batch, heads, seq_q, seq_k), q.device, "mask_mod")
-        options = {**options, "mask_mod": made.function, "mask_args": made.args}
     by_args = any(isinstance(each, torch.Tensor) and each.requires_grad for each in options.get("score_args", ()))
-    if by_args and torch.is_grad_enabled():
-        if "mask_mod" not in options:
-            raise Unsupported(
-                "score_mod reads tensors that require a gradient, beside a block_mask without a mask_mod: lists of blocks give "
-                "these none; make the block_mask with create_block_mask, or detach() them"
-            )
+    by_args = by_args and torch.is_grad_enabled()  # lists of blocks give these no gradients
+    mod: Callable[..., torch.Tensor] | None = mask.mask_mod
+    if mod is noop_mask:
+        mod = _listed(_index_of(mask)) if by_args else None
+    if mod is not None:
+        made = translated(mod, extents, q.device, "mask_mod")
+        options = {**options, "mask_mod": made.function, "mask_args": made.args}
+    if by_args:
         return attention(q, k, v, **options)
     return sparse_attention(q, k, v, _index_of(mask), **options)
+
+
+def create_block_mask(
+    mask_mod: Callable[..., torch.Tensor],
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str | int | None = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+    _compile: bool = False,
+    separate_full_blocks: bool = True,
+    **others: Any,
+) -> BlockMask:
+    """torch's create_block_mask, by one kernel that makes no mask of tokens; _compile is ignored.
+
+    Where that kernel does not run (others are given, a block size that is no power of two from 16 on, a CPU without Triton's
+    interpreter) torch's own makes it.  Raises Unsupported for a mod that has no translation to Triton."""
+    where = torch.device("cuda" if device is None else device)
+    where = torch.device("cuda", torch.cuda.current_device()) if where == torch.device("cuda") else where
+    sizes = BLOCK_SIZE if isinstance(BLOCK_SIZE, tuple) else (BLOCK_SIZE, BLOCK_SIZE)
+    served = all(size >= 16 and size & (size - 1) == 0 for size in sizes) and (where.type != "cpu" or interpreting())
+    if others or not served:
+        own = {"_compile": _compile, "separate_full_blocks": separate_full_blocks, **others}
+        return _create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, where, BLOCK_SIZE, **own)
+    grid = (1 if B is None else B, 1 if H is None else H, Q_LEN, KV_LEN)
+    made = translated(mask_mod, grid, where, "mask_mod")
+    kinds = block_kinds(made.function, made.args, grid, sizes, where)
+    for dim, (length, size) in enumerate(zip((Q_LEN, KV_LEN), sizes, strict=True), 2):
+        if length % size and kinds.numel():  # torch counts what is past the end as not seen
+            last = kinds.narrow(dim, kinds.shape[dim] - 1, 1)
+            last.clamp_(max=1)
+    partial, full = (kinds == 1, kinds == 2) if separate_full_blocks else (kinds > 0, None)
+    num_full, full_indices = (None, None) if full is None else _ordered(full)
+    return BlockMask.from_kv_blocks(
+        *_ordered(partial), num_full, full_indices, BLOCK_SIZE=sizes, mask_mod=mask_mod, seq_lengths=(Q_LEN, KV_LEN)
+    )
+
+
+def _ordered(keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many blocks of each row are true, and all blocks, those first."""
+    order = keep.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return keep.sum(-1, dtype=torch.int32), order.to(torch.int32)
+
+
+def _listed(index: BlockIndex) -> Callable[..., torch.Tensor]:
+    """A mask_mod: whether the block of a query and a key is listed."""
+    keep = index.to_map()
+    strides = [int(size > 1) for size in keep.shape[:2]]
+
+    def listed(b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+        return keep[b * strides[0], h * strides[1], q_idx // index.block_q, kv_idx // index.block_k]
+
+    return listed
 
 
 def _index_of(mask: BlockMask) -> BlockIndex:
@@ -141,10 +197,11 @@ def _index_of(mask: BlockMask) -> BlockIndex:
 
 
 def install() -> None:
-    """Put `flex_attention` into torch.nn.attention.flex_attention: now, before the modules that import it from there."""
-    if not _before:
-        _before["flex_attention"] = _torch.flex_attention
-        _torch.flex_attention = flex_attention
+    """Put `flex_attention` and `create_block_mask` into torch.nn.attention.flex_attention: now, before the modules are imported
+    that import them from there."""
+    for function in (flex_attention, create_block_mask):
+        _before.setdefault(function.__name__, getattr(_torch, function.__name__))
+        setattr(_torch, function.__name__, function)
 
 
 def uninstall() -> None:

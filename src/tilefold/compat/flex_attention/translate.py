@@ -539,10 +539,13 @@ FLOATING = {
     "rsqrt": "tl.rsqrt({a})",
     "sin": "tl.sin({a})",
     "cos": "tl.cos({a})",
+    "tan": "tl.sin({a}) / tl.cos({a})",
     "erf": "tl.erf({a})",
     "tanh": "_tanh({a})",
     "sigmoid": "_sigmoid({a})",
     "silu": "{a} * _sigmoid({a})",
+    "softplus": "tl.where({a} > 20.0, {a}, tl.log(1.0 + tl.exp({a})))",
+    "gelu": "0.5 * {a} * (1.0 + tl.erf({a} * 0.7071067811865476))",
     "reciprocal": "1.0 / {a}",
 }
 OTHERS = {"abs": "tl.abs({a})", "neg": "-{a}", "relu": "tl.maximum({a}, 0)", "square": "{a} * {a}"}
