@@ -1,13 +1,18 @@
 """Mods as users of FlexAttention write them, and what torch makes of them, mapped over the indices."""
 
+import random
+
 import torch
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.nn.attention.flex_attention import _vmap_for_bhqkv, and_masks, noop_mask, or_masks
 
-from cases import rand
+from cases import judge, qkv, rand
 from tilefold import reference
+from tilefold.compat.flex_attention import create_block_mask, flex_attention
 
-BATCH, HEADS, SEQ = 2, 4, 45
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BATCH, HEADS = 2, 4
+SEQ = 301 if DEVICE == "cuda" else 45
 WIDTH = 7  # of the image of NATTEN
 
 
@@ -43,21 +48,21 @@ def natten(b, h, q_idx, kv_idx):
     return seen
 
 
-DOCUMENTS = torch.arange(SEQ) // 17
+DOCUMENTS = torch.arange(SEQ, device=DEVICE) // 17
 
 
 def document(b, h, q_idx, kv_idx):
     return DOCUMENTS[q_idx] == DOCUMENTS[kv_idx]
 
 
-LENGTHS = torch.tensor([31, SEQ])
+LENGTHS = torch.tensor([31, SEQ], device=DEVICE)
 
 
 def padded(b, h, q_idx, kv_idx):
     return kv_idx < LENGTHS[b]
 
 
-SEEN = torch.ones(SEQ, SEQ).tril().bool() & (torch.arange(SEQ) % 5 != 2)
+SEEN = torch.ones(SEQ, SEQ, device=DEVICE).tril().bool() & (torch.arange(SEQ, device=DEVICE) % 5 != 2)
 
 
 def tree(b, h, q_idx, kv_idx):
@@ -157,10 +162,76 @@ SCORES = {
 }
 
 
+# Mods by a generator.
+
+CONDITIONS = [
+    lambda b, h, q_idx, kv_idx, n: q_idx >= kv_idx - n,
+    lambda b, h, q_idx, kv_idx, n: (q_idx - kv_idx).abs() <= 3 * n,
+    lambda b, h, q_idx, kv_idx, n: (q_idx - kv_idx) // n % 2 == 0,
+    lambda b, h, q_idx, kv_idx, n: kv_idx < n * (h + 1),
+    lambda b, h, q_idx, kv_idx, n: (q_idx ^ kv_idx) < 8 * n,
+    lambda b, h, q_idx, kv_idx, n: torch.minimum(q_idx, kv_idx) % (n + 1) != b,
+    lambda b, h, q_idx, kv_idx, n: DOCUMENTS[q_idx] <= DOCUMENTS[kv_idx] + n - 1,
+    lambda b, h, q_idx, kv_idx, n: (q_idx << 1) >= (kv_idx * n).clamp(max=SEQ),
+]
+SHAPES = [
+    torch.tanh,
+    torch.sigmoid,
+    torch.sin,
+    lambda x: torch.exp(-x.abs()),
+    lambda x: torch.sqrt(1 + x * x),
+    lambda x: x / (1 + x.abs()),
+    lambda x: x.clamp(-2.5, 2.5),
+    lambda x: (1 + x**2).log(),
+    lambda x: torch.where(x > 0, x, 0.1 * x),
+]
+
+
+def random_mask(seed, depth=2):
+    """A mask_mod of two to four conditions, joined at random."""
+    draw = random.Random(seed)
+    if depth == 0:
+        condition, n = draw.choice(CONDITIONS), draw.randint(1, 5)
+        return lambda b, h, q_idx, kv_idx: condition(b, h, q_idx, kv_idx, n)
+    left, right = (random_mask(draw.random(), depth - 1) for _ in range(2))
+    joined = [lambda a, b: a & b, lambda a, b: a | b, lambda a, b: ~a | b, lambda a, b: a ^ b, torch.logical_and]
+    join = draw.choice(joined)
+    return lambda b, h, q_idx, kv_idx: join(left(b, h, q_idx, kv_idx), right(b, h, q_idx, kv_idx))
+
+
+def random_score(seed, depth=2):
+    """A function of a table [HEADS, 2 SEQ] that gives a score_mod: some functions of score, indices and table, one of another."""
+    draw = random.Random(seed)
+    shape, n = draw.choice(SHAPES), draw.randint(2, 5)
+    if depth == 0:
+        leaves = [
+            lambda table: lambda score, b, h, q, kv: score,
+            lambda table: lambda score, b, h, q, kv: table[h, q - kv],
+            lambda table: lambda score, b, h, q, kv: table[h, (q + n * kv) % SEQ] * score,
+            lambda table: lambda score, b, h, q, kv: score - (q - kv).abs() / (4 + h),
+        ]
+        return draw.choice(leaves)
+    left, right = (random_score(draw.random(), depth - 1) for _ in range(2))
+    condition = draw.choice(CONDITIONS)
+    joined = [
+        lambda a, b, c: shape(a) * n + b,
+        lambda a, b, c: torch.where(c, a, shape(b)),
+        lambda a, b, c: torch.maximum(a, shape(b)),
+        lambda a, b, c: shape(a) * shape(b) - a / n,
+    ]
+    join = draw.choice(joined)
+
+    def make(table):
+        first, second = left(table), right(table)
+        return lambda score, *indices: join(first(score, *indices), second(score, *indices), condition(*indices, n))
+
+    return make
+
+
 def tables_of(name, dtype=torch.float32):
     """The tensors that a score mod reads; every other one is not contiguous."""
     return [
-        rand(*shape, 2, dtype=dtype)[..., 0] if i else rand(*shape, dtype=dtype)
+        rand(*shape, 2, dtype=dtype, device=DEVICE)[..., 0] if i else rand(*shape, dtype=dtype, device=DEVICE)
         for i, shape in enumerate(SCORES[name][1])
     ]
 
@@ -185,3 +256,42 @@ def expected(q, k, v, make=None, tables=(), mask_mod=None, dtype=torch.float64, 
     if mask_mod is not None:
         options["mask_mod"] = mapped(lambda: mask_mod, False)
     return reference.attention(q, k, v, layout="bhsd", dtype=dtype, **options)
+
+
+def tensors(dtype=torch.float32, kv_heads=2, seq_q=SEQ, dim=16):
+    """q, k, v [batch, heads, seq, dim], not contiguous."""
+    return [t.transpose(1, 2) for t in qkv(BATCH, seq_q, SEQ, HEADS, kv_heads, dim, dtype=dtype, device=DEVICE)]
+
+
+def blocks(mask, heads=None, batch=None, seq_q=SEQ, size=16):
+    return create_block_mask(mask, batch, heads, seq_q, SEQ, device=DEVICE, BLOCK_SIZE=size)
+
+
+def blocks_of(mask, name, size=16):
+    per = {"by head": {"heads": HEADS}, "padded": {"batch": BATCH}}
+    return blocks(mask, size=size, **per.get(name, {}))
+
+
+def checked(make, tables, mask=None, block_mask=None, dtype=torch.float32, dim=16):
+    """Forward and backward of a call against fp64."""
+    given = tensors(dtype, dim=dim)
+    upstream = rand(BATCH, HEADS, SEQ, dim, dtype=dtype, device=DEVICE), rand(BATCH, HEADS, SEQ, device=DEVICE)
+
+    def run(dtype):
+        leaves = [t.detach().double().requires_grad_() for t in (*given, *tables)]
+        out, lse = expected(*leaves[:3], make, leaves[3:], mask, dtype)
+        rows = torch.where(lse.isfinite(), lse, 0.0)  # a row without keys passes nothing
+        loss = (out * upstream[0].to(out.dtype)).sum() + (rows * upstream[1].to(lse.dtype)).sum()
+        return out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)
+
+    want, plain = run(torch.float64), run(dtype)
+    leaves = [t.detach().clone().requires_grad_() for t in (*given, *tables)]
+    mod = {} if make is None else {"score_mod": make(*leaves[3:])}
+    out, lse = flex_attention(*leaves[:3], **mod, block_mask=block_mask, enable_gqa=True, return_lse=True)
+    got = out, lse, *torch.autograd.grad((out, lse), leaves, upstream)
+    for name, a, b, c in zip(
+        ("out", "lse", "dq", "dk", "dv", "first table", "second table"), got, want, plain, strict=False
+    ):
+        if a.numel() > HEADS:  # of fewer numbers the errors make no statistic
+            judge(a.detach(), b, c, name)
+        assert a.isfinite().all() or name == "lse"

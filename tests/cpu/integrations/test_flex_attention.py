@@ -7,8 +7,8 @@ import torch
 from torch.nn.attention import flex_attention as theirs
 from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
 
-from cases import flex, judge, qkv, rand
-from cases.flex import BATCH, HEADS, MASKS, SCORES, SEQ, expected, tables_of
+from cases import flex, judge, rand
+from cases.flex import BATCH, HEADS, MASKS, SCORES, SEQ, blocks, blocks_of, checked, expected, tables_of, tensors
 from tilefold import DtypeError, ShapeError, Unsupported
 from tilefold.compat import flex_attention as ours
 from tilefold.compat.flex_attention import and_masks, create_block_mask, flex_attention
@@ -17,45 +17,6 @@ from tilefold.compat.flex_attention.translate import translated
 pytestmark = pytest.mark.interpreter
 EXTENTS = (BATCH, HEADS, SEQ, SEQ)
 CPU = torch.device("cpu")
-
-
-def tensors(dtype=torch.float32, kv_heads=2, seq_q=SEQ, dim=16):
-    """q, k, v [batch, heads, seq, dim], not contiguous."""
-    return [t.transpose(1, 2) for t in qkv(BATCH, seq_q, SEQ, HEADS, kv_heads, dim, dtype=dtype)]
-
-
-def blocks(mask, heads=None, batch=None, seq_q=SEQ):
-    return create_block_mask(mask, batch, heads, seq_q, SEQ, device="cpu", BLOCK_SIZE=16)
-
-
-def blocks_of(mask, name):
-    per = {"by head": {"heads": HEADS}, "padded": {"batch": BATCH}}
-    return blocks(mask, **per.get(name, {}))
-
-
-def checked(make, tables, mask=None, block_mask=None, dtype=torch.float32):
-    """Forward and backward of a call against fp64."""
-    given = tensors(dtype)
-    upstream = rand(BATCH, HEADS, SEQ, 16, dtype=dtype), rand(BATCH, HEADS, SEQ)
-
-    def run(dtype):
-        leaves = [t.detach().double().requires_grad_() for t in (*given, *tables)]
-        out, lse = expected(*leaves[:3], make, leaves[3:], mask, dtype)
-        rows = torch.where(lse.isfinite(), lse, 0.0)  # a row without keys passes nothing
-        loss = (out * upstream[0].to(out.dtype)).sum() + (rows * upstream[1].to(lse.dtype)).sum()
-        return out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)
-
-    want, plain = run(torch.float64), run(dtype)
-    leaves = [t.detach().clone().requires_grad_() for t in (*given, *tables)]
-    mod = {} if make is None else {"score_mod": make(*leaves[3:])}
-    out, lse = flex_attention(*leaves[:3], **mod, block_mask=block_mask, enable_gqa=True, return_lse=True)
-    got = out, lse, *torch.autograd.grad((out, lse), leaves, upstream)
-    for name, a, b, c in zip(
-        ("out", "lse", "dq", "dk", "dv", "first table", "second table"), got, want, plain, strict=False
-    ):
-        if a.numel() > HEADS:  # of fewer numbers the errors make no statistic
-            judge(a.detach(), b, c, name)
-        assert a.isfinite().all() or name == "lse"
 
 
 @pytest.mark.parametrize("name", SCORES)
@@ -73,6 +34,35 @@ def test_masks(name):
 def test_a_score_and_a_mask_in_16_bits(name, dtype):
     mask = MASKS["documents"]
     checked(SCORES[name][0], tables_of(name, dtype), mask, blocks(mask), dtype)
+
+
+@pytest.mark.parametrize("seed", range(32))
+def test_random_scores(seed):
+    """Plus 0 times a score and an element of the table, so that both are read."""
+    made = flex.random_score(seed)
+
+    def make(table):
+        mod = made(table)
+        return lambda score, b, h, q_idx, kv_idx: mod(score, b, h, q_idx, kv_idx) + 0.5 * score + table[h, kv_idx]
+
+    checked(make, tables_of("relative"))
+
+
+@pytest.mark.no_poison
+@pytest.mark.parametrize("seed", range(64))
+def test_random_masks(seed):
+    given = (flex.random_mask(seed), BATCH, HEADS, SEQ, SEQ, "cpu", 16)
+    mine, own = create_block_mask(*given), torch_block_mask(*given)
+    assert torch.equal(mine.to_dense(), own.to_dense())
+    assert torch.equal(mine.full_kv_num_blocks, own.full_kv_num_blocks)
+
+
+def test_inside_compiled_code():
+    """A graph break, and the same result."""
+    q, k, v = tensors(kv_heads=HEADS)
+    mod = flex.alibi()
+    compiled = torch.compile(lambda q: 2 * flex_attention(q + 0, k, v, mod), backend="eager")
+    assert torch.equal(compiled(q), 2 * flex_attention(q, k, v, mod))
 
 
 def test_results_and_layouts():
