@@ -1,6 +1,7 @@
 """tilefold.compat.flex_attention against fp64: the gallery of cases.flex, forward and backward; what is compiled; refusals."""
 
 import inspect
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_block_m
 
 from cases import flex, judge, rand
 from cases.flex import BATCH, HEADS, MASKS, SCORES, SEQ, blocks, blocks_of, checked, expected, tables_of, tensors
+from sources import run_source
 from tilefold import DtypeError, ShapeError, Unsupported
 from tilefold.compat import flex_attention as ours
 from tilefold.compat.flex_attention import and_masks, create_block_mask, flex_attention
@@ -55,6 +57,17 @@ def test_random_masks(seed):
     mine, own = create_block_mask(*given), torch_block_mask(*given)
     assert torch.equal(mine.to_dense(), own.to_dense())
     assert torch.equal(mine.full_kv_num_blocks, own.full_kv_num_blocks)
+
+
+def test_the_example_of_the_page():
+    page = (Path(__file__).parents[3] / "docs" / "compat" / "flex_attention.md").read_text(encoding="utf-8")
+    names = {}
+    run_source(page.split("```python\n")[1].split("```")[0].replace('device="cuda"', 'device="cpu"'), names)
+    with torch.no_grad():
+        given = [names[x] for x in "qkv"], (lambda: names["distance"], (), names["same_document"])
+        want, plain = (expected(*given[0], *given[1], dtype=dtype)[0] for dtype in (torch.float64, torch.float32))
+    judge(names["out"].detach(), want, plain, "out")
+    assert names["slope"].grad.isfinite().all()
 
 
 def test_inside_compiled_code():
