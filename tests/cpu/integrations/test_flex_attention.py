@@ -76,6 +76,9 @@ def test_inside_compiled_code():
     mod = flex.alibi()
     compiled = torch.compile(lambda q: 2 * flex_attention(q + 0, k, v, mod), backend="eager")
     assert torch.equal(compiled(q), 2 * flex_attention(q, k, v, mod))
+    made = torch.compile(create_block_mask, backend="eager")(flex.causal, None, None, SEQ, SEQ, "cpu", 16)
+    found = torch.compile(flex_attention, backend="eager")(q, k, v, mod, made)
+    assert torch.equal(found, flex_attention(q, k, v, mod, blocks(flex.causal)))
 
 
 def test_results_and_layouts():

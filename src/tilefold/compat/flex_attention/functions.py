@@ -1,7 +1,8 @@
 """`flex_attention` by torch's signature, its block masks as lists of blocks, and `install`."""
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.nn.attention import flex_attention as _torch
@@ -37,10 +38,22 @@ __all__ = [
     "uninstall",
 ]
 
+F = TypeVar("F", bound=Callable[..., Any])
 _before: dict[str, Any] = {}
 
 
-@torch.compiler.disable
+def _eager(function: F) -> F:
+    """The function as a graph break, also where torch.compile is given it itself, which takes its own marks off."""
+    inner = torch.compiler.disable(function)
+
+    @functools.wraps(function)
+    def outer(*args: Any, **kwargs: Any) -> Any:
+        return inner(*args, **kwargs)
+
+    return cast("F", outer)
+
+
+@_eager
 def flex_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -130,6 +143,7 @@ def _with_blocks(
     return sparse_attention(q, k, v, _index_of(mask), **options)
 
 
+@_eager
 def create_block_mask(
     mask_mod: Callable[..., torch.Tensor],
     B: int | None,
