@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import create_block_mask as _create_block
 from ... import attention, sparse_attention
 from ...errors import DtypeError, ShapeError, Unsupported
 from ...ops.device import interpreting
-from ...ops.sparse.classify import block_kinds
+from ...ops.sparse.classify import block_kinds, reads
 from ...sparse import BlockIndex
 from .translate import translated
 
@@ -169,11 +169,13 @@ def create_block_mask(
         return _create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, where, BLOCK_SIZE, **own)
     grid = (1 if B is None else B, 1 if H is None else H, Q_LEN, KV_LEN)
     made = translated(mask_mod, grid, where, "mask_mod")
-    kinds = block_kinds(made.function, made.args, grid, sizes, where)
+    batch, heads = (n if read else min(n, 1) for n, read in zip(grid, reads(made.function), strict=False))
+    kinds = block_kinds(made.function, made.args, (batch, heads, Q_LEN, KV_LEN), sizes, where)
     for dim, (length, size) in enumerate(zip((Q_LEN, KV_LEN), sizes, strict=True), 2):
         if length % size and kinds.numel():  # torch counts what is past the end as not seen
             last = kinds.narrow(dim, kinds.shape[dim] - 1, 1)
             last.clamp_(max=1)
+    kinds = kinds.expand(*grid[:2], -1, -1)
     partial, full = (kinds == 1, kinds == 2) if separate_full_blocks else (kinds > 0, None)
     num_full, full_indices = (None, None) if full is None else _ordered(full)
     return BlockMask.from_kv_blocks(
