@@ -116,7 +116,12 @@ def tanh_like():
 def gated():
     def mod(score, b, h, q_idx, kv_idx):
         score = score * torch.sigmoid(score)
-        score = score + torch.sqrt(score.abs() + 1) - torch.log1p((q_idx - kv_idx).abs().to(score.dtype))
+        score = (
+            score
+            + (torch.zeros_like(score) + 1).exp() * torch.full_like(score, 0.25)
+            + torch.sqrt(score.abs() + 1)
+            - torch.log1p((q_idx - kv_idx).abs().to(score.dtype))
+        )
         return score.masked_fill((q_idx + kv_idx) % 4 == 3, 0.25)
 
     return mod

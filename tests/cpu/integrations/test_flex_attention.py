@@ -129,6 +129,7 @@ def test_equal_mods_are_one_function_whatever_lengths_and_tensors():
     [
         (lambda s, b, h, q, kv: s if q > 3 else 2 * s, Unsupported, "torch.where"),
         (lambda s, b, h, q, kv: torch.digamma(s), Unsupported, "digamma"),
+        (lambda s, b, h, q, kv: torch.nn.functional.softplus(s, 2.0), Unsupported, "softplus with these arguments"),
         (lambda s, b, h, q, kv: torch.stack([s, s])[0], Unsupported, "stack"),
         (lambda s, b, h, q, kv: s + torch.ones(SEQ)[q, None], ShapeError, "2 indices"),
         (lambda s, b, h, q, kv: s + torch.ones(SEQ, 2)[q], Unsupported, "dimensions as an operand"),

@@ -274,15 +274,30 @@ class _Trace:
         name = func.overloadpacket.__name__
         if name in ("_local_scalar_dense", "is_nonzero", "equal"):
             self.refuse("an `if`, `and`, `or`, `not` or .item() of a number of the mod (use torch.where, &, | and ~)")
-        if name.endswith("_") and not name.startswith("_") and name[:-1] in OPERATIONS:
-            made = OPERATIONS[name[:-1]](self, *args, **kwargs)
-            target = args[0]
-            target.text, target.literal, target.natural = self.operand(made, target.dtype), None, made.natural
-            target.extent = None
-            return target
-        if name not in OPERATIONS:
+        in_place = name.endswith("_") and not name.startswith("_") and name[:-1] in OPERATIONS
+        rule = OPERATIONS.get(name[:-1] if in_place else name)
+        if rule is None:
             self.refuse(f"torch's {name}")
-        return OPERATIONS[name](self, *args, **kwargs)
+        self.materialise([each for each in _flat((*args, *kwargs.values())) if isinstance(each, _Number)])
+        try:
+            made = rule(self, *args, **kwargs)
+        except TypeError:
+            self.refuse(f"torch's {name} with these arguments")
+        if not in_place:
+            return made
+        target = args[0]
+        target.text, target.literal, target.natural = self.operand(made, target.dtype), None, made.natural
+        target.extent = None
+        return target
+
+    def materialise(self, numbers: list[_Number]) -> None:
+        """Of literals alone the first becomes a tile, since Triton has no functions of Python's numbers."""
+        first = numbers[0]
+        if all(each.literal is not None for each in numbers):
+            text = self.operand(first, first.dtype)
+            if first.dtype != torch.bool:
+                text = self.named(f"tl.full((1, 1), {text}, tl.{NAMES[first.dtype]})")
+            first.text, first.literal = text, None
 
     def write(self, template: str, dtype: torch.dtype, natural: bool = False, **operands: str) -> _Number:
         return self.value(self.named(template.format(**operands)), dtype, natural)
@@ -598,8 +613,6 @@ def _to(trace: _Trace, a: Any, dtype: torch.dtype | None = None, **_: Any) -> _N
     dtype = dtype or a.dtype
     if dtype not in NAMES:
         trace.refuse(f"a number of {dtype}")
-    if a.literal is not None:
-        return trace.value("", dtype, literal=torch.tensor(a.literal).to(dtype).item())
     return trace.value(trace.operand(a, dtype), dtype, natural=a.natural and not dtype.is_floating_point)
 
 
