@@ -69,7 +69,7 @@ def kinds_of_mask_mod(
     for side, length, size in zip("qk", seq, block, strict=True):
         check_whole(f"seq_{side}", length)
         check_block(f"block_{side}", size)
-    place = torch.get_default_device() if device is None else torch.device(device)
+    place = torch.empty(0, device=device).device  # with its number
     batch, heads = (n if read else min(n, 1) for n, read in zip(grid, reads(mask_mod), strict=True))
     kinds = block_kinds(mask_mod, args, (batch, heads, *seq), block, place)
     return kinds, not check or bool((kinds == 1).any())

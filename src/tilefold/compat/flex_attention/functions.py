@@ -160,8 +160,7 @@ def create_block_mask(
 
     Where that kernel does not run (others are given, a block size that is no power of two from 16 on, a CPU without Triton's
     interpreter) torch's own makes it.  Raises Unsupported for a mod that has no translation to Triton."""
-    where = torch.device("cuda" if device is None else device)
-    where = torch.device("cuda", torch.cuda.current_device()) if where == torch.device("cuda") else where
+    where = torch.empty(0, device="cuda" if device is None else device).device  # with its number
     sizes = BLOCK_SIZE if isinstance(BLOCK_SIZE, tuple) else (BLOCK_SIZE, BLOCK_SIZE)
     served = all(size >= 16 and size & (size - 1) == 0 for size in sizes) and (where.type != "cpu" or interpreting())
     if others or not served:
