@@ -281,8 +281,8 @@ def check_options(call: Call) -> None:
             check_integer(name, value)
             if isinstance(value, int) and value < 0:
                 raise ValueRangeError(f"{name} must be at least 0, got {value}")
-    _check_mod("score", call.score_mod, call.score_args)
-    _check_mod("mask", call.mask_mod, call.mask_args)
+    check_mod_args("score", call.score_mod, call.score_args)
+    check_mod_args("mask", call.mask_mod, call.mask_args)
 
 
 def check_kinds(
@@ -324,7 +324,8 @@ def window_of(window: Window | None, causal: bool) -> tuple[int, int]:
     return (left, 0) if causal else (left, right)
 
 
-def _check_mod(name: str, fn: object, args: object) -> None:
+def check_mod_args(name: str, fn: object, args: object) -> None:
+    """The args of a mod are tensors and numbers."""
     if not isinstance(args, tuple):
         raise DtypeError(f"{name}_args must be a tuple, got {type(args).__name__}")
     for i, arg in enumerate(args):

@@ -1,6 +1,6 @@
 """Maps of blocks from what others hold: FlexAttention's masks, masks of tokens, predicates; and the checks of compressed rows."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from .predicates import MaskFunction, Predicate
 
-__all__ = ["compressed_rows", "map_of_flex", "map_of_mask", "map_of_predicate"]
+__all__ = ["compressed_rows", "kinds_of_mask_mod", "map_of_flex", "map_of_mask", "map_of_predicate"]
 
 AT_ONCE = 1 << 24  # elements of a mask of tokens that are made at a time
 
@@ -55,6 +55,24 @@ def map_of_flex(mask: "BlockMask", check: bool) -> tuple[torch.Tensor, tuple[int
 
     cut = mask.mask_mod is not noop_mask and not (check and not bool(mask.kv_num_blocks.any()))
     return keep, (block_q, block_k), (seq_q, seq_k), cut
+
+
+def kinds_of_mask_mod(
+    mask_mod: Any, args: Any, shared: tuple[int, int], seq: tuple[int, int], block: tuple[int, int],
+    device: torch.device | str | None, check: bool,
+) -> tuple[torch.Tensor, bool]:  # fmt: skip
+    """(uint8 [batch or 1, heads or 1, Q blocks, KV blocks] of `ops.sparse.classify`, whether the mask also cuts inside blocks);
+    shared: (batch, heads).  check: as for `map_of_mask`."""
+    from ..ops.sparse.classify import block_kinds, reads  # here: lists without a kernel stay light
+
+    grid = [check_whole(name, n) for name, n in zip(("batch", "heads"), shared, strict=True)]
+    for side, length, size in zip("qk", seq, block, strict=True):
+        check_whole(f"seq_{side}", length)
+        check_block(f"block_{side}", size)
+    place = torch.empty(0, device=device).device  # with its number
+    batch, heads = (n if read else min(n, 1) for n, read in zip(grid, reads(mask_mod), strict=True))
+    kinds = block_kinds(mask_mod, args, (batch, heads, *seq), block, place)
+    return kinds, not check or bool((kinds == 1).any())
 
 
 def map_of_mask(

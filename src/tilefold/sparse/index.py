@@ -7,7 +7,7 @@ import torch
 
 from ..check import check_whole
 from ..errors import ShapeError, ValueRangeError
-from .convert import compressed_rows, map_of_flex, map_of_mask, map_of_predicate
+from .convert import compressed_rows, kinds_of_mask_mod, map_of_flex, map_of_mask, map_of_predicate
 from .lists import as_int32, csr_to_lists, lists_to_map, map_to_lists, padded, sizes_by_row, sort_lists, topk_to_lists
 from .validate import (
     check_csr,
@@ -22,6 +22,7 @@ from .validate import (
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+    from ..types import ModArgs, ModFunction
     from .predicates import MaskFunction, Predicate
 
 __all__ = ["BlockIndex"]
@@ -372,6 +373,40 @@ class BlockIndex:
         listed that is not seen whole).  capacity and memory as in `from_map`.  device: torch's default if None."""
         keep, cut = map_of_mask(mask, (batch, heads), (seq_q, seq_k), (block_q, block_k), device, check)
         made = cls.from_map(keep, block_q=block_q, block_k=block_k, seq_q=seq_q, seq_k=seq_k, capacity=capacity,
+                            check=check)  # fmt: skip
+        return cls(*made.tensors()[:2], *made.geometry, masked=cut if masked is None else masked)
+
+    @classmethod
+    def from_mask_mod(
+        cls,
+        mask_mod: "ModFunction",
+        args: "ModArgs" = (),
+        *,
+        seq_q: int,
+        seq_k: int,
+        batch: int = 1,
+        heads: int = 1,
+        block_q: int = _BLOCK,
+        block_k: int = _BLOCK,
+        masked: bool | None = None,
+        capacity: int | None = None,
+        device: torch.device | str | None = None,
+        check: bool = False,
+    ) -> "BlockIndex":
+        """From a mask_mod as `attention` takes it: every block in which some query sees some key, found by one kernel.
+
+        mask_mod: @triton.jit function of (score, batch, head, q_index, kv_index, args) that returns bool; it must not look at
+        score.  args: its mask_args.  batch, heads: those of the call; lists are shared over what the source of mask_mod does not
+        name.
+
+        Memory while it runs: a byte a map element, and a `from_map`; nothing of tokens, nothing read on the host.  Give
+        mask_mod and args to the call, too: the record holds neither.  masked: None: True (check=True: where a block is listed
+        that is not seen whole).  capacity as in `from_map`.  device: torch's default if None; where kernels run.  Unsupported
+        inside torch.compile."""
+        kinds, cut = kinds_of_mask_mod(
+            mask_mod, args, (batch, heads), (seq_q, seq_k), (block_q, block_k), device, check
+        )
+        made = cls.from_map(kinds > 0, block_q=block_q, block_k=block_k, seq_q=seq_q, seq_k=seq_k, capacity=capacity,
                             check=check)  # fmt: skip
         return cls(*made.tensors()[:2], *made.geometry, masked=cut if masked is None else masked)
 

@@ -1,5 +1,7 @@
 """Lists that came from a mask of tokens: the mask goes to the call, or the call is refused."""
 
+import itertools
+
 import pytest
 import torch
 import triton
@@ -8,8 +10,9 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils import _pytree
 
 import tilefold
-from cases import judge, qkv
-from tilefold import BlockIndex, DtypeError, ShapeError, Unsupported, reference
+from cases import gradient, judge, qkv
+from tilefold import BlockIndex, DtypeError, ShapeError, Unsupported, ValueRangeError, reference
+from tilefold.ops.sparse.classify import block_kinds
 from tilefold.parallel import shard_blocks, shard_index
 
 LENGTHS = (70, 100)
@@ -145,3 +148,89 @@ def test_refusals():
     ):
         with pytest.raises(error, match=text):
             call()
+
+
+# ---------------------------------------------------------------- lists of a mask_mod
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("lengths", [LENGTHS, (1, 1), (64, 64), (33, 130), (0, 5), (5, 0)])
+def test_blocks_of_a_mask_mod_are_empty_partial_or_full(lengths):
+    """As the mask in memory says; what is past the sequence's end does not count."""
+    grid, blocks = (1, 2, *lengths), (32, 16)
+    kinds = block_kinds(near_mod, DOCUMENTS, grid, blocks, torch.device("cpu"))
+    seen = dense(lengths=lengths)
+    shape = (1, 2, -(-lengths[0] // 32), -(-lengths[1] // 16))
+    want = torch.zeros(shape, dtype=torch.uint8)
+    for h, i, j in itertools.product(range(2), range(shape[2]), range(shape[3])):
+        block = seen[0, h, 32 * i : 32 * i + 32, 16 * j : 16 * j + 16]
+        want[0, h, i, j] = int(block.any()) + int(block.all())
+    assert torch.equal(kinds, want)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(("block_q", "block_k"), [(16, 256), (128, 32)])
+def test_blocks_larger_and_smaller_than_what_is_looked_at_at_a_time(block_q, block_k):
+    sizes = {"seq_q": 150, "seq_k": 300, "heads": 2, "block_q": block_q, "block_k": block_k}
+    found = BlockIndex.from_mask_mod(near_mod, DOCUMENTS, device="cpu", **sizes)
+    assert torch.equal(found.to_map(), BlockIndex.from_mask(near, device="cpu", **sizes).to_map())
+
+
+@pytest.mark.interpreter
+def test_lists_of_a_mask_mod_are_shared_over_what_it_does_not_read(device):
+    sizes = {"seq_q": 70, "seq_k": 100, "batch": 3, "heads": 2, "block_q": 32, "block_k": 16, "device": device}
+    by_head = BlockIndex.from_mask_mod(near_mod, DOCUMENTS, **sizes)
+    assert (by_head.batch, by_head.heads) == (1, 2) and by_head.masked
+    assert torch.equal(by_head.to_map().cpu(), made("mask").to_map())
+    shared = BlockIndex.from_mask_mod(whole_blocks, (32,), check=True, **sizes)
+    assert (shared.batch, shared.heads) == (1, 1) and not shared.masked
+    assert BlockIndex.from_mask_mod(by_sequence, (), **sizes).batch == 3
+
+
+@triton.jit
+def whole_blocks(score, batch, head, q_index, kv_index, args):
+    size, seq_q, seq_k = args
+    return q_index // size == kv_index // size
+
+
+@triton.jit
+def by_sequence(score, batch, head, q_index, kv_index, args):
+    return kv_index >= 16 * batch
+
+
+@pytest.mark.interpreter
+def test_attention_over_lists_of_a_mask_mod(device):
+    q, k, v = (t.requires_grad_() for t in qkv(2, *LENGTHS, 2, 1, 16, device=device))
+    sizes = {"seq_q": LENGTHS[0], "seq_k": LENGTHS[1], "heads": 2, "block_q": 32, "block_k": 16, "device": device}
+    index = BlockIndex.from_mask_mod(near_mod, DOCUMENTS, **sizes)
+    out = tilefold.sparse_attention(q, k, v, index, mask_mod=near_mod, mask_args=DOCUMENTS)
+    mask = dense().to(device)
+    given = [t.detach() for t in (q, k, v)]
+    judge(
+        out.detach(),
+        *(reference.attention(*given, mask=mask, dtype=t)[0] for t in (torch.float64, q.dtype)),
+        "out",
+    )
+    upstream = torch.randn_like(out)
+    got = torch.autograd.grad(out, (q, k, v), upstream)
+    want, plain = (gradient.oracle(given, upstream, None, t, mask=mask) for t in (torch.float64, q.dtype))
+    gradient.judged(got, want, plain, "over lists of a mask_mod")
+
+
+@pytest.mark.no_poison
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"mask_mod": near}, DtypeError, "triton.jit"),
+        ({"mask_mod": None}, DtypeError, "got None"),
+        ({"args": [3]}, DtypeError, "mask_args must be a tuple"),
+        ({"args": (3,)}, ValueRangeError, "mask_args"),
+        ({"block_q": 24}, ValueRangeError, "block_q"),
+        ({"seq_k": -1}, ValueRangeError, "seq_k"),
+        ({"heads": 1.0}, DtypeError, "heads"),
+    ],
+)
+def test_mask_mods_that_are_refused(change, error, says, device):
+    given = {"mask_mod": near_mod, "args": DOCUMENTS, "seq_q": 70, "seq_k": 100, "device": device} | change
+    with pytest.raises(error, match=says):
+        BlockIndex.from_mask_mod(**given)

@@ -1,0 +1,222 @@
+"""tilefold.compat.flex_attention against fp64: the gallery of cases.flex, forward and backward; what is compiled; refusals."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as theirs
+from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
+
+from cases import flex, judge, rand
+from cases.flex import BATCH, HEADS, MASKS, SCORES, SEQ, blocks, blocks_of, checked, expected, tables_of, tensors
+from sources import run_source
+from tilefold import DtypeError, ShapeError, Unsupported
+from tilefold.compat import flex_attention as ours
+from tilefold.compat.flex_attention import and_masks, create_block_mask, flex_attention
+from tilefold.compat.flex_attention.translate import translated
+
+pytestmark = pytest.mark.interpreter
+EXTENTS = (BATCH, HEADS, SEQ, SEQ)
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_scores(name):
+    checked(SCORES[name][0], tables_of(name))
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name):
+    checked(None, (), MASKS[name], blocks_of(MASKS[name], name))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["softcap", "relative"])
+def test_a_score_and_a_mask_in_16_bits(name, dtype):
+    mask = MASKS["documents"]
+    checked(SCORES[name][0], tables_of(name, dtype), mask, blocks(mask), dtype)
+
+
+@pytest.mark.parametrize("seed", range(32))
+def test_random_scores(seed):
+    """Plus 0 times a score and an element of the table, so that both are read."""
+    made = flex.random_score(seed)
+
+    def make(table):
+        mod = made(table)
+        return lambda score, b, h, q_idx, kv_idx: mod(score, b, h, q_idx, kv_idx) + 0.5 * score + table[h, kv_idx]
+
+    checked(make, tables_of("relative"))
+
+
+@pytest.mark.no_poison
+@pytest.mark.parametrize("seed", range(64))
+def test_random_masks(seed):
+    given = (flex.random_mask(seed), BATCH, HEADS, SEQ, SEQ, "cpu", 16)
+    mine, own = create_block_mask(*given), torch_block_mask(*given)
+    assert torch.equal(mine.to_dense(), own.to_dense())
+    assert torch.equal(mine.full_kv_num_blocks, own.full_kv_num_blocks)
+
+
+def test_the_example_of_the_page():
+    page = (Path(__file__).parents[3] / "docs" / "compat" / "flex_attention.md").read_text(encoding="utf-8")
+    names = {}
+    run_source(page.split("```python\n")[1].split("```")[0].replace('device="cuda"', 'device="cpu"'), names)
+    with torch.no_grad():
+        given = [names[x] for x in "qkv"], (lambda: names["distance"], (), names["same_document"])
+        want, plain = (expected(*given[0], *given[1], dtype=dtype)[0] for dtype in (torch.float64, torch.float32))
+    judge(names["out"].detach(), want, plain, "out")
+    assert names["slope"].grad.isfinite().all()
+
+
+def test_inside_compiled_code():
+    """A graph break, and the same result."""
+    q, k, v = tensors(kv_heads=HEADS)
+    mod = flex.alibi()
+    compiled = torch.compile(lambda q: 2 * flex_attention(q + 0, k, v, mod), backend="eager")
+    assert torch.equal(compiled(q), 2 * flex_attention(q, k, v, mod))
+    made = torch.compile(create_block_mask, backend="eager")(flex.causal, None, None, SEQ, SEQ, "cpu", 16)
+    found = torch.compile(flex_attention, backend="eager")(q, k, v, mod, made)
+    assert torch.equal(found, flex_attention(q, k, v, mod, blocks(flex.causal)))
+
+
+def test_results_and_layouts():
+    q, k, v = tensors(kv_heads=HEADS)
+    want = expected(q.double(), k[:1].double().expand(2, -1, -1, -1), v[:1].double().expand(2, -1, -1, -1), scale=0.3)
+    plain = expected(q, k[:1].expand(2, -1, -1, -1), v[:1].expand(2, -1, -1, -1), scale=0.3, dtype=torch.float32)
+    for turned in (v, v.transpose(2, 3).contiguous().transpose(2, 3)):
+        out, aux = flex_attention(q, k[:1], turned[:1], scale=0.3, return_aux=ours.AuxRequest(lse=True))
+        judge(out, want[0], plain[0], "out")
+        judge(aux.lse, want[1], plain[1], "lse")
+        assert torch.equal(out, flex_attention(q, k[:1], turned[:1], scale=0.3, kernel_options={"BLOCK_M": 64}))
+
+
+def test_empty_inputs():
+    q, k, v = tensors()
+    assert flex_attention(q[:, :, :0], k, v, flex.alibi(), enable_gqa=True).shape == (BATCH, HEADS, 0, 16)
+    assert flex_attention(q[:0], k[:0], v[:0], flex.alibi(), enable_gqa=True).shape == (0, HEADS, SEQ, 16)
+
+
+def test_lists_are_kept_with_the_block_mask_until_it_changes():
+    q, k, v = tensors(kv_heads=HEADS)
+    mask = blocks(flex.causal)
+    first = flex_attention(q, k, v, block_mask=mask)
+    index = mask.__dict__["_tilefold_index"]
+    flex_attention(q, k, v, block_mask=mask)
+    assert mask.__dict__["_tilefold_index"] is index
+    mask.kv_num_blocks[..., 1:] = 0
+    mask.full_kv_num_blocks[..., 1:] = 0
+    changed = flex_attention(q, k, v, block_mask=mask)
+    assert torch.equal(changed[:, :, :16], first[:, :, :16]) and not changed[:, :, 16:].any()
+
+
+def test_equal_mods_are_one_function_whatever_lengths_and_tensors():
+    made = {
+        translated(flex.relative(rand(HEADS, n + 50)), (1, HEADS, n, n + 3), CPU, "score_mod").function
+        for n in range(20, 40)
+    }
+    assert len(made) == 1
+    windows = {translated(lambda b, h, q, kv, n=n: q - kv < n, EXTENTS, CPU, "mask_mod").function for n in range(2, 30)}
+    assert len(windows) == 1
+    (one,) = made
+    assert "tl.load" in inspect.getsource(one.fn)
+
+
+@pytest.mark.no_poison
+@pytest.mark.parametrize(
+    ("mod", "error", "says"),
+    [
+        (lambda s, b, h, q, kv: s if q > 3 else 2 * s, Unsupported, "torch.where"),
+        (lambda s, b, h, q, kv: torch.digamma(s), Unsupported, "digamma"),
+        (lambda s, b, h, q, kv: torch.nn.functional.softplus(s, 2.0), Unsupported, "softplus with these arguments"),
+        (lambda s, b, h, q, kv: torch.stack([s, s])[0], Unsupported, "stack"),
+        (lambda s, b, h, q, kv: s + torch.ones(SEQ)[q, None], ShapeError, "2 indices"),
+        (lambda s, b, h, q, kv: s + torch.ones(SEQ, 2)[q], Unsupported, "dimensions as an operand"),
+        (lambda s, b, h, q, kv: s + torch.ones(SEQ, 2)[q, :], Unsupported, "slice"),
+        (lambda s, b, h, q, kv: s + torch.ones(SEQ - 1)[q], ShapeError, "q_index, which goes to 45"),
+        (lambda s, b, h, q, kv: s + torch.ones(3)[s], Unsupported, "an index of torch.float32"),
+        (lambda s, b, h, q, kv: s + torch.ones(3)[5], IndexError, "5"),
+        (lambda s, b, h, q, kv: s + torch.ones(SEQ, 2)[q, 5], ShapeError, "element 5 of a dimension of 2"),
+        (lambda s, b, h, q, kv: s + torch.ones(SEQ, dtype=torch.complex64)[q], DtypeError, "complex64"),
+        (lambda s, b, h, q, kv: None, Unsupported, "NoneType"),
+    ],
+)
+def test_what_has_no_translation_is_refused_by_name(mod, error, says):
+    q, k, v = tensors(kv_heads=HEADS)
+    with pytest.raises(error, match=says):
+        flex_attention(q, k, v, mod)
+
+
+@pytest.mark.no_poison
+def test_calls_that_are_refused():
+    q, k, v = tensors()
+    with pytest.raises(ShapeError, match="enable_gqa"):
+        flex_attention(q, k, v)
+    with pytest.raises(ShapeError, match=r"query must be a tensor \[batch"):
+        flex_attention(q[0], k, v)
+    with pytest.raises(ShapeError, match="block_mask is for"):
+        flex_attention(q[:, :, 1:], k, v, block_mask=blocks(flex.causal), enable_gqa=True)
+    with pytest.raises(DtypeError, match="BlockMask"):
+        flex_attention(q, k, v, block_mask=torch.ones(1), enable_gqa=True)
+    with pytest.raises(Unsupported, match="max_scores"):
+        flex_attention(q, k, v, enable_gqa=True, return_aux=ours.AuxRequest(max_scores=True))
+    with pytest.raises(Unsupported, match="AuxRequest"):
+        flex_attention(q, k, v, enable_gqa=True, return_lse=True, return_aux=ours.AuxRequest(lse=True))
+
+
+def test_blocks_by_hand_beside_a_table_that_is_learned():
+    """A BlockMask without a mask_mod, whose blocks count."""
+    counts, order = torch.tensor([[[1, 2, 2]]]).int(), torch.tensor([[[[0, 1, 2], [0, 2, 1], [1, 2, 0]]]]).int()
+    by_hand = ours.BlockMask.from_kv_blocks(counts, order, BLOCK_SIZE=16, seq_lengths=(SEQ, SEQ))
+    listed = torch.tensor([[1, 0, 0], [1, 0, 1], [0, 1, 1]]).bool()
+
+    def mask(b, h, q_idx, kv_idx):
+        return listed[q_idx // 16, kv_idx // 16]
+
+    checked(flex.relative, tables_of("relative"), mask, by_hand)
+    checked(None, (), mask, by_hand)
+
+
+@pytest.mark.parametrize("size", [16, (32, 16), 64])
+@pytest.mark.parametrize("name", MASKS)
+def test_block_masks_are_those_of_torch(name, size):
+    given = (MASKS[name], BATCH, HEADS, SEQ, SEQ - 3, "cpu", size)
+    mine, own = create_block_mask(*given), torch_block_mask(*given)
+    for part in ("kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices"):
+        for field in (part, f"full_{part}"):
+            a, b = getattr(mine, field), getattr(own, field)
+            assert a.dtype == b.dtype and torch.equal(a, b), field
+    assert (mine.seq_lengths, mine.BLOCK_SIZE, mine.mask_mod) == (own.seq_lengths, own.BLOCK_SIZE, own.mask_mod)
+
+
+@pytest.mark.no_poison
+def test_block_masks_that_torch_makes():
+    for options in ({"BLOCK_SIZE": 24}, {"separate_full_blocks": False, "BLOCK_SIZE": 16}):
+        given = (flex.causal, None, None, SEQ, SEQ, "cpu")
+        mine, own = create_block_mask(*given, **options), torch_block_mask(*given, **options)
+        assert torch.equal(mine.to_dense(), own.to_dense())
+        assert (mine.full_kv_indices is None) == (own.full_kv_indices is None)
+
+
+@pytest.mark.no_poison
+def test_install_and_uninstall():
+    before = theirs.flex_attention, theirs.create_block_mask
+    ours.install()
+    ours.install()
+    try:
+        assert theirs.flex_attention is flex_attention
+        assert theirs.create_block_mask is create_block_mask
+    finally:
+        ours.uninstall()
+        ours.uninstall()
+    assert (theirs.flex_attention, theirs.create_block_mask) == before
+
+
+def test_masks_joined_by_torch_are_joined_here():
+    q, k, v = tensors(kv_heads=HEADS)
+    mask = and_masks(flex.causal, flex.document)
+    found = flex_attention(q, k, v, block_mask=blocks(mask))
+    want = theirs.flex_attention(q, k, v, block_mask=blocks(mask))
+    oracle = expected(q.double(), k.double(), v.double(), mask_mod=mask)[0]
+    judge(found, oracle, want, "out")
