@@ -10,7 +10,7 @@ from tilefold.nn import SparseVideoAttention
 from tilefold.sparse import CoarseOptions, SelectOptions
 from video_next_frame import Training, train
 from video_reconstruction import reconstruct
-from video_scene import Scene, scene_qkv
+from tilefold.video.scene import Scene, scene_qkv
 
 pytestmark = pytest.mark.no_poison
 GRID, RAGGED = (8, 12, 16), (7, 13, 18)

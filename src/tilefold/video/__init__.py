@@ -1,0 +1,43 @@
+"""Sparse attention in video models: `sparsify` makes a model follow lists of blocks, policies say which."""
+
+from .adapters import Adapter, DiffusersAdapter
+from .model import Sparse, desparsify, fitting_cube, sparsify
+from .policies import (
+    Antidiagonal,
+    ByHead,
+    ByLayer,
+    Dense,
+    DenseFirst,
+    FixedMap,
+    Gini,
+    KeepFor,
+    Pooled,
+    Radial,
+    SlidingTile,
+)
+from .site import Observer, Pass, Policy, Site, Text
+
+__all__ = [
+    "Adapter",
+    "Antidiagonal",
+    "ByHead",
+    "ByLayer",
+    "Dense",
+    "DenseFirst",
+    "DiffusersAdapter",
+    "FixedMap",
+    "Gini",
+    "KeepFor",
+    "Observer",
+    "Pass",
+    "Policy",
+    "Pooled",
+    "Radial",
+    "Site",
+    "SlidingTile",
+    "Sparse",
+    "Text",
+    "desparsify",
+    "fitting_cube",
+    "sparsify",
+]
