@@ -70,7 +70,7 @@ class DiffusersAdapter(Adapter):
     """A transformer of Diffusers: processors are swapped, tokens are turned once, and the rotary argument carries the `Pass`.
 
     blocks: names of the lists of blocks.  attention: the module in a block.  embed: the module that gives the video's tokens.
-    rope: the module that gives the rotary tables; None: they are an argument.  last: the module that takes the last layer's tokens."""
+    rope: the module that gives the rotary tables; None: they are an argument.  last: the module behind the last block."""
 
     blocks: tuple[str, ...] = ("transformer_blocks",)
     attention = "attn1"
@@ -208,7 +208,7 @@ class Wan(DiffusersAdapter):
     def with_tables(self, now: Pass, cos: torch.Tensor, sin: torch.Tensor) -> Pass:
         return super().with_tables(now, cos[:, :, 0], sin[:, :, 0])  # [1, tokens, 1, channels]
 
-    def forward(self, layer: Any, attend: Any, x: torch.Tensor, text: Any, mask: Any, now: Pass) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, layer: Any, attend: Any, x: torch.Tensor, text: Any, mask: Any, now: Pass) -> torch.Tensor:
         q, k, v = _projected(layer, x)
         q, k, v = (one.unflatten(2, (layer.heads, -1)) for one in (*_normed(layer, q, k), v))
         return _out(layer, attend(*_turned(now, q, k), v, now=now))
@@ -231,19 +231,18 @@ class LTXVideo(DiffusersAdapter):
     embed, last = "proj_in", "norm_out"
 
     def grid(self, model: Any, inputs: dict[str, Any]) -> tuple[int, int, int]:
-        named = [inputs.get(name) for name in ("num_frames", "height", "width")]
-        if None in named:
+        t, h, w = (inputs.get(name) for name in ("num_frames", "height", "width"))
+        if t is None or h is None or w is None:
             raise Unsupported(
-                f"num_frames, height and width must be given to the model, got {named}: they say where tokens lie"
+                f"num_frames, height and width must be given to the model, got {(t, h, w)}: they say where tokens lie"
             )
-        t, h, w = named
         return t, h, w
 
     def hooks(self, model: nn.Module, now: Callable[[], Pass]) -> list[Any]:
         embedder = model.get_submodule("time_embed")
         return [*super().hooks(model, now), embedder.register_forward_hook(_LTXTimes(now).tile)]
 
-    def forward(self, layer: Any, attend: Any, x: torch.Tensor, text: Any, mask: Any, now: Pass) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, layer: Any, attend: Any, x: torch.Tensor, text: Any, mask: Any, now: Pass) -> torch.Tensor:
         q, k, v = _projected(layer, x)
         q, k = (one.squeeze(2) for one in _turned(now, *(one.unsqueeze(2) for one in _normed(layer, q, k))))
         return _out(layer, attend(*(one.unflatten(2, (layer.heads, -1)) for one in (q, k, v)), now=now))
@@ -279,7 +278,7 @@ class HunyuanVideo(DiffusersAdapter):
     def once(self, model: Any) -> bool:
         return bool(model.config.image_condition_type != "token_replace")
 
-    def forward(self, layer: Any, attend: Any, x: torch.Tensor, text: torch.Tensor, mask: Any, now: Pass) -> Any:  # type: ignore[override]
+    def forward(self, layer: Any, attend: Any, x: torch.Tensor, text: torch.Tensor, mask: Any, now: Pass) -> Any:
         two = layer.add_q_proj is not None
         norms = (layer.norm_added_q, layer.norm_added_k) if two else (layer.norm_q, layer.norm_k)
         video, beside = _projected(layer, x), _added(layer, text) if two else _projected(layer, text)
@@ -315,9 +314,11 @@ class CogVideoX(DiffusersAdapter):
         text = found.shape[1] - now.tiling.tokens
         return torch.cat([found[:, :text], now.tiling.tile(found[:, text:])], 1)
 
-    def forward(self, layer: Any, attend: Any, x: torch.Tensor, text: torch.Tensor, mask: Any, now: Pass) -> Any:  # type: ignore[override]
+    def forward(self, layer: Any, attend: Any, x: torch.Tensor, text: torch.Tensor, mask: Any, now: Pass) -> Any:
         if mask is not None:
-            raise Unsupported(f"attention_mask was given, of shape {tuple(mask.shape)}: CogVideoX is attended without one")
+            raise Unsupported(
+                f"attention_mask was given, of shape {tuple(mask.shape)}: CogVideoX is attended without one"
+            )
         q, k, v = (one.unflatten(2, (layer.heads, -1)) for one in _projected(layer, x))
         qt, kt, vt = (one.unflatten(2, (layer.heads, -1)) for one in _projected(layer, text))
         beside = Text(*_normed(layer, qt, kt), vt)

@@ -33,7 +33,9 @@ def attend_lists(
     """(video, text): q, k, v in the tiled order over the lists and all text; text over everything."""
     sizes = tiling.sizes(q.device)
     if text is None:
-        return sparse_attention(q, k, v, index.with_tensors(index.indices, index.counts, sizes, sizes), scale=scale), None
+        return sparse_attention(
+            q, k, v, index.with_tensors(index.indices, index.counts, sizes, sizes), scale=scale
+        ), None
     k, v = torch.cat([k, text.k], 1), torch.cat([v, text.v], 1)
     length = text.q.shape[1]
     both = _joined_sizes(tiling, text, length)
@@ -70,7 +72,9 @@ def _joined_sizes(tiling: GridTiling, text: Text, length: int) -> torch.Tensor |
     return torch.cat([video.expand(*valid.shape[:-1], -1), valid], -1)
 
 
-def _with_text(index: BlockIndex, length: int, sizes: torch.Tensor | None, query_sizes: torch.Tensor | None) -> BlockIndex:
+def _with_text(
+    index: BlockIndex, length: int, sizes: torch.Tensor | None, query_sizes: torch.Tensor | None
+) -> BlockIndex:
     """Lists of the video's query blocks with all text blocks in front: the order of a list changes nothing but rounding."""
     block, blocks = index.block_k, index.kv_blocks
     text = torch.arange(blocks, blocks - (-length // block), device=index.device, dtype=torch.int32)

@@ -46,12 +46,12 @@ def sparsify(
         A `Sparse` for a model, a list of them for a pipeline, in the order of its components.
 
     Tokens are turned into cubes once a forward pass, behind the patch embedding, with the rotary tables, and back before the last
-    norm.  Cross-attention stays as it is.  Text in the same attention is seen by all tokens and sees all.  Slots that pad a cube go through
-    the model's other layers, too.  Sparsify before torch.compile.
+    norm.  Cross-attention stays as it is.  Text in the same attention is seen by all tokens and sees all.  Slots that pad a cube
+    go through the model's other layers, too.  Sparsify before torch.compile.
 
     Raises:
-        Unsupported for a model that nobody knows or that was compiled; ValueRangeError for one that is sparse already; ValueRangeError,
-        ShapeError or DtypeError naming cube, policy or adapter.
+        Unsupported for a model that nobody knows or that was compiled; ValueRangeError for one that is sparse already;
+        ValueRangeError, ShapeError or DtypeError naming cube, policy, observe or adapter.
 
     Source: block-sparse attention over cubes of a video (Zhang et al. 2025, arXiv:2502.04507 and arXiv:2505.13389)."""
     chosen: Policy = Pooled(sparsity=0.8) if policy is None else policy
@@ -119,9 +119,7 @@ class Sparse:
         self._step: int | None = None
         self._names = list(inspect.signature(model.forward).parameters)
         self._once = adapter.once(model)
-        self._originals = [
-            adapter.install(layer, Attend(self, number)) for number, layer in enumerate(self.layers)
-        ]
+        self._originals = [adapter.install(layer, Attend(self, number)) for number, layer in enumerate(self.layers)]
         self._handles = [model.register_forward_pre_hook(self._begin, with_kwargs=True)]
         self._handles += adapter.hooks(model, self._present)
         model.__dict__[_NAME] = self

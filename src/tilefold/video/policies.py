@@ -1,7 +1,7 @@
 """Which blocks a video's blocks attend: policies as values, each with its source, all of them over one `BlockIndex`.
 
-A policy is a function of (q, k, site); see `tilefold.video.Policy`.  Those here are frozen dataclasses, which print as they are written.
-Settings of a head each are tuples of numbers, one for each query head."""
+A policy is a function of (q, k, site); see `tilefold.video.Policy`.  Those here are frozen dataclasses, which print as they are
+written.  A setting for each head is a tuple of numbers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,9 +51,9 @@ class Dense:
 class Pooled:
     """The blocks of highest score, scores from the means of each block's queries and keys: softmax(mean q . mean k * scale).
 
-    sparsity: the share of blocks that each row leaves out, 0 to 1, or top_p: the share of a row's probability that it keeps at least.
-    One number, or one for each head; exactly one of the two.  window: also keep the blocks within so many blocks (t, h, w), or a
-    number for all axes, of the row's own; they count.
+    sparsity: the share of blocks that each row leaves out, 0 to 1, or top_p: the share of a row's probability that it keeps at
+    least.  One number, or one for each head; exactly one of the two.  window: also keep the blocks at most so many blocks
+    (t, h, w), or a number for all axes, from the row's own; they count.
 
     Source: VSA's coarse stage (Zhang et al. 2025, arXiv:2505.13389) with sparsity; with top_p and a window NABLA (Mikhailov
     et al. 2025, arXiv:2507.13546), whose scores are these."""
@@ -109,7 +109,7 @@ class Pooled:
 
 @dataclass(frozen=True)
 class Antidiagonal(Pooled):
-    """The blocks of highest score, scores from sums over antidiagonals: of each stride x stride tile of q k^T the sum of one antidiagonal,
+    """The blocks of highest score, scores from antidiagonals: of each stride x stride tile of q k^T the mean of one antidiagonal,
     softmax over a row of tiles, the mean over a block's rows and the sum over its columns.
 
     sparsity, top_p, window: as for `Pooled`.  stride: a divisor of a block's tokens; scores cost 1 / stride of q k^T.
@@ -148,8 +148,9 @@ class Antidiagonal(Pooled):
 
 @dataclass(frozen=True)
 class Gini:
-    """As many blocks as a row needs: mass of at least tau of the coarse branch's probability, tau = tau_min + (tau_max - tau_min) *
-    (1 - G), G the Gini coefficient of the row's scores: rows that are concentrated keep fewer.
+    """As many blocks as a row needs: mass of at least tau of the coarse branch's probability.
+
+    tau = tau_min + (tau_max - tau_min) * (1 - G), G the Gini coefficient of the row's scores: concentrated rows keep fewer.
 
     kind: scores from a softmax of each query over mean keys ("block"), or from mean queries, too ("pooled").
 
@@ -182,7 +183,7 @@ class Gini:
 
 @dataclass(frozen=True)
 class SlidingTile:
-    """The blocks within `radii` blocks (t, h, w), or one number for all axes, of the row's own; at a border the window moves inside.
+    """The blocks at most `radii` (t, h, w), or a number for all axes, from the row's own; at a border the window moves inside.
 
     Source: sliding tile attention (Zhang et al. 2025, arXiv:2502.04507), whose windows count blocks as these do."""
 
@@ -200,8 +201,8 @@ class Radial:
     """A window over the blocks of a frame that halves whenever the distance in time doubles, and the first frame for all.
 
     Frames are rows of blocks in time, of s blocks each.  At a distance of d frames, r = floor(log2(max(d, 1))): places in the
-    frame that are at most width * s / 2^r - 1 apart; where that is less than one block, the same place in every frame whose distance is
-    a multiple of 2^r / (width * s).  width: more or less than the published window, which is 1.
+    frame that are at most width * s / 2^r - 1 apart; where that is less than one block, the same place in every frame whose
+    distance is a multiple of 2^r / (width * s), rounded up.  width: of the published window, 1.
 
     Source: radial attention (Li et al. 2025, arXiv:2506.19852), over blocks instead of tokens."""
 
@@ -220,7 +221,8 @@ class Radial:
     def map(self, tiling: GridTiling, device: torch.device) -> torch.Tensor:
         """bool [1, 1, blocks, blocks]."""
         places = tiling.blocks[1] * tiling.blocks[2]
-        frame, place = (part(torch.arange(tiling.block_count, device=device), places) for part in (_quotient, torch.remainder))
+        block = torch.arange(tiling.block_count, device=device)
+        frame, place = block // places, block % places
         apart = (frame[:, None] - frame).abs()
         near = (place[:, None] - place).abs()
         band = 2.0 ** apart.clamp(min=1).log2().floor()
@@ -232,8 +234,8 @@ class Radial:
 
 @dataclass(frozen=True, eq=False)
 class FixedMap:
-    """A map that was measured before: bool [blocks, blocks], [heads, blocks, blocks] or [batch or 1, heads or 1, blocks, blocks], for one
-    grid; or a mapping from a layer's number to such a map, dense for layers that it leaves out.
+    """A map that was measured before: bool [blocks, blocks], [heads, blocks, blocks] or [batch or 1, heads or 1, blocks, blocks],
+    for one grid; or a mapping from a layer's number to such a map, dense for layers that it leaves out.
 
     Source: calibration, see `tilefold.video.calibrate`."""
 
@@ -265,7 +267,7 @@ class FixedMap:
 class DenseFirst:
     """Dense attention in the first `steps` denoising steps and in the first and last layers; elsewhere `policy`.
 
-    Source: as sliding tile attention and radial attention keep the first steps, which decide the layout."""
+    Source: radial attention (Li et al. 2025, arXiv:2506.19852) keeps its first steps and layers dense."""
 
     policy: Policy
     steps: int = 0
@@ -290,7 +292,7 @@ class ByLayer:
     """A policy for each layer: policies by the layer's number, `otherwise` for the layers that are left out."""
 
     policies: Mapping[int, Policy]
-    otherwise: Policy = Dense()  # noqa: RUF009 - a frozen value
+    otherwise: Policy = Dense()
 
     def __post_init__(self) -> None:
         for number, one in self.policies.items():
@@ -318,7 +320,8 @@ class ByHead:
             raise ShapeError(f"policies are {len(self.policies)}, expected one for each of {site.heads} heads")
         if k.shape[2] != site.heads:
             k = k.repeat_interleave(site.heads // k.shape[2], 2)
-        n, maps = site.tiling.block_count, {}
+        n = site.tiling.block_count
+        maps: dict[int, torch.Tensor] = {}
         for policy in dict.fromkeys(self.policies):
             heads = [head for head, one in enumerate(self.policies) if one == policy]
             memory = site.memory.setdefault(f"heads {heads}", {})
@@ -334,9 +337,10 @@ class ByHead:
 class KeepFor:
     """The lists that `policy` made, kept for so many denoising steps; all calls of a layer in these steps share them.
 
-    The lists of every layer stay in memory.  They are made anew for another grid, batch size or device, and where steps begin again.
+    The lists of every layer stay in memory.  They are made anew for another grid, batch size or device, and where steps begin
+    again.
 
-    Source: lists change slowly between steps, as Sparse VideoGen (Xi et al. 2025, arXiv:2502.01776) and others use."""
+    Source: AdaSpa (Xia et al. 2025, arXiv:2502.21079), which finds that patterns hardly change between steps."""
 
     policy: Policy
     steps: int
@@ -386,10 +390,6 @@ def _by_head(rows: torch.Tensor, heads: int | None = None) -> torch.Tensor:
     if heads is None or rows.shape[1] == heads:
         return rows
     return rows.repeat_interleave(heads // rows.shape[1], 1)
-
-
-def _quotient(x: torch.Tensor, by: int) -> torch.Tensor:
-    return x // by
 
 
 def _each(share: Share | None) -> Sequence[Any]:

@@ -28,9 +28,9 @@ class Site(NamedTuple):
 
 
 Policy: TypeAlias = Callable[[torch.Tensor, torch.Tensor, Site], BlockIndex | None]
-"""A function of (q, k, site): q [batch, blocks * slots, heads, dim] and k with kv_heads, of the video's tokens, in the tiled order,
-turned by the rotary embedding; slots past a block's tokens hold anything.  It returns the lists of the video's blocks, or None for dense
-attention.  It is called without gradients and reads nothing on the host if it should run in CUDA graphs."""
+"""A function of (q, k, site): q [batch, blocks * slots, heads, dim], k with kv_heads, of the video's tokens in the tiled order,
+turned by the rotary embedding; slots past a block's tokens hold anything.  It returns the lists of the video's blocks, or None
+for dense attention.  It is called without gradients, and reads nothing on the host if it is to run in CUDA graphs."""
 
 Observer: TypeAlias = Callable[[Site, tuple[torch.Tensor, torch.Tensor, torch.Tensor], BlockIndex | None], None]
 """A function of (site, (q, k, v), lists) that is called before attention."""
