@@ -7,7 +7,7 @@ import torch
 from tilefold import reference
 from tilefold.video import attend
 
-GRID = (5, 6, 5)  # odd: cubes at every far edge are cut
+GRID = (3, 3, 5)  # odd: cubes at every far edge are cut
 CUBE = (2, 2, 4)
 TEXT = 9
 
@@ -17,7 +17,7 @@ def _pixels(batch, grid, channels=4):
     return torch.randn(batch, channels, t, 2 * h, 2 * w)
 
 
-def wan(grid=GRID, batch=2, layers=2, image=False, times=False):
+def wan(grid=GRID, batch=2, layers=1, image=False, times=False):
     """image: tokens of an image in cross-attention.  times: a time for each token, as in Wan 2.2 with 5 billion parameters."""
     from diffusers import WanTransformer3DModel
 
@@ -57,7 +57,7 @@ def hunyuan(grid=GRID, batch=2, layers=1, condition=None):
     return model, inputs
 
 
-def ltx(grid=GRID, batch=2, layers=2, times=False):
+def ltx(grid=GRID, batch=2, layers=1, times=False):
     """times: a time for each token, as where the first frames are given."""
     from diffusers import LTXVideoTransformer3DModel
 
@@ -78,12 +78,12 @@ def ltx(grid=GRID, batch=2, layers=2, times=False):
     return model, inputs
 
 
-def cogvideox(grid=GRID, batch=2, layers=2, rotary=True):
+def cogvideox(grid=GRID, batch=2, layers=1, rotary=True):
     from diffusers import CogVideoXTransformer3DModel
 
     t, h, w = grid
     model = CogVideoXTransformer3DModel(
-        num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, time_embed_dim=8, text_embed_dim=16,
+        num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4, time_embed_dim=8, text_embed_dim=16,
         num_layers=layers, sample_width=2 * w, sample_height=2 * h, sample_frames=4 * t - 3, patch_size=2,
         temporal_compression_ratio=4, max_text_seq_length=TEXT, use_rotary_positional_embeddings=rotary,
     )  # fmt: skip
@@ -93,7 +93,7 @@ def cogvideox(grid=GRID, batch=2, layers=2, rotary=True):
         "timestep": torch.randint(1000, (batch,)),
     }
     if rotary:
-        angles = torch.randn(t * h * w, 6).repeat_interleave(2, 1)
+        angles = torch.randn(t * h * w, 8).repeat_interleave(2, 1)
         inputs["image_rotary_emb"] = angles.cos(), angles.sin()
     return model, inputs
 
@@ -158,13 +158,13 @@ class Replayed:
 
 
 def gradients(model, inputs, weight):
-    """Of the latents and of every parameter that has one, by name, after the output."""
+    """The output, and gradients of the latents and of the projections to q, k and v of self-attention, by name."""
     inputs = {**inputs, "hidden_states": inputs["hidden_states"].detach().requires_grad_()}
     out = model(**inputs).sample
-    names, tensors = zip(*[(n, p) for n, p in model.named_parameters() if p.requires_grad], strict=True)
-    found = torch.autograd.grad(out, [inputs["hidden_states"], *tensors], weight.to(out), allow_unused=True)
-    made = {"out": out, "latents": found[0]}
-    return made | {n: g for n, g in zip(names, found[1:], strict=True) if g is not None}
+    ends = ("to_q.weight", "to_k.weight", "to_v.weight")
+    mine = {n: p for n, p in model.named_parameters() if n.endswith(ends) and "attn2" not in n and "refiner" not in n}
+    found = torch.autograd.grad(out, [inputs["hidden_states"], *mine.values()], weight.to(out))
+    return dict(zip(("out", "latents", *mine), (out, *found), strict=True))
 
 
 __all__ = [

@@ -55,9 +55,9 @@ def attend_dense(
     if text.lengths is not None:
         place = torch.arange(k.shape[1] + length, device=q.device)
         mask = (place < k.shape[1] + text.lengths[:, None])[:, None, None, :]
-    q = torch.cat([q, text.q], 1)
-    out = attention(q, torch.cat([k, text.k], 1), torch.cat([v, text.v], 1), mask=mask, scale=scale)
-    return out[:, :-length], out[:, -length:]
+    both = torch.cat([q, text.q], 1)
+    out = attention(both, torch.cat([k, text.k], 1), torch.cat([v, text.v], 1), mask=mask, scale=scale)
+    return out[:, : q.shape[1]], out[:, q.shape[1] :]
 
 
 def _joined_sizes(tiling: GridTiling, text: Text, length: int) -> torch.Tensor | None:

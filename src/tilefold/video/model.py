@@ -108,8 +108,6 @@ class Sparse:
         self, model: nn.Module, adapter: Adapter, policy: Policy, cube: tuple[int, int, int] | None, observe: Observer | None,
         scheduler: Any,
     ) -> None:  # fmt: skip
-        if hasattr(model, "_orig_mod"):
-            raise Unsupported("model is compiled already: sparsify the model itself, then compile it")
         if _NAME in model.__dict__:
             raise ValueRangeError("model is sparse already: tilefold.video.desparsify(model) first")
         self.model, self.adapter, self.policy, self.observe = model, adapter, policy, observe
@@ -204,6 +202,8 @@ class Attend:
 
 
 def _adapter(model: nn.Module, given: Adapter | None) -> Adapter:
+    if hasattr(model, "_orig_mod"):
+        raise Unsupported("model is compiled already: sparsify the model itself, then compile it")
     found = adapter_of(model) if given is None else given
     if found is None:
         raise Unsupported(f"model is a {type(model).__name__}, which needs an adapter of its own: {_known()}")

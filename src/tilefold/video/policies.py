@@ -68,7 +68,8 @@ class Pooled:
         name = "top_p" if self.sparsity is None else "sparsity"
         given = getattr(self, name)
         if isinstance(given, list):
-            object.__setattr__(self, name, tuple(given))
+            given = tuple(given)
+            object.__setattr__(self, name, given)
         for one in _each(given):
             check_share(name, one)
         if self.window is not None:

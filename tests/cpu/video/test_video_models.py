@@ -1,4 +1,4 @@
-"""`tilefold.video.sparsify` on small models of Diffusers: dense at full density, the lists of a policy against fp64, and the way back."""
+"""`tilefold.video.sparsify` on small models of Diffusers: dense at full density, a policy's lists against fp64, the way back."""
 
 import copy
 import pickle
@@ -19,14 +19,14 @@ ALL = video.Pooled(sparsity=0.0)
 HALF = video.Pooled(sparsity=0.5)
 CASES = {
     "wan": (small.wan, {}),
-    "wan, image": (small.wan, {"image": True, "layers": 1}),
-    "wan, a time for each token": (small.wan, {"times": True, "layers": 1}),
+    "wan, image": (small.wan, {"image": True}),
+    "wan, a time for each token": (small.wan, {"times": True}),
     "hunyuan": (small.hunyuan, {}),
     "hunyuan, first frame given": (small.hunyuan, {"condition": "token_replace"}),
-    "ltx": (small.ltx, {"layers": 1}),
-    "ltx, a time for each token": (small.ltx, {"times": True, "layers": 1}),
-    "cogvideox": (small.cogvideox, {"layers": 1}),
-    "cogvideox, no rotary": (small.cogvideox, {"rotary": False, "layers": 1}),
+    "ltx": (small.ltx, {}),
+    "ltx, a time for each token": (small.ltx, {"times": True}),
+    "cogvideox": (small.cogvideox, {}),
+    "cogvideox, no rotary": (small.cogvideox, {"rotary": False}),
 }
 POLICIES = {
     "pooled": HALF,
@@ -49,7 +49,7 @@ def made(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_full_density_is_dense(name, monkeypatch):
-    """Output and all gradients against the dense model in fp64: every block listed, and the policy that attends without lists."""
+    """Output and gradients against the dense model in fp64: every block listed, and the policy that attends without lists."""
     model, inputs = made(name)
     weight = torch.randn(small.sample(model, inputs).shape)
     found = []
@@ -73,7 +73,7 @@ def test_full_density_is_dense(name, monkeypatch):
 @pytest.mark.parametrize("family", ["wan", "hunyuan"])
 def test_policies_against_fp64(family, policy, monkeypatch):
     """Each policy's own lists followed by the oracle, with text, padding and two different videos in a batch."""
-    model, inputs = small.FAMILIES[family]()
+    model, inputs = small.FAMILIES[family](layers=2 if family == "wan" and policy == "dense at the ends" else 1)
     weight = torch.randn(small.sample(model, inputs).shape)
     recorded = small.Recorded()
     video.sparsify(model, POLICIES[policy], cube=small.CUBE, observe=recorded)
@@ -88,10 +88,10 @@ def test_policies_against_fp64(family, policy, monkeypatch):
         return small.gradients(twin, given, weight)
 
     exact, plain = wanted(), reference.deviating(wanted, torch.float32)
-    for what in ("out", "latents", next(name for name in exact if name.endswith("to_k.weight"))):
+    for what in exact:
         judge(got[what], exact[what], plain[what], what)
     listed = [index for index in recorded.lists if index is not None]
-    assert len(listed) == (1 if policy == "dense at the ends" else 2)
+    assert len(listed) == len(sparse.layers) - (policy == "dense at the ends")
     assert any(float(index.counts.float().mean()) < index.kv_blocks for index in listed), "nothing was left out"
 
 
@@ -99,7 +99,7 @@ def test_policies_against_fp64(family, policy, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(family, dtype, monkeypatch):
     """At full density a model in 16 bits is as near to fp64 as its dense form is held to be."""
-    model, inputs = small.FAMILIES[family](layers=1)
+    model, inputs = small.FAMILIES[family]()
     model = model.to(dtype)
     narrow = {n: x.to(dtype) if n.startswith(("hidden", "encoder_hidden", "pooled")) else x for n, x in inputs.items()}
     video.sparsify(model, ALL, cube=small.CUBE)
@@ -121,7 +121,7 @@ def test_desparsify_restores_the_bits(family):
     processors = {name: id(one) for name, one in model.attn_processors.items()}
     sparse = video.sparsify(model, HALF, cube=small.CUBE)
     assert list(model.state_dict()) == names, "a sparse model has the same parameters"
-    assert len(sparse.layers) == 2
+    assert len(sparse.layers) == (2 if family == "hunyuan" else 1)
     assert not torch.equal(small.sample(model, inputs), before)
     video.desparsify(model)
     video.desparsify(model)
@@ -130,11 +130,11 @@ def test_desparsify_restores_the_bits(family):
     assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
 
 
-@pytest.mark.parametrize("grid", [(1, 1, 1), (4, 2, 8), (3, 7, 9)])
+@pytest.mark.parametrize("grid", [(1, 1, 1), (4, 2, 8), (3, 5, 9)])
 @pytest.mark.parametrize("family", small.FAMILIES)
 def test_grids(family, grid):
     """One token, whole cubes, cut cubes; the cube chosen for each grid; every token is its own again."""
-    model, inputs = small.FAMILIES[family](grid, batch=1, layers=1)
+    model, inputs = small.FAMILIES[family](grid, batch=1)
     before = small.sample(model, inputs)
     for cube in (None, small.CUBE):
         sparse = video.sparsify(model, ALL, cube=cube)
@@ -146,7 +146,7 @@ def test_grids(family, grid):
 @pytest.mark.parametrize("family", small.FAMILIES)
 def test_guidance_is_two_calls_or_one(family):
     """The rows of a batch do not see each other: both videos at once, and one after the other."""
-    model, inputs = small.FAMILIES[family](layers=1)
+    model, inputs = small.FAMILIES[family]()
     video.sparsify(model, HALF, cube=small.CUBE)
     both = small.sample(model, inputs)
     for row in range(2):
@@ -157,15 +157,14 @@ def test_guidance_is_two_calls_or_one(family):
 @pytest.mark.parametrize("family", small.FAMILIES)
 def test_gradient_checkpointing_gives_the_same_bits(family):
     """Also where a pass over another grid comes between forward and backward: each recomputes in its own."""
-    model, inputs = small.FAMILIES[family](layers=1)
-    other = small.FAMILIES[family]((2, 4, 6), batch=1, layers=1)[1]
+    model, inputs = small.FAMILIES[family]()
+    other = small.FAMILIES[family]((2, 4, 6), batch=1)[1]
     video.sparsify(model, HALF, cube=small.CUBE)
     wanted = small.gradients(model.train(), inputs, torch.ones_like(small.sample(model, inputs)))
     model.enable_gradient_checkpointing()
     latents = inputs["hidden_states"].detach().requires_grad_()
     out = model(**{**inputs, "hidden_states": latents}).sample
-    if family != "ltx" and CASES[family][0] is not small.cogvideox:  # their embeddings are made for one size
-        model(**other)
+    model(**other)
     assert torch.equal(torch.autograd.grad(out.sum(), latents)[0], wanted["latents"])
 
 
@@ -175,7 +174,7 @@ def test_gradient_checkpointing_gives_the_same_bits(family):
 @pytest.mark.parametrize("family", ["wan", "hunyuan"])
 def test_compiled(family):
     """One graph for the whole model; blocks compiled one by one."""
-    model, inputs = small.FAMILIES[family](layers=1)
+    model, inputs = small.FAMILIES[family]()
     video.sparsify(model, HALF, cube=small.CUBE)
     wanted = small.sample(model, inputs)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -213,7 +212,7 @@ def test_fused_projections():
 
 def test_tokens_are_turned_once_a_pass(monkeypatch):
     """Not once a layer: as often with three layers as with one."""
-    tile, counts = GridTiling.tile, []
+    tile, counts = GridTiling.tile, [0]
 
     def counted(self, x):
         counts[-1] += 1
@@ -223,10 +222,9 @@ def test_tokens_are_turned_once_a_pass(monkeypatch):
     for layers in (1, 3):
         model, inputs = small.wan(layers=layers)
         video.sparsify(model, HALF, cube=small.CUBE)
-        small.sample(model, inputs)
         counts.append(0)
         small.sample(model, inputs)
-    assert counts == [3, 3], "the tokens, cosines and sines"
+    assert counts[1:] == [3, 3], "the tokens, cosines and sines"
 
 
 # ---------------------------------------------------------------- steps
@@ -240,8 +238,8 @@ class Scheduler:
 
 def pipeline():
     """What a pipeline of two transformers looks like, as Wan 2.2's."""
-    first, inputs = small.wan(layers=1)
-    second, _ = small.wan(layers=1)
+    first, inputs = small.wan()
+    second, _ = small.wan()
     scheduler = Scheduler()
     parts = {"transformer": first, "transformer_2": second, "vae": torch.nn.Linear(1, 1), "scheduler": scheduler}
     return SimpleNamespace(components=parts, scheduler=scheduler), inputs
@@ -271,7 +269,7 @@ def test_a_pipeline_says_its_steps():
 
 
 def test_a_model_alone_is_told_its_steps():
-    model, inputs = small.wan(layers=1)
+    model, inputs = small.wan()
     sparse = video.sparsify(model, video.DenseFirst(HALF, steps=1), cube=small.CUBE)
     with pytest.raises(ValueRangeError, match=r"DenseFirst\(.*\) needs the denoising step, which nobody said"):
         model(**inputs)
@@ -288,8 +286,8 @@ def test_a_model_alone_is_told_its_steps():
 
 
 def test_refusals():
-    model, inputs = small.wan(layers=1)
-    with pytest.raises(Unsupported, match="model is a Linear, which needs an adapter of its own: known are WanTransformer3DModel"):
+    model, inputs = small.wan()
+    with pytest.raises(Unsupported, match="model is a Linear, which needs an adapter of its own: known are Wan"):
         video.sparsify(torch.nn.Linear(1, 1))
     with pytest.raises(DtypeError, match=r"model must be a torch\.nn\.Module or a pipeline of Diffusers, got int"):
         video.sparsify(3)
@@ -315,16 +313,18 @@ def test_refusals():
     sparse = model.__dict__["_tilefold_sparse"]
     keep = torch.ones(1, 1, 4, 4, dtype=torch.bool)
     sparse.policy = lambda q, k, site: BlockIndex.from_map(keep, block_q=16, block_k=16)
-    with pytest.raises(ShapeError, match=r"returned lists with .* = \(16, 16, 64, 64\), expected \(16, 16, 288, 288\) for grid"):
+    with pytest.raises(
+        ShapeError, match=r"returned lists with .* = \(16, 16, 64, 64\), expected \(16, 16, 128, 128\) for grid"
+    ):
         model(**inputs)
     model.blocks[0].attn1.processor._parallel_config = object()
     with pytest.raises(Unsupported, match="does not take Diffusers' _parallel_config"):
         model(**inputs)
-    ltx, inputs = small.ltx(layers=1)
+    ltx, inputs = small.ltx()
     video.sparsify(ltx)
     with pytest.raises(Unsupported, match="num_frames, height and width must be given to the model"):
         ltx(**{**inputs, "height": None})
-    cog, inputs = small.cogvideox(layers=1)
+    cog, inputs = small.cogvideox()
     video.sparsify(cog)
     with pytest.raises(Unsupported, match="attention_mask was given"):
         cog(**inputs, attention_kwargs={"attention_mask": torch.ones(2, 1)})
