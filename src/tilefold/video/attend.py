@@ -2,11 +2,12 @@
 
 import torch
 
-from .. import attention, sparse_attention
+from ..api import attention
 from ..errors import DtypeError, ShapeError
 from ..sparse import BlockIndex, GridTiling
 from ..sparse.kept import kept
 from ..sparse.lists import padded
+from ..sparse_api import sparse_attention
 from .site import Text
 
 __all__ = ["attend_dense", "attend_lists", "check_lists"]

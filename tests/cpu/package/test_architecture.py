@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "quant": {"errors"},
     "nn": WORK | {"sparse", "quant"},
     "parallel": WORK | {"sparse"},
+    "video": WORK | {"sparse", "nn"},
     "compat": WORK | {"sparse", "nn"},
     "integrations": WORK,
     "aot": {"plan", "kernels", "device", "ops", "quant"} | LEAVES,
@@ -58,6 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "profiling",
         "parallel",
         "tune",
+        "video",
     },
     "__init__": {
         "ops",
