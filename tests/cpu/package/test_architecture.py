@@ -126,7 +126,7 @@ SHARED_BY_HOPPER = (
     "lowbit_parts",
 )  # Gluon's front and the device helpers of its kernels: no kernels
 GLUON_COMPILER = ("aot", "compile")  # drives Triton's compilers, Gluon's among them; writes no kernels
-REFERENCE_IN_CLI = {"check", "demo"}
+REFERENCE_IN_CLI = {"check", "demo", "video_demo"}
 
 
 class Import:
