@@ -1,5 +1,6 @@
 """The demo of `tilefold video`: a rendered scene, attended by each policy, as a table and a picture."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,35 +15,58 @@ from tilefold.sparse import GridTiling
 from tilefold.video import scene
 from tilefold.video.measure import dense_results, least_seconds, left_out
 
-__all__ = ["HEAD", "HEADS", "Demo"]
+__all__ = ["HEAD", "HEADS", "Demo", "policies_at", "policy_of"]
 
 HEAD = ("policy", "left out", "mass", "error", "ms at least", "x dense", "")
 PATCH, HEADS, DIM = (1, 4, 4), 4, 64
 RED, PALE = "#e5182b", 0.92
 
 
+def policies_at(sparsity: float) -> list[Any]:
+    """What the demo shows."""
+    told = [video.Pooled(sparsity=sparsity), video.Antidiagonal(sparsity=sparsity)]
+    return [*told, video.Gini(0.4, 0.7), video.SlidingTile(1), video.Radial(0.25)]
+
+
+def policy_of(path: Path, layer: int) -> tuple[Any, int]:
+    """(the policy of a layer that a file of `calibrate` names, its number of heads)."""
+    try:
+        policy: Any = video.policy_from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueRangeError(f"policy must be a file that calibrate wrote, got {path} ({error})") from None
+    if isinstance(policy, video.ByLayer):
+        policy = policy.policies.get(layer, policy.otherwise)
+    if policy == video.Dense():
+        raise ValueRangeError(f"layer {layer} is dense in {path}: there are no lists to show")
+    return policy, len(policy.policies) if isinstance(policy, video.ByHead) else HEADS
+
+
 class Demo:
     """A scene attended by each policy: rows of the table, and of the picture."""
 
-    def __init__(self, device: str, quick: bool, sparsity: float, head: int, query: str | None, seed: int) -> None:
+    def __init__(
+        self,
+        device: str,
+        quick: bool,
+        tried: Sequence[Any],
+        head: int,
+        query: str | None,
+        seed: int,
+        heads: int = HEADS,
+    ) -> None:
         size = scene.Scene(8, 32, 48) if quick else scene.Scene(16, 64, 96)
         self.frames = scene.render(size, seed=seed, device=device)
         tokens, grid = scene.patches(self.frames, PATCH)
         self.tiling, self.head = GridTiling(grid), head
         self.token = _token(query, grid)
-        self.qkv = scene.project(tokens, self.tiling, HEADS, DIM, seed=seed)
-        site = video.Site(0, 1, HEADS, None, self.tiling, DIM**-0.5, {})
+        self.heads = heads
+        self.qkv = scene.project(tokens, self.tiling, heads, DIM, seed=seed)
+        site = video.Site(0, 1, heads, None, self.tiling, DIM**-0.5, {})
         self.block = int(self.tiling.destination(device)[self._row()]) // self.tiling.slots
         self.dense = dense_results(*self.qkv, self.tiling, site.scale)
         self.rows: list[tuple[str, ...]] = []
         self.shown = [("how much its queries attend each block", self._mass())]
-        for policy in (
-            video.Pooled(sparsity=sparsity),
-            video.Antidiagonal(sparsity=sparsity),
-            video.Gini(0.4, 0.7),
-            video.SlidingTile(1),
-            video.Radial(0.25),
-        ):
+        for policy in tried:
             self._attend(policy, site)
 
     def _row(self) -> int:
@@ -66,7 +90,7 @@ class Demo:
         name = repr(policy).replace(", top_p=None, window=None", "")
         figures = (f"{1 - listed:.1%}", f"{mass:.1%}", f"{error:.3f}", f"{1e3 * sparse:.1f}", f"{dense / sparse:.1f}")
         self.rows.append((name, *figures, self._judged(index, site)))
-        here = index.expand(1, HEADS).to_map()[0, self.head, self.block]
+        here = index.expand(1, self.heads).to_map()[0, self.head, self.block]
         self.shown.append((f"{name}\nleaves out {1 - listed:.0%}, keeps {mass:.0%} of the mass", here.float()))
 
     def _judged(self, index: Any, site: Any) -> str:
@@ -74,7 +98,7 @@ class Demo:
         out = sparse_attention(*self.qkv, index, scale=site.scale)
         rows = slice(self.block * self.tiling.slots, (self.block + 1) * self.tiling.slots)
         q, k, v = (one[:, :, self.head, None].double().cpu() for one in self.qkv)
-        listed = index.expand(1, HEADS).to_map()[:, self.head, None, self.block, None]
+        listed = index.expand(1, self.heads).to_map()[:, self.head, None, self.block, None]
         keep = listed.repeat_interleave(self.tiling.slots, -1).cpu()
 
         def exact() -> Any:
@@ -88,7 +112,7 @@ class Demo:
     def words(self) -> str:
         t, blocks = self.tiling.grid[0], self.tiling.block_count
         return (
-            f"A rendered video of {t} frames, {self.tiling.tokens} tokens in {blocks} cubes of 4 x 4 x 4, {HEADS} heads of "
+            f"A rendered video of {t} frames, {self.tiling.tokens} tokens in {blocks} cubes of 4 x 4 x 4, {self.heads} heads of "
             f"{DIM}. mass: the mean share of a query's attention that is kept. error: relative L2 distance from dense "
             "attention's output. ms at least: one layer's attention of Wan 14B at 720p (75,600 tokens, 40 heads of 128, bf16) "
             "with as large a share of blocks listed, by the rates of an H200, scores and selection included; x dense: how many "

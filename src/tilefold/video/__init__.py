@@ -1,6 +1,7 @@
 """Sparse attention in video models: `sparsify` makes a model follow lists of blocks, policies say which."""
 
 from .adapters import Adapter, DiffusersAdapter
+from .calibrate import Calibration, Fitted, calibrate, fit, policy_from_json, policy_to_json
 from .model import Sparse, desparsify, fitting_cube, sparsify
 from .policies import (
     Antidiagonal,
@@ -22,9 +23,11 @@ __all__ = [
     "Antidiagonal",
     "ByHead",
     "ByLayer",
+    "Calibration",
     "Dense",
     "DenseFirst",
     "DiffusersAdapter",
+    "Fitted",
     "FixedMap",
     "Gini",
     "KeepFor",
@@ -37,7 +40,11 @@ __all__ = [
     "SlidingTile",
     "Sparse",
     "Text",
+    "calibrate",
     "desparsify",
+    "fit",
     "fitting_cube",
+    "policy_from_json",
+    "policy_to_json",
     "sparsify",
 ]
