@@ -1,10 +1,13 @@
-"""Versions of the dense backward kernel that adds dq in memory, beside the deterministic default and FlashAttention-4, in turns.
+"""The dense backward kernels of sm_90 beside FlashAttention-4's, in turns: the one that keeps dS, and the one that adds dq in
+memory, in any order and in one.
 
-    PYTHONPATH=src python benchmarks/backward_versions.py [--only "D128 16k"] [--rounds 5]
+    PYTHONPATH=src python benchmarks/backward_versions.py [--only "D128 16k"] [--rounds 5] [--jsonl FILE]
 
-Milliseconds and TFLOP/s of the backward pass alone; gradients are held to the deterministic ones before anything is timed."""
+Milliseconds and TFLOP/s of the backward pass alone; gradients are held to those of the kernel that keeps dS first.
+results/backward_versions.jsonl has what was measured; a test holds the plans to it."""
 
 import argparse
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,28 +15,31 @@ import torch
 
 import tilefold
 from tilefold.bench import timers
-from tilefold.errors import PlanError
-from tilefold.plan.backward.attention_backward_reduce import KERNEL, ORDERS, ReduceOptions
+from tilefold.plan.backward.attention_backward import HOPPER
+from tilefold.plan.backward.attention_backward_reduce import KERNEL, ReduceOptions
 
-CASES = {  # batch, tokens, heads, KV heads, head dim, causal
-    "D128 16k full": (1, 16384, 16, 16, 128, False),
-    "D128 16k causal": (1, 16384, 16, 16, 128, True),
-    "D128 4k x 4 causal": (4, 4096, 16, 16, 128, True),
-    "D128 32/4 8k x 2 causal": (2, 8192, 32, 4, 128, True),
-    "D64 16k full": (1, 16384, 32, 32, 64, False),
-    "D64 16k causal": (1, 16384, 32, 32, 64, True),
-}
+CASES = [  # batch, tokens, heads, KV heads, head dim; full and causal
+    (1, 16384, 16, 16, 128),
+    (1, 32768, 8, 8, 128),
+    (2, 8192, 16, 16, 128),
+    (4, 4096, 16, 16, 128),
+    (2, 8192, 32, 4, 128),
+    (1, 65536, 8, 8, 64),
+    (1, 32768, 16, 16, 64),
+    (1, 16384, 32, 32, 64),
+    (2, 8192, 32, 32, 64),
+    (4, 4096, 32, 32, 64),
+    (8, 2048, 32, 32, 64),
+    (1, 16384, 32, 4, 64),
+    (1, 16384, 8, 8, 64),
+    (1, 16384, 3, 3, 64),
+]
 Gradients = Sequence[torch.Tensor]
 Backward = Callable[[], Gradients]
 
 
-def versions(dim: int) -> dict[str, ReduceOptions]:
-    made = {}
-    for order in ORDERS:
-        for rounded in (True,) if dim == 64 else (False, True):
-            name = f"{order}{', rounded' if rounded and dim == 128 else ''}"
-            made[name] = ReduceOptions(1, order, 2, rounded=rounded)
-    return made
+KEPT = "dS kept"
+VERSIONS = {"added": ReduceOptions(), "added in order": ReduceOptions(ordered=True)}
 
 
 def flash_attention(deterministic: bool) -> Callable[..., Any]:
@@ -59,14 +65,12 @@ def candidates(shape: tuple[int, int, int, int, int, bool]) -> dict[str, Backwar
 
     q, k, v = (draw(n).requires_grad_() for n in (heads, kv_heads, kv_heads))
     dout = draw(heads)
-    made = {"deterministic": backward_of(tilefold.attention(q, k, v, causal=causal), (q, k, v), dout)}
-    plan = tilefold.attention_backward_plan(q, k, v, causal=causal, deterministic=False)
-    for name, options in versions(dim).items():
-        try:
-            own = plan.with_tiles(kernel=KERNEL, options=options)
-        except PlanError:
-            continue
-        out = tilefold.attention(q, k, v, causal=causal, deterministic=False, backward_plan=own)
+    plan = tilefold.attention_backward_plan(q, k, v, causal=causal)
+    plans = {KEPT: plan.with_tiles(kernel=HOPPER)}
+    plans |= {name: plan.with_tiles(kernel=KERNEL, options=options) for name, options in VERSIONS.items()}
+    made = {}
+    for name, own in plans.items():
+        out = tilefold.attention(q, k, v, causal=causal, backward_plan=own)
         made[name] = backward_of(out, (q, k, v), dout)
     for name, deterministic in (("FA4", False), ("FA4 deterministic", True)):
         try:
@@ -82,25 +86,36 @@ def far(got: Gradients, wanted: Gradients) -> float:
     return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs)
 
 
+def named(shape: tuple[int, int, int, int, int, bool]) -> str:
+    batch, tokens, heads, kv_heads, dim, causal = shape
+    group = f"/{kv_heads}" * (kv_heads != heads)
+    return f"D{dim} {tokens // 1024}k x {batch}, {heads}{group} heads, {'causal' if causal else 'full'}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--jsonl", help="a file to which a line a time is added")
     options = parser.parse_args()
-    for name, shape in CASES.items():
-        if options.only not in name:
+    for shape in [(*case, causal) for case in CASES for causal in (False, True)]:
+        if options.only not in named(shape):
             continue
         batch, tokens, heads, _, dim, causal = shape
         calls = candidates(shape)
-        wanted = calls["deterministic"]()
+        wanted = calls[KEPT]()
         wrong = {each: far(call(), wanted) for each, call in calls.items()}
         flops = 10 * batch * heads * tokens**2 * dim / (2 if causal else 1)
         samplers = {each: (lambda call=call: timers.queued_samples(call, 4)) for each, call in calls.items()}
         failed: dict[str, Exception] = {}
         times = timers.time_alternating(samplers, options.rounds, failed=failed)
-        print(f"\n{name}", flush=True)
+        print(f"\n{named(shape)}", flush=True)
         for each, time in times.items():
             print(f"  {each:24} {time.ms:8.3f} ms {flops / time.ms / 1e9:6.0f} TFLOP/s   {wrong[each]:.1e}", flush=True)
+            if options.jsonl:
+                row = {"device": torch.cuda.get_device_name(), "case": shape, "version": each, "ms": round(time.ms, 4)}
+                with open(options.jsonl, "a", encoding="utf-8") as file:
+                    print(json.dumps(row), file=file)
         for each, error in failed.items():
             print(f"  {each:24} {type(error).__name__}: {error}", flush=True)
         del calls, samplers

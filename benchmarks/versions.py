@@ -43,6 +43,7 @@ DENSE: tuple[tuple[str, int, int, int, int, int, dict[str, Any]], ...] = (
 )
 PACKED = (("packed 16 x 1k causal", (1024,) * 16), ("packed uneven causal", (8192, 4096, 1000, 999, 777, 512, 8, 0)))
 SPARSITIES = (50.0, 80.0, 90.0, 99.0)
+PLACES = ("packed", "pages of 64", "pages of 16")  # of K and V, beside one tensor
 
 
 def draw(*shape: int, dtype: Any = None, seed: int = 0) -> Any:
@@ -98,21 +99,40 @@ def dense_rows(backward: bool) -> dict[str, Callable[[], Call]]:
 
 
 def sparse_rows() -> dict[str, Callable[[], Call]]:
+    import torch
+
     import tilefold
     from tilefold.bench.attention.lists import Pattern, lists_of
     from tilefold.plan.problem import AttentionProblem
 
-    def row(sparsity: float, backward: bool) -> Call:
-        problem = AttentionProblem(1, 23296, 23296, 12, 12, 128, 128, "bfloat16")
+    length = 23296
+
+    def inputs(sparsity: float) -> tuple[Any, ...]:
+        problem = AttentionProblem(1, length, length, 12, 12, 128, 128, "bfloat16")
         index = lists_of(Pattern("random", sparsity), problem).to("cuda")
-        q, k, v = (draw(1, 23296, 12, 128, seed=n) for n in range(3))
+        return *(draw(1, length, 12, 128, seed=n) for n in range(3)), index
+
+    def row(sparsity: float, backward: bool) -> Call:
+        q, k, v, index = inputs(sparsity)
 
         def call() -> Any:
             return tilefold.sparse_attention(q, k, v, index)
 
         return gradients(call, (q, k, v)) if backward else call
 
-    return {f"sparse {s:.0f} %{' backward' * b}": lambda s=s, b=b: row(s, b) for b in (False, True) for s in SPARSITIES}
+    def elsewhere(sparsity: float, place: str) -> Call:
+        q, k, v, index = inputs(sparsity)
+        if place == "packed":
+            cu = torch.tensor([0, length], device="cuda", dtype=torch.int32)
+            return lambda: tilefold.sparse_attention_varlen(q[0], k[0], v[0], index, cu, cu)
+        page = int(place.split()[-1])
+        order = torch.randperm(length // page, generator=torch.Generator().manual_seed(0)).to("cuda")
+        k, v = (t.view(-1, page, 12, 128)[order] for t in (k, v))
+        table, lengths = order.argsort().int()[None], torch.tensor([length], device="cuda", dtype=torch.int32)
+        return lambda: tilefold.sparse_attention_paged(q, k, v, index, table, lengths)
+
+    rows = {f"sparse {s:.0f} %{' backward' * b}": lambda s=s, b=b: row(s, b) for b in (False, True) for s in SPARSITIES}
+    return rows | {f"sparse {s:.0f} % {p}": lambda s=s, p=p: elsewhere(s, p) for p in PLACES for s in SPARSITIES}
 
 
 def host_rows() -> dict[str, Callable[[], Call]]:

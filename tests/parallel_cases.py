@@ -39,14 +39,15 @@ def loss_of(out, lse, w, u, used):
 
 def check(scheme, kind="contiguous", tokens=13, k_tokens=None, batch=1, heads=(4, 4), dims=(8, 8), dtype=torch.float64,
           kernels=PLAIN, lengths=None, group=None, packed=False, used="both", strided=False, **options):  # fmt: skip
-    """One scheme beside the oracle: out, lse and the three gradients of this rank's tokens."""
+    """One scheme beside the oracle, on the device of the ranks: out, lse and the three gradients of this rank's tokens."""
     ranks = tp.ranks_of(group)
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     sharding = tp.shard(tokens, ranks.size, kind, lengths)
     other = sharding if k_tokens is None else tp.shard(k_tokens, ranks.size, kind)
     random = torch.Generator().manual_seed(1)
 
     def normal(*shape):
-        return torch.randn(shape, generator=random, dtype=torch.float64).to(dtype)
+        return torch.randn(shape, generator=random, dtype=torch.float64).to(device, dtype)
 
     q = normal(batch, sharding.total, heads[0], dims[0])
     k, v = (normal(batch, other.total, heads[1], d) for d in dims)
@@ -59,13 +60,12 @@ def check(scheme, kind="contiguous", tokens=13, k_tokens=None, batch=1, heads=(4
     mine = [
         tp.shard_sequence(t, s, ranks.rank).detach() for t, s in ((q, sharding), (k, other), (v, other), (w, sharding))
     ]
-    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     mine = [torch.cat([t, t], 3)[..., : t.shape[3]] if strided else t.clone() for t in mine]
-    leaves = [(t[0] if packed else t).to(device).detach().requires_grad_() for t in mine[:3]]
+    leaves = [(t[0] if packed else t).detach().requires_grad_() for t in mine[:3]]
     call = {"group": ranks, "scheme": scheme, "kernels": kernels, "return_lse": True, **options}
     out, lse = tp.attention(*leaves, sharding, kv_sharding=None if k_tokens is None else other, **call)
     own_u = tp.shard_sequence(u, sharding, ranks.rank, 2)
-    loss_of(out, lse, mine[3].to(device), own_u.to(device), used).backward()
+    loss_of(out, lse, mine[3], own_u, used).backward()
     got = [t[None] if packed else t for t in (out, lse, *(t.grad for t in leaves))]
     places = ((sharding, 1), (sharding, 2), (sharding, 1), (other, 1), (other, 1))
     for name, one, exact, simple, place in zip(

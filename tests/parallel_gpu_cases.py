@@ -23,27 +23,31 @@ from tilefold.reference import compare, deviating
 from tilefold.sparse import BlockIndex
 
 
-def gpus():
-    """On GPUs over NCCL: real tiles, every scheme, the library's kernels.  One start: compiling takes most of it."""
-    real = {"heads": (8, 4), "dims": (128, 128), "kernels": None}
-    yield "warm", warm
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for scheme in SCHEMES:
-            for kind in ("contiguous", "zigzag") if dtype == torch.bfloat16 else ("zigzag",):
-                yield (
-                    f"{scheme}-{kind}-{dtype}",
-                    lambda s=scheme, k=kind, d=dtype: check(s, k, 1031, dtype=d, causal=True, **real),
-                )
-            if dtype == torch.float32:
-                continue
-            yield (
-                f"{scheme}-window-{dtype}",
-                lambda s=scheme, d=dtype: check(s, "zigzag", 1031, batch=2, dtype=d, window=(200, 0), **real),
-            )
-            yield (
-                f"{scheme}-varlen-{dtype}",
-                lambda s=scheme, d=dtype: check(s, "zigzag", [0, 300, 301, 1100], dtype=d, causal=True, **real),
-            )
+def schemes(dtype, kinds=("zigzag",), masks=True):
+    """On GPUs over NCCL: real tiles, every scheme, the library's kernels.  masks: with a window and packed, too."""
+    real = {"heads": (8, 4), "dims": (128, 128), "kernels": None, "dtype": dtype}
+    yield "warm", lambda: warm(dtype)
+    for scheme in SCHEMES:
+        for kind in kinds:
+            yield f"{scheme}-{kind}", lambda s=scheme, k=kind: check(s, k, 1031, causal=True, **real)
+        if masks:
+            yield f"{scheme}-window", lambda s=scheme: check(s, "zigzag", 1031, batch=2, window=(200, 0), **real)
+            yield f"{scheme}-varlen", lambda s=scheme: check(s, "zigzag", [0, 300, 301, 1100], causal=True, **real)
+
+
+def bf16():
+    return schemes(torch.bfloat16, ("contiguous", "zigzag"))
+
+
+def fp16():
+    return schemes(torch.float16)
+
+
+def fp32():
+    return schemes(torch.float32, masks=False)
+
+
+def others():
     yield "decode-graph", decode_graph
     yield "sparse", sparse
     yield "links", links
@@ -82,11 +86,11 @@ def death(tokens):
     assert time.monotonic() - began < 20
 
 
-def warm():
+def warm(dtype):
     """Rank 0 compiles what the others would compile at the same time."""
-    for dtype in ("bfloat16", "float16", "float32"):
-        problem = ParallelProblem(1, 1031, 1031, 8, 4, 128, 128, dtype, (-1, 0), "zigzag", True)
-        warmed(plan_parallel(problem, Links(dist.get_world_size()), "ring"), torch.device("cuda"))
+    name = str(dtype).removeprefix("torch.")
+    problem = ParallelProblem(1, 1031, 1031, 8, 4, 128, 128, name, (-1, 0), "zigzag", True)
+    warmed(plan_parallel(problem, Links(dist.get_world_size()), "ring"), torch.device("cuda"))
 
 
 def links():

@@ -77,6 +77,8 @@ GENERAL: tuple[tuple[str, Holds], ...] = (
     (r"# keys are fewer than #", lambda p, a, b: a < b),
     (r"# rows a KV head are more than (?:the )?#", lambda p, a, b: a > b),
     (r"with fewer than # keys", lambda p, a: p.problem.seq_k < a),
+    (r"with fewer than # queries or keys", lambda p, a: min(p.problem.seq_q, p.problem.seq_k) < a),
+    (r"under a causal mask", lambda p: max(p.problem.sides) >= 0),
     (r"only # of the # rows of a block would be used", lambda p, a, b: 2 * a < b),
     (r"head dims below #", lambda p, a: min(p.problem.dim_qk, p.problem.dim_v) < a),
     (r"head dims of # and #, the same for V, not # and #", lambda p, a, b, c, d: c not in (a, b) or c != d),

@@ -85,9 +85,10 @@ def attention(
         score_mod: @triton.jit function of (score, batch, head, q_index, kv_index, args) giving the new score; score is an
             fp32 tile [M, N] in natural units (scale applied), q_index [M, 1] and kv_index [1, N] are int32 and always inside
             the sequence, args is score_args followed by seq_q and seq_k.  Applied after softcap, ALiBi and bias, in this order.
-        score_args: tuple of tensors (passed as pointers), ints and floats.
+        score_args: tuple of tensors (passed as pointers), ints and floats; other numbers compile nothing anew.  Floating tensors
+            that require a gradient get one (docs/concepts/masks.md), by addresses: what a mod loads from outside gives nothing.
         mask_mod: as score_mod, but returns bool: true where the query sees the key.
-        mask_args: as score_args.
+        mask_args: as score_args, without gradients.
         layout: "bshd" as above, or "bhsd" for [batch, heads, seq, dim] of q, k, v and out.  A ShapeError says so if all shapes
             fit the other one.
         return_lse: also return the logarithm of each row's softmax denominator.
@@ -106,7 +107,8 @@ def attention(
             be multiplied with; default 1.  `quantize_fp8` makes e4m3 tensors and their factors.
         k_descale, v_descale: [batch, kv_heads] fp32, the same of k and v.
         deterministic: False lets gradients be made by a kernel that adds dq in memory, in fp32, in an order that changes from run
-            to run, and their last bits with it; `attention_backward_plan` says whether one does, or why not.
+            to run, and their last bits with it; `attention_backward_plan` says whether one does, or why not.  Those of score_args
+            are then made in one pass instead of two.
         score: a `Score` (`tilefold.scores`) instead of softcap, alibi_slopes, bias and score_mod.
 
     Where few queries meet many keys (at most 128 query rows a KV head) the keys are shared out over the SMs, and K and V are read
@@ -122,14 +124,15 @@ def attention(
         A row without a live key is 0 with lse -inf (the sink, if there are sinks).  Products are accumulated in fp32.  NaN in
         q, k, v, bias or sinks makes NaN in the rows that see it; NaN in a masked key does not, NaN or infinity in a masked value
         may (its weight is 0, and 0 times either is NaN).  Sinks are finite or -inf.
-        Both are differentiable in q, k, v, bias and sinks, once, with the same bits every run if deterministic; a row without a
-        live key passes no gradient.  The backward pass computes scores again: it keeps q, k, v, out and lse, and two numbers a
-        row while it runs.
+        Both are differentiable in q, k, v, bias, sinks and score_args, once, with the same bits every run if deterministic; a
+        row without a live key passes no gradient.  The backward pass computes scores again: it keeps q, k, v, out and lse, and
+        two numbers a row while it runs.
 
     Raises:
         ShapeError, DtypeError, DeviceError, LayoutError, ValueRangeError, PlanError, Unsupported: before anything is launched,
-        naming the argument; Unsupported if alibi_slopes, score_args or mask_args require a gradient, or if anything does, and
-        score_mod is not differentiable and comes without score_grad.
+        naming the argument; Unsupported if alibi_slopes or mask_args require a gradient, if score_args do and score_mod loads
+        from them in a way that is not differentiated, or if anything does, and score_mod is not differentiable and comes without
+        score_grad.
 
     Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691); online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867).
     """
@@ -318,12 +321,13 @@ def attention_backward_plan(
 ) -> "AttentionBackwardPlan":
     """The plan that the backward pass of `attention(q, k, v, **options)` follows; `print` it to read the decision.
 
-    It makes a gradient of the bias if the given one requires a gradient.  The rest as for `attention_plan`."""
+    It makes gradients of the bias and of the tensors of score_args that require one.  The rest as for `attention_plan`."""
     from .ops.backward.attention_backward import backward_plan_of
+    from .ops.backward.attention_backward_loads import needed
 
     prepared, call = _prepared("attention_backward_plan", q, k, v, options)
     with_bias = call.bias is not None and call.bias.requires_grad
-    return backward_plan_of(prepared.problem, call, q, with_bias)
+    return backward_plan_of(prepared.problem, call, q, with_bias, needed(call))
 
 
 def _prepared(

@@ -1,7 +1,7 @@
 """The Gluon kernels for the gradients of attention on sm_90: which plans choose them, what has to hold of each.
 
 `dense` keeps the order of dq's sums; `spans` is the same kernel where queries come in spans, forced small ones; `reduce` adds dq
-in memory; `packed` serves packed sequences."""
+in memory, `ordered` in an order; `packed` serves packed sequences."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,7 @@ from cases.device import compilations, near
 from cases.gradient import BOX_BACKWARD, WHERE, gradients, judged, oracle, upstream
 from tilefold.plan.backward.attention_backward_hopper import KERNEL
 from tilefold.plan.backward.attention_backward_reduce import KERNEL as REDUCE
-from tilefold.plan.backward.attention_backward_reduce import ORDERS, ReduceOptions
+from tilefold.plan.backward.attention_backward_reduce import ReduceOptions
 from tilefold.reference.rounding import Rounding
 
 MASKS = [{}, {"causal": True}, {"window": (200, 50)}, {"window": (0, 0)}, {"window": (130, -1)}, {"window": (-1, 64)}]
@@ -36,10 +36,11 @@ class RoundedTwice(torch.autograd.Function):
 
 @dataclass
 class Kernel:
-    """changes: of the plan, held to the oracle each.  others: further changes, and the gradients that keep their bits with them,
-    every run."""
+    """fixed: what makes a plan this kernel's, beside its name.  changes: of the plan, held to the oracle each.  others: further
+    changes, and the gradients that keep their bits with them, every run."""
 
     name: str = KERNEL
+    fixed: dict[str, Any] = field(default_factory=dict)
     changes: tuple[dict[str, Any], ...] = ({},)
     others: tuple[tuple[dict[str, Any], slice], ...] = ()
     ordered: bool = True  # the sums of dq
@@ -50,7 +51,11 @@ class Kernel:
         """A plan with the kernel, whether plans take it by themselves or not."""
         named = {} if where is None else dict(zip(WHERE, where, strict=True))
         plan = tilefold.attention_backward_plan(*tensors, **named, **(call or {}))
-        return plan.with_tiles(kernel=self.portable) if portable else plan.with_tiles(kernel=self.name, **changes)
+        return (
+            plan.with_tiles(kernel=self.portable)
+            if portable
+            else plan.with_tiles(kernel=self.name, **self.fixed, **changes)
+        )
 
     def run(self, tensors, dout, dlse, where=None, call=None, **changes):
         """The gradients; call: options of attention."""
@@ -61,7 +66,7 @@ class Kernel:
         """Hold the kernel to the oracle."""
         dout, dlse = upstream(tensors[0], tensors[2], call.get("layout", "bshd"))
         some = self.changes if changes is None else (changes,)
-        rounded = self.name == REDUCE and self.plan(tensors, call=call, **some[0]).options.rounded
+        rounded = self.name == REDUCE and tensors[0].shape[-1] == 64
         twice = {"score_mod": RoundedTwice.apply} if rounded else {}
         want = oracle(tensors, dout, dlse, torch.float64, where, **call)
         plain = oracle(tensors, dout, dlse, tensors[0].dtype, where, **call, **twice)
@@ -106,15 +111,9 @@ SPANS = Spans(
     long={"queries_at_once": 512},
 )  # fmt: skip
 ADDED = Kernel(REDUCE, others=(({"heads_at_once": 1}, KEYS),), ordered=False)
+ORDERED = Kernel(REDUCE, {"options": ReduceOptions(ordered=True)}, others=(({}, ALL), ({"heads_at_once": 1}, ALL)))
 PACKED = Packed(portable="attention_backward")
-KERNELS = {"dense": DENSE, "spans": SPANS, "reduce": ADDED, "packed": PACKED}
-VERSIONS = [
-    (dim, ReduceOptions(slots, order, stagger, fence, rounded))
-    for dim, orders in ((64, (ORDERS[0], ORDERS[2], ORDERS[3])), (128, ORDERS))
-    for order in orders
-    for slots, stagger, fence, rounded in ((0, 0, True, dim == 64), (1, 3, False, True), (2, 2, True, dim == 64))
-    if slots == 1 or order != ORDERS[3]
-]
+KERNELS = {"dense": DENSE, "spans": SPANS, "reduce": ADDED, "ordered": ORDERED, "packed": PACKED}
 
 
 def several(rows):

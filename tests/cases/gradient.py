@@ -15,12 +15,24 @@ OURS = ("score_grad", "backward_plan", "plan")  # what the reference has no use 
 LEARNED = ("bias", "sinks")
 
 
+def learned_args(options):
+    """Which of score_args require a gradient."""
+    args = options.get("score_args", ())
+    return [i for i, each in enumerate(args) if isinstance(each, torch.Tensor) and each.requires_grad]
+
+
 def learned(tensors, options, dtype=None):
-    """q, k, v, bias and sinks as leaves that require a gradient, in dtype or as they are; and the options with them."""
+    """q, k, v, bias, sinks, and those of score_args that require a gradient, as leaves that do, in dtype or as they are; and the
+    options with them."""
     names = [name for name in LEARNED if options.get(name) is not None]
-    inputs = [*tensors, *(options[name] for name in names)]
+    args, places = list(options.get("score_args", ())), learned_args(options)
+    inputs = [*tensors, *(options[name] for name in names), *(args[i] for i in places)]
     leaves = [(t.detach() if dtype is None else t.detach().to(dtype)).requires_grad_() for t in inputs]
-    return leaves, {**options, **dict(zip(names, leaves[3:], strict=True))}
+    of_args = leaves[3 + len(names) :]
+    for i, leaf in zip(places, of_args, strict=True):
+        args[i] = leaf
+    more = {"score_args": tuple(args)} if places else {}
+    return leaves, {**options, **dict(zip(names, leaves[3 : 3 + len(names)], strict=True)), **more}
 
 
 def call(fn, leaves, varlen, options):
@@ -28,7 +40,7 @@ def call(fn, leaves, varlen, options):
 
 
 def gradients(tensors, dout, dlse, varlen=None, **options):
-    """Of q, k, v, and of bias and sinks where given."""
+    """Of q, k, v, of bias and sinks where given, and of those of score_args that require one."""
     leaves, options = learned(tensors, options)
     fn = tilefold.attention if varlen is None else tilefold.attention_varlen
     out, lse = call(fn, leaves, varlen, {**options, "return_lse": True})
@@ -84,6 +96,7 @@ def check_gradients(
     want = oracle((q, k, v), dout, dlse, torch.float64, varlen, **python)
     plain = oracle((q, k, v), dout, dlse, q.dtype, varlen, **python)
     names = ["dq", "dk", "dv", *(f"d{name}" for name in LEARNED if options.get(name) is not None)]
+    names += [f"dargs[{i}]" for i in learned_args(options)]
     note = f"{tuple(q.shape)} {tuple(k.shape)} {q.dtype} {kernel} {sorted(options)}"
     for name, a, b, c in zip(names, got, want, plain, strict=True):
         if name in unjudged:

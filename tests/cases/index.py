@@ -8,6 +8,12 @@ import tilefold
 from cases import judge, qkv
 from tilefold import BlockIndex, reference
 
+PORTABLE = {  # the kernels that take K and V by pointers, in shares of a list if asked
+    "sparse_attention": "sparse_forward",
+    "sparse_attention_varlen": "sparse_forward_varlen",
+    "sparse_attention_paged": "sparse_forward_paged",
+}
+
 
 def random_map(*shape: int, density: float = 0.4, seed: int = 0) -> torch.Tensor:
     return torch.rand(*shape, generator=torch.Generator().manual_seed(seed)) < density
@@ -44,7 +50,8 @@ def held(name: str, tensors: Any, index: BlockIndex, where: dict[str, torch.Tens
     the oracle of that name.  where: its arguments after the index; twins: Python versions of score_mod and mask_mod."""
     plan = tilefold.sparse_plan(*tensors, index, **where, **options) if splits else None
     if plan is not None:
-        plan = plan.with_tile(splits=splits, **(tile or {}))
+        portable = {"kernel": PORTABLE[name]} if splits > 1 and plan.kernel not in PORTABLE.values() else {}
+        plan = plan.with_tile(splits=splits, **{**portable, **(tile or {})})
     out, lse = getattr(tilefold, name)(*tensors, index, **where, plan=plan, return_lse=True, **options)
     python = {**options, **(twins or {})}
     oracle, plain = (

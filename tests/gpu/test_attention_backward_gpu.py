@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tilefold
-from cases import packed, prefix, prefix_twin, qkv, rand, same, squashed, squashed_twin
+from cases import loads, packed, prefix, prefix_twin, qkv, rand, same, squashed, squashed_twin
 from cases.device import DEVICE, captured, compilations, memory_beside, no_waiting
 from cases.gradient import check_gradients, gradients, judged, oracle
 from tilefold.plan.limits import Tile
@@ -61,6 +61,27 @@ def test_given_tiles(tile, kernel):
     got = gradients((q, k, v), dout, None, causal=True, backward_plan=plan)
     want, plain = (oracle((q, k, v), dout, None, d, causal=True) for d in (torch.float64, q.dtype))
     judged(got, want, plain, f"{tile} {kernel}")
+
+
+def learned_mod(seq_k, heads=4):
+    """A mod that loads from two tensors that are learned."""
+    factors, rows = (rand(n, device=DEVICE).requires_grad_() for n in (heads, seq_k))
+    columns = torch.randperm(seq_k, dtype=torch.int32).to(DEVICE)
+    return {"score_mod": loads.mixed, "score_args": (factors, rows, columns, seq_k - 20)}
+
+
+def test_gradients_of_score_args():
+    """Held to fp64; the same bits in ten runs; without waiting for the device; in any order nearly the same."""
+    q, k, v = qkv(2, 200, 300, 4, 2, 64, dtype=torch.bfloat16, device=DEVICE)
+    options = learned_mod(300)
+    check_gradients(q, k, v, tile=None, causal=True, twins={"score_mod": loads.mixed_twin}, **options)
+    dout = rand(2, 200, 4, 64, dtype=torch.bfloat16, device=DEVICE)
+    first = gradients((q, k, v), dout, None, **options)
+    with no_waiting():
+        runs = [gradients((q, k, v), dout, None, **options) for _ in range(10)]
+    assert all(same(first, run) for run in runs)
+    for got, one in zip(gradients((q, k, v), dout, None, deterministic=False, **options), first, strict=True):
+        torch.testing.assert_close(got, one, rtol=1e-4, atol=1e-4 * float(one.abs().max()))
 
 
 def test_same_bits_in_fifty_runs():

@@ -15,9 +15,9 @@ from cases.backward_kernels import (
     DENSE,
     KEYS,
     MASKS,
+    ORDERED,
     PACKED,
     SPANS,
-    VERSIONS,
     compiled_once,
     several,
 )
@@ -39,7 +39,8 @@ SPAN_LENGTHS = ((1, 1), (129, 127), (333, 1001), (1001, 333), (700, 700), (2000,
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("options", MASKS, ids=str)
 @pytest.mark.parametrize(
-    ("kernel", "together"), several({"dense": [(1,), (2,)], "spans": [(None,)], "reduce": [(None,)]})
+    ("kernel", "together"),
+    several({"dense": [(1,), (2,)], "spans": [(None,)], "reduce": [(None,)], "ordered": [(None,)]}),
 )
 def test_lengths(monkeypatch, kernel, together, options, dim, dtype):
     """together: tiles of queries an item for dq."""
@@ -47,13 +48,6 @@ def test_lengths(monkeypatch, kernel, together, options, dim, dtype):
         monkeypatch.setattr(attention_backward_hopper, "PAIRS_FROM", 1 << 30 if together == 1 else 0)
     for sq, sk in SPAN_LENGTHS if kernel is SPANS else LENGTHS:
         kernel.held(qkv(2, sq, sk, 4, 2, dim, dtype=dtype, device=DEVICE), **options)
-
-
-@pytest.mark.parametrize(("dim", "version"), VERSIONS, ids=str)
-def test_versions_of_reduce(dim, version):
-    for options in MASKS[:3]:
-        for sq, sk in ((127, 129), (333, 1001), (1001, 333)):
-            ADDED.held(qkv(2, sq, sk, 4, 2, dim, dtype=BF, device=DEVICE), changes={"options": version}, **options)
 
 
 DIMS = (256, 256), (256, 128), (96, 96), (80, 72), (64, 128), (128, 64)
@@ -77,7 +71,7 @@ HEADS = [((1, 1),), ((12, 12),), ((12, 3),), ((7, 1),)]
 
 @pytest.mark.parametrize(
     ("kernel", "heads"),
-    several({"dense": HEADS, "spans": [HEADS[0], *HEADS[2:]], "reduce": HEADS, "packed": HEADS}),
+    several({"dense": HEADS, "spans": [HEADS[0], *HEADS[2:]], "reduce": HEADS, "ordered": HEADS, "packed": HEADS}),
 )
 @pytest.mark.parametrize("options", MASKS[:3], ids=str)
 def test_heads(options, kernel, heads):
@@ -90,7 +84,8 @@ def test_heads(options, kernel, heads):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "dim"), several({"dense": [(64,), (128,)], "spans": [(128,)], "reduce": [(64,), (128,)]})
+    ("kernel", "dim"),
+    several({"dense": [(64,), (128,)], "spans": [(128,)], "reduce": [(64,), (128,)], "ordered": [(64,)]}),
 )
 def test_strides_and_layouts(kernel, dim):
     changes = {"queries_at_once": 192} if kernel is SPANS else {}
@@ -122,7 +117,7 @@ def test_outer_gradients_that_no_box_reads():
 
 
 RUNS = {"dense": [(50, 64), (50, 128), (50, 256)], "packed": [(50, 64), (50, 128)], "reduce": [(30, 64), (30, 128)],
-        "spans": [(30, 64), (30, 128), (30, 256)]}  # fmt: skip
+        "ordered": [(50, 64), (50, 128)], "spans": [(30, 64), (30, 128), (30, 256)]}  # fmt: skip
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (1000, 0)}], ids=str)
@@ -156,7 +151,10 @@ def test_splits_of_a_long_head():
     assert near(got, gradients(tensors, dout, dlse, backward_plan=DENSE.plan(tensors, portable=True)))
 
 
-@pytest.mark.parametrize(("kernel", "dim", "tile"), several({"dense": [(128, 64)], "reduce": [(64, 128), (128, 128)]}))
+@pytest.mark.parametrize(
+    ("kernel", "dim", "tile"),
+    several({"dense": [(128, 64)], "reduce": [(64, 128), (128, 128)], "ordered": [(64, 128), (128, 128)]}),
+)
 def test_hard_numbers(kernel, dim, tile):
     """Logits of 1e4, numbers below the least normal one, and a NaN that stays in the tiles of queries it is in."""
     for size in (100.0, 1e-30):
@@ -178,7 +176,9 @@ def test_hard_numbers(kernel, dim, tile):
         assert torch.equal(clean[0][:, : 512 - tile, 0], dirty[0][:, : 512 - tile, 0])
 
 
-@pytest.mark.parametrize(("kernel", "kv_heads"), several({"dense": [(16,)], "spans": [(4,)], "reduce": [(16,)]}))
+@pytest.mark.parametrize(
+    ("kernel", "kv_heads"), several({"dense": [(16,)], "spans": [(4,)], "reduce": [(16,)], "ordered": [(16,)]})
+)
 def test_graph_and_streams(kernel, kv_heads):
     q, k, v = (t.requires_grad_() for t in qkv(1, 2048, 2048, 16, kv_heads, 128, dtype=BF, device=DEVICE))
     plan = kernel.plan((q, k, v), call={"causal": True}, **kernel.long)
@@ -193,7 +193,7 @@ def test_graph_and_streams(kernel, kv_heads):
             q.copy_(rand(*q.shape, dtype=q.dtype, device=DEVICE))
         graph.replay()
         assert kernel.alike(step(), got)
-    if kernel is not DENSE:
+    if kernel not in (DENSE, ORDERED):
         return
     streams = [torch.cuda.Stream() for _ in range(4)]
     torch.cuda.synchronize()
@@ -207,6 +207,7 @@ def test_graph_and_streams(kernel, kv_heads):
 
 @pytest.mark.parametrize(("kernel", "changes"), several({
     "dense": [({"heads_at_once": 2, "keys_at_once": 4096},), ({"heads_at_once": 2, "keys_at_once": 1024},)], "reduce": [({},)],
+    "ordered": [({},)],
 }))  # fmt: skip
 def test_memory(kernel, changes):
     """Beside the gradients: room for dS, sums between KV splits or fp32 sums of dq, statistics, as the plan says."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tilefold
-from cases import check, dense_plan, judge, qkv, rand, same
+from cases import check, dense_plan, dilated, dilated_twin, judge, qkv, rand, same
 from cases.device import DEVICE, captured, compilations, no_waiting
 from tilefold import reference
 
@@ -60,6 +60,19 @@ def test_one_compilation_serves_all_lengths():
     ):
         run(*args)
     assert compilations(*made) == before
+
+
+def test_one_compilation_serves_all_integers_of_a_mod():
+    """1, multiples of 16 and others; the results are those of each."""
+    from tilefold.kernels.dense import attention_forward as kernels
+
+    q, k, v = qkv(1, 300, 400, 4, 2, 64, dtype=torch.bfloat16, device=DEVICE)
+    options = {"mask_mod": dilated, "twins": {"mask_mod": dilated_twin}, "kernel": "attention_forward"}
+    check(q, k, v, mask_args=(7,), **options)
+    before = compilations(kernels.attention_forward)
+    for step in (1, 16, 3, 32):
+        check(q, k, v, mask_args=(step,), **options)
+    assert compilations(kernels.attention_forward) == before
 
 
 def _fixed(q, k, v, window):

@@ -3,21 +3,24 @@
 import pytest
 import torch
 
+from parallel_cases import SCHEMES
 from parallel_worker import run_ranks
 
+EACH = len(SCHEMES)
 pytestmark = [pytest.mark.no_poison, pytest.mark.several_gpus, pytest.mark.xdist_group("parallel")]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_every_scheme_over_nccl(ranks):
+@pytest.mark.parametrize(("suite", "cases"), [("bf16", 4 * EACH), ("fp16", 3 * EACH), ("fp32", EACH), ("others", 6)])
+def test_every_scheme_over_nccl(suite, cases, ranks):
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    found = run_ranks("parallel_gpu_cases", "gpus", ranks, timeout=120.0, limit=500.0, backend="nccl")
+    found = run_ranks("parallel_gpu_cases", suite, ranks, timeout=120.0, limit=220.0, backend="nccl")
     broken = [f"{name}, rank {r}: {text}" for name, texts in found.items() for r, text in texts.items() if text]
     assert not broken, "\n".join(broken[:4])
     assert all(len(texts) == ranks for texts in found.values())
-    assert len(found) > 20
+    assert len(found) >= cases
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -318,7 +318,7 @@ def test_memory_of_some_heads():
     dout = torch.randn_like(out)
     _, extra = memory_beside(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))
     places, statistics = 16 * 64 * 64 * 4, (16 * 64 + 1) * 128 * 4
-    assert kept_bytes(plan.problem, 2) == 4 * 2 * 64 * 8 * 64 * 64 * 2  # four rooms
+    assert kept_bytes(plan.problem, 2) == 4 * 2 * 64 * 8 * 64 * 64 * 2  # four slots
     assert extra <= kept_bytes(plan.problem, 2) + places + statistics + 4096
 
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import tilefold
-from cases import judge, qkv, rand, same
+from cases import judge, packed, qkv, rand, same
 from cases.device import DEVICE, SM_90, captured, compilations, no_waiting
+from cases.index import PORTABLE, cache
 from tilefold import BlockIndex, reference
 from tilefold.ops.call import Call
 from tilefold.ops.source import Lists
@@ -61,6 +62,18 @@ def test_lists(dtype, dim, blocks):
 def test_tails(sq, sk, block):
     q, k, v = qkv(1, sq, sk, 4, 1, 128, dtype=torch.bfloat16, device=DEVICE)
     check(q, k, v, lists(1, 4, sq, sk, block, block))
+    check(q, k, v, lists(1, 4, sq, sk, block, block), causal=True)
+
+
+@pytest.mark.parametrize("blocks", [(64, 64), (128, 128), (64, 128), (128, 64)])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_causal(dim, blocks):
+    """Blocks on the diagonal, wholly behind it, rows that see no key; with sizes."""
+    for sq, sk in ((640, 1024), (640, 300), (500, 500)):
+        q, k, v = qkv(2, sq, sk, 4, 2, dim, dtype=torch.bfloat16, device=DEVICE)
+        check(q, k, v, lists(2, 4, sq, sk, *blocks), causal=True)
+        sizes = torch.randint(0, blocks[1] + 1, (-(-sk // blocks[1]),), dtype=torch.int32, device=DEVICE)
+        check(q, k, v, lists(1, 1, sq, sk, *blocks, block_sizes=sizes), causal=True)
 
 
 @pytest.mark.parametrize("block", [64, 128])
@@ -212,3 +225,213 @@ def test_falls_back_where_the_kernel_does_not_compile(monkeypatch):
     call = Call(lists=Lists.of(index))
     with pytest.warns(RuntimeWarning, match="no such instruction"):
         assert sparse_ops.prepare(q, k, v, call).plan.kernel == "sparse_forward_box"
+
+
+# ---------------------------------------------------------------- packed sequences, K and V in pages
+
+LENGTHS = [500, 0, 77, 300, 64], [1000, 64, 333, 0, 129]  # of queries, of keys
+
+
+def offsets(lengths_q, lengths_k, heads=4, kv_heads=2, dim=128, dtype=torch.bfloat16):
+    """(q, k, v), {cu_seqlens_q, cu_seqlens_k}."""
+    tensors, (cu_q, cu_k, _, _) = packed(lengths_q, lengths_k, heads, kv_heads, dim, dim, dtype, DEVICE)
+    return list(tensors), {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+
+
+def pages(lengths, page, sq, dim=128, dtype=torch.bfloat16, **options):
+    return cache(lengths, page, sq=sq, d=dim, dv=dim, dtype=dtype, device=DEVICE, **options)
+
+
+def laid_out(name, tensors, index, where, **options):
+    """`check` of sequences that are packed or lie in pages: every Hopper plan gives the same bits, and they hold against the
+    oracle."""
+    run = getattr(tilefold, name)
+    plan = tilefold.sparse_plan(*tensors, index, **where, **options).with_tile(kernel=HOPPER, splits=1)
+    first, other = (
+        run(*tensors, index, **where, plan=p, return_lse=True, **options) for p in (plan, plan.with_tile(programs=3))
+    )
+    assert same(first, other)
+    oracle, plain = (
+        getattr(reference, name)(*tensors, index, **where, **options, **dtype)
+        for dtype in ({}, {"dtype": first[0].dtype})
+    )
+    what = f"{name} {[tuple(t.shape) for t in tensors]} {first[0].dtype} {index}"
+    judge(first[0], oracle[0], plain[0], f"out {what}")
+    judge(first[1], oracle[1], plain[1], f"lse {what}")
+    return first
+
+
+def held_packed(tensors, index, where, **options):
+    return laid_out("sparse_attention_varlen", tensors, index, where, **options)
+
+
+def held_paged(tensors, index, where, **options):
+    return laid_out("sparse_attention_paged", tensors, index, where, **options)
+
+
+def test_one_sequence_same_bits_wherever_it_lies():
+    """The smallest case of each: contiguous, packed, in pages of 64 and of 16."""
+    q, k, v = qkv(1, 320, 640, 4, 2, 128, dtype=torch.bfloat16, device=DEVICE)
+    index = lists(1, 4, 320, 640)
+    wanted = check(q, k, v, index)
+    cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32, device=DEVICE) for n in (320, 640))
+    out, lse = held_packed([q[0], k[0], v[0]], index, {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k})
+    assert same(wanted, (out[None], lse[None]))
+    for page in (64, 16, 32, 128):
+        order = torch.randperm(640 // page, device=DEVICE)
+        stored = [t.view(-1, page, 2, 128)[order] for t in (k, v)]
+        table = order.argsort().to(torch.int32)[None]
+        where = {"block_table": table, "cache_seqlens": torch.tensor([640], dtype=torch.int32, device=DEVICE)}
+        assert same(wanted, held_paged([q, *stored], index, where))
+
+
+@pytest.mark.parametrize("blocks", [(64, 64), (128, 128), (64, 128), (128, 64)])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_packed(dtype, dim, blocks):
+    """Empty sequences on either side, odd lengths, groups; lists that name blocks past shorter sequences' ends."""
+    tensors, where = offsets(*LENGTHS, dim=dim, dtype=dtype)
+    held_packed(tensors, lists(5, 4, 500, 1000, *blocks), where)
+    held_packed(tensors, lists(1, 1, 500, 1000, *blocks), where, causal=True)
+
+
+@pytest.mark.parametrize("block", [64, 128])
+def test_packed_sizes(block):
+    tensors, where = offsets(*LENGTHS, heads=6, kv_heads=2)
+    rows, blocks = -(-500 // block), -(-1000 // block)
+    sizes = torch.randint(0, block + 1, (5, 6, blocks), dtype=torch.int32, device=DEVICE)
+    queries = torch.randint(0, block + 1, (5, 1, rows), dtype=torch.int32, device=DEVICE)
+    index = lists(5, 6, 500, 1000, block, block, block_sizes=sizes, query_sizes=queries)
+    for causal in (False, True):
+        held_packed(tensors, index, where, causal=causal)
+
+
+def test_sequences_do_not_see_each_other():
+    """What lies before and behind a sequence is NaN."""
+    (q, k, v), where = offsets([200] * 3, [300] * 3)
+    index = lists(3, 4, 200, 300)
+    clean = held_packed((q, k, v), index, where)
+    plan = tilefold.sparse_plan(q, k, v, index, **where).with_tile(kernel=HOPPER, splits=1)
+    for t, n in ((q, 200), (k, 300), (v, 300)):
+        t[:n], t[2 * n :] = float("nan"), float("nan")
+    out, lse = tilefold.sparse_attention_varlen(q, k, v, index, **where, plan=plan, return_lse=True)
+    assert same((clean[0][200:400], clean[1][:, 200:400]), (out[200:400], lse[:, 200:400]))
+
+
+@pytest.mark.parametrize("blocks", [(64, 64), (128, 128), (64, 128), (128, 64)])
+@pytest.mark.parametrize("page", [64, 16, 32, 128, 256])
+def test_paged(page, blocks):
+    """Pages in random order, NaN wherever no key lies, an empty cache, lists that name blocks past a cache's end."""
+    for dim, dtype in ((128, torch.bfloat16), (64, torch.float16)):
+        tensors, where = pages([1000, 0, 333, 64], page, 200, dim, dtype)
+        held_paged(tensors, lists(4, 4, 200, 1000, *blocks), where)
+        held_paged(tensors, lists(1, 1, 200, 1000, *blocks), where, causal=True)
+
+
+@pytest.mark.parametrize("page", [64, 16])
+def test_paged_sizes_groups_and_layouts(page):
+    sizes = torch.randint(0, 65, (2, 16), dtype=torch.int32, device=DEVICE)
+    index = lists(2, 8, 130, 1000, block_sizes=sizes)
+    tensors, where = pages([1000, 777], page, 130, h=8, hk=2)
+    out, lse = held_paged(tensors, index, where)
+    turned = [t.transpose(1, 2) for t in tensors]
+    again = held_paged(turned, index, where, layout="bhsd")
+    assert same((out, lse), (again[0].transpose(1, 2), again[1]))
+
+
+def test_few_rows_over_pages():
+    """Decoding: one query, more sequences than places."""
+    lengths = [torch.randint(1, 700, (1,)).item() for _ in range(300)]
+    tensors, where = pages(lengths, 16, 1, room=700)
+    held_paged(tensors, lists(300, 1, 1, 700), where)
+
+
+def test_many_short_sequences():
+    """Most places hold no work, and the last ones drawn hold none either."""
+    lengths = [n % 70 for n in range(200)]
+    tensors, where = offsets(lengths, lengths[::-1])
+    held_packed(tensors, lists(200, 4, 69, 69), where)
+    tensors, where = offsets([1] * 300 + [0] * 100, [130] * 400)
+    held_packed(tensors, lists(400, 1, 1, 130), where)
+
+
+@pytest.mark.parametrize("layout", ["packed", "pages of 64", "pages of 16"])
+def test_long_lists_same_bits_as_contiguous(layout):
+    """Chosen by the plan; rings that go round many times, 20 runs alike."""
+    s = 64 * 96
+    q, k, v = qkv(2, s, s, 4, 2, 128, dtype=torch.bfloat16, device=DEVICE)
+    index = lists(2, 4, s, s, density=0.3)
+    wanted = tilefold.sparse_attention(q, k, v, index, return_lse=True)
+    if layout == "packed":
+        cu = torch.tensor([0, s, 2 * s], dtype=torch.int32, device=DEVICE)
+        tensors, where = [t.flatten(0, 1) for t in (q, k, v)], {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
+        wanted = wanted[0].flatten(0, 1), wanted[1].transpose(0, 1).flatten(1)
+    else:
+        page = int(layout.split()[-1])
+        order = torch.randperm(2 * s // page, device=DEVICE)
+        tensors = [q, *(t.reshape(-1, page, 2, 128)[order] for t in (k, v))]
+        where = {"block_table": order.argsort().to(torch.int32).view(2, -1)}
+        where["cache_seqlens"] = torch.full((2,), s, dtype=torch.int32, device=DEVICE)
+    assert tilefold.sparse_plan(*tensors, index, **where).kernel == HOPPER
+    run = getattr(tilefold, "sparse_attention_varlen" if layout == "packed" else "sparse_attention_paged")
+    assert same(wanted, run(*tensors, index, **where, return_lse=True))
+    with no_waiting():
+        runs = [run(*tensors, index, **where, return_lse=True) for _ in range(20)]
+    assert all(same(wanted, one) for one in runs)
+
+
+def test_graph_replays_with_changed_places():
+    """Offsets, tables and lengths are read on the device."""
+    tensors, where = offsets([300, 212], [1000, 1048])
+    index = lists(2, 4, 512, 2048)
+    plan = tilefold.sparse_plan(*tensors, index, **where).with_tile(kernel=HOPPER, splits=1)
+
+    def run():
+        return tilefold.sparse_attention_varlen(*tensors, index, **where, plan=plan, return_lse=True)
+
+    run()
+    graph, got = captured(run)
+    for cut_q, cut_k in ((500, 1), (0, 2048), (77, 999)):
+        where["cu_seqlens_q"][1], where["cu_seqlens_k"][1] = cut_q, cut_k
+        graph.replay()
+        assert same(got, held_packed(tensors, index, where))
+
+    for page in (64, 16):
+        paged, there = pages([2048, 2048], page, 200)
+        few = lists(2, 4, 200, 2048)
+        own = tilefold.sparse_plan(*paged, few, **there).with_tile(kernel=HOPPER, splits=1)
+
+        def run_paged(paged=paged, few=few, there=there, own=own):
+            return tilefold.sparse_attention_paged(*paged, few, **there, plan=own, return_lse=True)
+
+        run_paged()
+        graph, got = captured(run_paged)
+        for lengths in ([2048, 100], [33, 0], [1500, 2047]):
+            order = torch.randperm(there["block_table"].numel(), device=DEVICE)
+            there["block_table"].copy_(there["block_table"].flatten()[order].view_as(there["block_table"]))
+            there["cache_seqlens"].copy_(torch.tensor(lengths, dtype=torch.int32))
+            graph.replay()
+            assert same(got, held_paged(paged, few, there))
+
+
+def test_one_compilation_serves_all_lengths_of_a_layout():
+    from tilefold.kernels.hopper.sparse_forward import sparse_forward_hopper
+
+    def run(n):
+        tensors, where = offsets([n // 2, 9], [n, 17])
+        held_packed(tensors, lists(2, 1, n // 2, n), where)
+        tensors, where = pages([n, 17], 16, n // 2)
+        held_paged(tensors, lists(2, 1, n // 2, n), where)
+
+    run(640)
+    before = compilations(sparse_forward_hopper)
+    for n in (1000, 1700):
+        run(n)
+    assert compilations(sparse_forward_hopper) == before
+
+
+def test_what_the_kernel_has_no_boxes_for_takes_the_portable_one():
+    for page in (1, 24, 100):
+        tensors, where = pages([700, 64], page, 128)
+        plan = tilefold.sparse_plan(*tensors, lists(2, 4, 128, 700), **where)
+        assert plan.kernel == PORTABLE["sparse_attention_paged"]

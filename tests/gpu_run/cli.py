@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .parent import run_piece
+from .parent import SEVERAL, run_piece
 from .report import add_row, summarise
 
 __all__ = ["ROOT", "identity", "main"]
@@ -54,7 +54,9 @@ def main(argv: list[str] | None = None, machine: dict[str, Any] | None = None) -
         print(f"test-gpu: {why}", file=sys.stderr)
         return NO_GPU
     cores, memory, args.gpus = len(os.sched_getaffinity(0)), found.pop("memory", None), found.get("gpus", 1)
-    args.jobs = args.jobs or (cores if memory is None else max(1, min(cores, args.gpus * memory // EACH)))
+    others = SEVERAL if args.gpus > 1 else 0
+    room = cores if memory is None else args.gpus * memory // EACH
+    args.jobs = args.jobs or max(1, min(cores, room) - others)
     run = {**found, **identity(args.tests), "cores": cores, "jobs": args.jobs}
     run["selected"] = shlex.split(args.pytest)
     run = run_piece(args, run, environment(), begin)

@@ -1,5 +1,5 @@
-"""A piece of a run: many processes, then one a GPU for the tests that fill its memory, a few for those over several GPUs, then
-one alone for those that measure; a process that dies or hangs is replaced."""
+"""A piece of a run: many processes, and a few for the tests over several GPUs beside them; then one a GPU for the tests that fill
+its memory; then one alone for those that measure.  A process that dies or hangs is replaced."""
 
 import contextlib
 import json
@@ -137,10 +137,10 @@ def run_piece(args: Any, run: dict[str, Any], env: dict[str, str], begin: float)
         return ended
 
     tell()
-    _phase(args, "together", max(1, args.jobs), until, env, tell)
-    for phase, jobs in (("large", args.gpus), ("several_gpus", SEVERAL), ("alone", 1)):
+    several = {"several_gpus": SEVERAL} if args.gpus > 1 else {"several_gpus": 1}  # with one GPU they are skipped
+    for jobs in ({"together": max(1, args.jobs), **several}, {"large": args.gpus}, {"alone": 1}):
         if _left(args.folder) and time.time() < until:
-            _phase(args, phase, jobs, until, env, tell)
+            _phases(args, jobs, until, env, tell)
     tell()
     return run
 
@@ -157,8 +157,10 @@ def _begun(args: Any, run: dict[str, Any]) -> list[Any]:
     return list(old["pieces"]) if goes_on else []
 
 
-def _phase(args: Any, phase: str, jobs: int, until: float, env: dict[str, str], tell: Callable[[], int]) -> None:
-    processes = [Process(args, number, phase, until, env) for number in range(jobs)]
+def _phases(args: Any, jobs: dict[str, int], until: float, env: dict[str, str], tell: Callable[[], int]) -> None:
+    """The tests of some phases, side by side; jobs: processes of each."""
+    named = [phase for phase, number in jobs.items() for _ in range(number)]
+    processes = [Process(args, number, phase, until, env) for number, phase in enumerate(named)]
     told = time.time()
     try:
         while processes:

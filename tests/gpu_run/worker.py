@@ -21,8 +21,8 @@ PARTS = {"passed": 0, "skipped": 1, "failed": 2}
 
 
 def phase_of(item: pytest.Item) -> str:
-    """When a test runs: after the others if it fills a GPU's memory or runs over several GPUs, last if it measures what other
-    processes would disturb."""
+    """When a test runs: in processes of their own if it runs over several GPUs, after the others if it fills a GPU's memory, last
+    if it measures what other processes would disturb."""
     return next((name for name in ("alone", "several_gpus", "large") if item.get_closest_marker(name)), "together")
 
 

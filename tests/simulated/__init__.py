@@ -38,19 +38,25 @@ class Anything:
 
 
 class Number(int):
-    """A scalar of the kernel: an int that may be cast."""
+    """A scalar of the kernel: an int that may be cast, and meet numbers of lanes."""
 
     def to(self, dtype):
         return self
 
     def __mul__(self, other):
-        return Number(int(self) * int(other))
+        return Number(int(self) * int(other)) if isinstance(other, int) else NotImplemented
 
     def __add__(self, other):
-        return Number(int(self) + int(other))
+        return Number(int(self) + int(other)) if isinstance(other, int) else NotImplemented
 
     def __sub__(self, other):
-        return Number(int(self) - int(other))
+        return Number(int(self) - int(other)) if isinstance(other, int) else NotImplemented
+
+    def __floordiv__(self, other):
+        return Number(int(self) // int(other)) if isinstance(other, int) else NotImplemented
+
+    def __mod__(self, other):
+        return Number(int(self) % int(other)) if isinstance(other, int) else NotImplemented
 
     __rmul__, __radd__ = __mul__, __add__
 
@@ -343,11 +349,15 @@ class Launch:
         slow = 10 if late or self.memory.random.random() < 0.1 else 1
         self.memory.later(self.memory.random.random() * slow, act)
 
+    def content_of(self, desc, *place):
+        """What lies where a copy of these coordinates has come."""
+        return desc, *place
+
     def copy(self, desc, place, barrier, panel):
         panel.fill(None)
 
         def arrive():
-            panel.fill((desc, *(int(p) for p in place)))
+            panel.fill(self.content_of(desc, *map(int, place)))
             barrier.arrive(copied=self.bytes_of(desc))
 
         self.later(arrive, desc in self.late)

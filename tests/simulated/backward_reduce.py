@@ -4,11 +4,13 @@ A tile's value is the set of what went into it, an accumulator's the list of its
 The functions are the kernel's own, but for masks, views of buffers and addresses."""
 
 from collections import Counter
+from functools import partial
 
 from simulated import Anything, Number, Ring, Turn, barriers, run_threads
 from simulated.backward import FULL, GRADIENTS, WINDOW, Backward, Panel, Value, View
 from tilefold.kernels.hopper import (
     attention_backward_reduce,
+    backward_consumer,
     backward_epilogue,
     backward_mask,
     backward_pipeline,
@@ -77,29 +79,20 @@ class Product(Value):
     permute = reshape
 
 
-class Place:
-    """An address among the sums, of which `part` is added."""
-
-    def __init__(self, part, at=0):
-        self.part, self.at = part, at
-
-    def __add__(self, offset):
-        return Place(self.part, self.at + int(offset))
-
-
 class Run(Backward):
-    """seq_q, seq_k; heads of queries, how many share a KV head; dim 64 or 128; sum_slots, order, stagger as in the kernel."""
+    """sizes: queries, keys, heads of queries, how many share a KV head; dim 64 or 128."""
 
     functions = (
         (parts, ("load_panels",)),
         (backward_pipeline, ("first_stage", "next_stage")),
         (reduce_scheduler, ("own_keys",)),
-        (attention_backward_reduce, ("produce", "add", "step", "step_alone", "consume")),
+        (backward_consumer, ("zero_gradient",)),
+        (attention_backward_reduce, ("produce", "add", "step", "consume")),
     )
     classes = (
         (pipeline, ("Stage",)),
         (backward_mask, ("Lengths", "BackwardMask")),
-        (reduce_scheduler, ("KeyBlock", "OwnKeys", "BlockScheduler")),
+        (reduce_scheduler, ("KeyBlock", "Visit", "OwnKeys", "BlockScheduler")),
         (reduce_pipeline, ("ReduceConfig", "ReducePipeline")),
         (dq_sums, ("DqSums",)),
         (recompute, ("Recompute",)),
@@ -107,30 +100,31 @@ class Run(Backward):
     )
     pairs = 2  # of barriers at which the warpgroups meet, in turns
 
-    def __init__(self, seed, kind, sizes, dim=128, sum_slots=1, order=0, stagger=2, heads_at_once=1, slots=2):
+    def __init__(self, seed, kind, sizes, dim=128, ordered=False, heads_at_once=1, slots=2):
         super().__init__(seed)
-        self.kind, self.dim, self.sum_slots, self.order, self.stagger = kind, dim, sum_slots, order, stagger
+        self.kind, self.dim, self.ordered = kind, dim, ordered
         self.seq_q, self.seq_k, self.heads, self.group = sizes
         self.queries, self.slots, self.heads_at_once = 8192 // dim, slots, heads_at_once
         self.q_tiles, self.blocks = -(-self.seq_q // self.queries), -(-self.seq_k // KEYS)
         self.no_tile = self.heads * self.q_tiles
-        self.sums, self.adding = {}, 0
+        self.sums, self.adding, self.adders = {}, 0, {}
+        self.progress = [0] * (self.no_tile + 1)
 
     # ------------------------------------------------------------ the language
 
     def more(self):
         return {
-            "KEYS": KEYS, "ROWS": 128, "KEYS_FIRST": 0, "QUERIES_FIRST": 1, "KEYS_LATE": 2, "TILE_BY_TILE": 3,
-            "narrowed": lambda x, dtype: x, "widened": lambda x: x,
-            "schedule_fence_16": lambda x: None, "wgmma_init": lambda x: x, "pair_barrier": self.pair_barrier,
-            "add_registers": self.add_registers, "tma_reduce_add": self.add_copy, "tma_store_wait": self.wait_reads,
+            "KEYS": KEYS, "ROWS": 128, "STAGGER": 2, "narrowed": lambda x, dtype: x, "widened": lambda x: x,
+            "schedule_fence_16": lambda x: None, "pair_barrier": self.pair_barrier,
+            "tma_reduce_add": self.add_copy, "tma_store_wait": self.wait_reads, "await_counter": self.await_counter,
+            "count": self.count,
         }  # fmt: skip
 
     def namespace(self):
         names = super().namespace()
         names["gl"].program_id = lambda axis: Number(self.local.program)
+        names["gl"].num_programs = lambda axis: Number(self.blocks * (self.heads // self.group))
         names["ReducePipeline"].tile = lambda pipe, panels, slot, slots, rows: self.tiles(panels, slots).index(slot)
-        names["DqSums"].begin = lambda sums, part, layout: Place(part)
         return names
 
     def bytes_of(self, desc):
@@ -155,25 +149,21 @@ class Run(Backward):
 
     def pair_barrier(self, own, i):
         first = 2 * (i % self.pairs)
-        self.turns[first + 1 - own].arrive()
-        self.turns[first + own].sync()
+        self.local.turns[first + 1 - own].arrive()
+        self.local.turns[first + own].sync()
 
     # ------------------------------------------------------------ dq in memory
 
     def added(self, row, part, log):
         self.sums.setdefault((row, part), []).extend(log)
 
-    def add_registers(self, place, dq):
-        row, rest = divmod(place.at, self.queries * self.dim * 4)
-        assert rest == 0
-        self.added(row, place.part, dq.log)
-
     def add_copy(self, desc, place, panel):
         """A copy that reads its buffer some time, and adds it some time later."""
         rows = self.queries * self.dim // 32
         row, part = int(place[0]) // rows, int(place[0]) % rows // 128
-        state = {"read": False}
+        state = {"read": False, "written": False}
         self.copies().append(state)
+        program = self.local.program
         panel.readers += 1
         self.adding += 1
 
@@ -183,9 +173,13 @@ class Run(Backward):
 
         def add(value):
             self.added(row, part, value.log)
-            self.adding -= 1
+            self.adders.setdefault((row, part), []).append(program)
+            self.adding, state["written"] = self.adding - 1, True
 
         self.later(read)
+
+    def await_counter(self, at, wanted):
+        self._await(at, wanted)
 
     def wait_reads(self, pending):
         """All but the last `pending` copies have read."""
@@ -256,29 +250,29 @@ class Run(Backward):
         k, v, statistics = buffers("K", each), buffers("V", each), buffers("statistics", slots, Statistics)
         ds = Ring(Both(buffers(f"dS {i}", 2).items) for i in (0, 1))
         bars = barriers(memory, kv_full=(1, 1), q_full=(slots, 1), do_full=(slots, 1), empty=(slots, 2))
-        many = max(1, 2 * self.sum_slots)
-        buffers = Ring((Sums(memory, f"dq {i}", Value()) for i in range(many)), Anything())
-        ends = barriers(memory, sum_full=(many, 1), sum_empty=(many, 1))
-        sums = names["DqSums"](None, "sums", buffers, *ends, self.sum_slots, self.queries * self.dim, self.order == 3)
-        self.turns = [Turn(memory, f"meeting {i}") for i in range(4)]
-        config = names["ReduceConfig"](None, self.dim, self.queries, slots, self.order, True, True)
+        buffers = Ring((Sums(memory, f"dq {i}", Value()) for i in (0, 1)), Anything())
+        adders = 2 if self.ordered and self.dim == 128 else 1
+        ends = barriers(memory, sum_full=(2 * adders, 1), sum_empty=(2, 1))
+        sums = names["DqSums"]("sums", 0, buffers, *ends, self.queries * self.dim, self.ordered, adders)
+        turns = [Turn(memory, f"meeting {i}") for i in range(4)]
+        config = names["ReduceConfig"](None, self.dim, self.queries, slots)
         pipe = names["ReducePipeline"]("q", "do", "k", "v", "stat", q, do, k, v, ds, statistics, *bars, config)
         lengths = names["Lengths"](self.seq_q, self.seq_k, -(-self.seq_q // 64), -(-self.seq_k // 64))
         mask = names["BackwardMask"](*BAND, self.kind)
         scheduler = names["BlockScheduler"](lengths, self.heads, self.group, self.q_tiles, self.blocks, self.heads_at_once,
-                                            self.no_tile, mask, self.queries, self.stagger)  # fmt: skip
+                                            self.no_tile, mask, self.queries, self.ordered)  # fmt: skip
         gradients = [names["Gradient"](out, 0, 0, 0, None, None, None) for out in GRADIENTS[1:]]
 
         def begin():
-            self.local.program, self.local.open = number, []
+            self.local.program, self.local.open, self.local.turns = number, [], turns
 
         def produce():
             begin()
             names["produce"](scheduler, pipe)
 
-        def add():
+        def add(own):
             begin()
-            names["add"](scheduler, sums)
+            names["add"](own, scheduler, sums)
 
         def consume(half):
             begin()
@@ -286,13 +280,22 @@ class Run(Backward):
             self.local.place = int(block.head), int(block.tile), half
             names["consume"](half, scheduler, pipe, sums, *gradients, 1.0)
 
-        return [produce, lambda: consume(0), lambda: consume(1), *([add] if self.sum_slots else [])]
+        return [produce, *(partial(add, own) for own in range(adders)), *(partial(consume, half) for half in (0, 1))]
 
-    def __call__(self):
-        for number in range(self.blocks * (self.heads // self.group)):
-            run_threads(self.memory, self.program(number))
+    def __call__(self, places=1):
+        """places: programs that run side by side; whenever one ends the next begins, as on a GPU."""
+        numbers = iter(range(self.blocks * (self.heads // self.group)))
+
+        def place():
+            for number in numbers:
+                run_threads(self.memory, self.program(number))
+
+        run_threads(self.memory, [place] * places)
         self.memory.until(lambda: self.adding == 0, "the last sums")
         made, sums = self.expected()
         assert self.made == made
         found = {place: Counter(log) for place, log in self.sums.items() if place[0] != self.no_tile}
         assert found == sums
+        if self.ordered:
+            for (row, _), programs in self.adders.items():
+                assert row == self.no_tile or programs == sorted(programs)

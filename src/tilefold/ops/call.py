@@ -177,10 +177,12 @@ def is_plain(call: Call) -> bool:
 
 
 def facts_of_args(args: ModArgs) -> Any:
-    """Integers decide a compilation (1 and multiples of 16 are special), floats do not."""
-    return type(args), tuple(
-        facts_of(a) if isinstance(a, torch.Tensor) else (type(a), a if isinstance(a, int) else None) for a in args
-    )
+    """Of a number its type, and of an integer the width: 32 bits, 64 or more."""
+    return type(args), tuple([facts_of(a) if isinstance(a, torch.Tensor) else (type(a), _width_of(a)) for a in args])
+
+
+def _width_of(number: Any) -> int:
+    return sum(not -limit <= number < limit for limit in (1 << 31, 1 << 63)) if isinstance(number, int) else 0
 
 
 def args_of(call: Any) -> dict[str, Any]:

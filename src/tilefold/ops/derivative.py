@@ -1,7 +1,8 @@
 """The derivative of a score_mod by its score, made from its source: forward-mode differentiation of Triton code.
 
 Beside each variable x that depends on the score stands one more, its derivative.  What does not depend on the score has none, so
-that it costs nothing.  The result is a @triton.jit function of the mod's arguments, as score_grad is."""
+that it costs nothing.  The result is a @triton.jit function of the mod's arguments, as score_grad is.  `ops.loads` does the same
+by a number that the mod loads."""
 
 import ast
 import functools
@@ -18,7 +19,7 @@ from triton.language import math
 
 from ..errors import Unsupported
 
-__all__ = ["derivative_of"]
+__all__ = ["Derivative", "Node", "derivative_of"]
 
 Node = ast.expr
 NUMBER = itertools.count()
@@ -38,47 +39,61 @@ def derivative_of(mod: Any) -> Any:
     Raises Unsupported, naming the mod, the line and the expression, for anything else that depends on the score."""
     function = getattr(mod, "fn", mod)
     score, *_ = inspect.signature(function).parameters
-    made = _Derivative(mod, (score,), tangents=False)
-    return made.function
+    made = Derivative(mod)
+    made.start((score,), tangents=False)
+    return made.finish("derivative")
 
 
-class _Derivative(ast.NodeVisitor):
-    """The derivative of one function by some of its parameters.
+class Derivative(ast.NodeVisitor):
+    """The derivative of one function by `what`: `start` and `finish` make it by some of its parameters.
 
-    tangents: the derivatives of these parameters are given as further arguments; otherwise it is by the only one of them."""
+    hint: what its errors advise."""
 
-    def __init__(self, mod: Any, by: Sequence[str], tangents: bool) -> None:
-        function = getattr(mod, "fn", mod)
-        self.name = function.__name__
+    def __init__(self, mod: Any, what: str = "the score", hint: str = HINT) -> None:
+        self.source, self.what, self.hint = getattr(mod, "fn", mod), what, hint
+        self.name = self.source.__name__
         try:
-            source = textwrap.dedent(inspect.getsource(function))
+            source = textwrap.dedent(inspect.getsource(self.source))
         except (OSError, TypeError):
-            raise Unsupported(f"the source of {self.name} cannot be read, so it has no derivative: {HINT}") from None
-        tree = next(each for each in ast.parse(source).body if isinstance(each, ast.FunctionDef))
-        self.space = {**function.__globals__, **_closure(function), OWN: tl}
-        self.active, self.calls = set(by), 0
-        self.zero = self._full(by[0], 0.0)
-        start: list[ast.stmt] = []
+            raise Unsupported(f"the source of {self.name} cannot be read, so it has no derivative: {hint}") from None
+        self.tree = next(each for each in ast.parse(source).body if isinstance(each, ast.FunctionDef))
+        self.space = {**self.source.__globals__, **_closure(self.source), OWN: tl}
+        self.active: set[str] = set()
+        self.calls = 0
+
+    def start(self, by: Sequence[str], tangents: bool) -> None:
+        """Differentiate by these parameters.  tangents: their derivatives are given as further arguments; otherwise it is by the
+        only one of them."""
+        self.active = set(by)
+        self.zero = self.full(by[0], 0.0)
+        body = self._block(self.tree.body)
         if tangents:
-            tree.args.args += [ast.arg(_tangent(name)) for name in by]
+            self.tree.args.args += [ast.arg(tangent(name)) for name in by]
         else:
-            start = [_assign(_tangent(by[0]), self._full(by[0], 1.0))]
-        tree.decorator_list, tree.name = [], f"{self.name}_derivative"
-        tree.returns = None
-        tree.body = start + self._block(tree.body)
+            body.insert(0, assign(tangent(by[0]), self.full(by[0], 1.0)))
+        self.tree.body = body
+
+    def finish(self, suffix: str) -> Any:
+        """The function that the tree is now."""
+        tree = self.tree
+        tree.decorator_list, tree.name, tree.returns = [], f"{self.name}_{suffix}", None
         text = ast.unparse(ast.fix_missing_locations(tree)) + "\n"
-        file = f"<derivative {next(NUMBER)} of {self.name}>"
+        file = f"<{suffix} {next(NUMBER)} of {self.name}>"
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # Triton reads the source
         exec(compile(text, file, "exec"), self.space)
         made = self.space[tree.name]
-        made.__module__ = function.__module__
-        self.function = triton.jit(made)
+        made.__module__ = self.source.__module__
+        return triton.jit(made)
 
-    def _full(self, like: str, value: float) -> Node:
-        return _expression(f"{OWN}.full({like}.shape, {value}, {OWN}.float32)")
+    def full(self, like: str, value: float) -> Node:
+        """A number as a tile."""
+        return expression(f"{OWN}.full({like}.shape, {value}, {OWN}.float32)")
 
     def refuse(self, node: ast.AST, why: str) -> NoReturn:
-        raise Unsupported(f"{self.name}, `{ast.unparse(node)}`: {why}, so tilefold derives no derivative of it: {HINT}")
+        """Unsupported, naming the function and the expression."""
+        raise Unsupported(
+            f"{self.name}, `{ast.unparse(node)}`: {why}, so tilefold derives no derivative of it: {self.hint}"
+        )
 
     # ------------------------------------------------------------ statements
 
@@ -92,7 +107,7 @@ class _Derivative(ast.NodeVisitor):
         if isinstance(node, ast.Return):
             if node.value is None:
                 self.refuse(node, "it returns nothing")
-            return [ast.Return(self.of(node.value) or self.zero)]
+            return [ast.Return(self.returned(node.value))]
         if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
             value = ast.BinOp(ast.Name(node.target.id, ast.Load()), node.op, node.value)
             return self._bind(node.target.id, value)
@@ -108,28 +123,32 @@ class _Derivative(ast.NodeVisitor):
         if isinstance(node, ast.If):
             return self._if(node)
         if any(isinstance(each, ast.Name) and each.id in self.active for each in ast.walk(node)):
-            self.refuse(node, "only assignments, `if` and `return` may depend on the score")
+            self.refuse(node, f"only assignments, `if` and `return` may depend on {self.what}")
         return [node]
+
+    def returned(self, value: Node) -> Node:
+        """What is returned instead of this value."""
+        return self.of(value) or self.zero
 
     def _bind(self, name: str, value: Node) -> list[ast.stmt]:
         """name = value, and its derivative first: value may hold what `name` was before."""
         derived = self.of(value)
         self.active.discard(name)
         if derived is None:
-            return [_assign(name, value)]
+            return [assign(name, value)]
         self.active.add(name)
-        return [_assign(_tangent(name), derived), _assign(name, value)]
+        return [assign(tangent(name), derived), assign(name, value)]
 
     def _unpack(self, node: ast.Assign, target: ast.Tuple) -> list[ast.stmt]:
         names = [each.value if isinstance(each, ast.Starred) else each for each in target.elts]
         if self.of(node.value) is not None or not all(isinstance(each, ast.Name) for each in names):
-            self.refuse(node, "a tuple depends on the score")
+            self.refuse(node, f"a tuple depends on {self.what}")
         self.active -= {each.id for each in names if isinstance(each, ast.Name)}
         return [node]
 
     def _if(self, node: ast.If) -> list[ast.stmt]:
-        if self._depends(node.test):
-            self.refuse(node.test, "a condition depends on the score")
+        if self.depends(node.test):
+            self.refuse(node.test, f"a condition depends on {self.what}")
         before = set(self.active)
         then, of_then = self._block(node.body), self.active
         self.active = set(before)
@@ -137,33 +156,33 @@ class _Derivative(ast.NodeVisitor):
         self.active = of_then | of_other
         for block, own in ((then, of_then), (other, of_other)):
             if not (block and isinstance(block[-1], ast.Return)):
-                block += [_assign(_tangent(name), self.zero) for name in sorted(self.active - own)]
+                block += [assign(tangent(name), self.zero) for name in sorted(self.active - own)]
         return [ast.If(node.test, then, other)]
 
     # ------------------------------------------------------------ expressions
 
-    def _depends(self, node: ast.AST) -> bool:
-        """Whether a variable that depends on the score is in it, but for its dtype or shape."""
+    def depends(self, node: ast.AST) -> bool:
+        """Whether a variable that has a derivative is in it, but for its dtype or shape."""
         if isinstance(node, ast.Attribute) and node.attr in ("dtype", "shape"):
             return False
         if isinstance(node, ast.Name):
             return node.id in self.active
-        return any(self._depends(each) for each in ast.iter_child_nodes(node))
+        return any(self.depends(each) for each in ast.iter_child_nodes(node))
 
     def of(self, node: Node) -> Node | None:
-        """The derivative of an expression, None where it does not depend on the score."""
-        if isinstance(node, ast.Compare) or not self._depends(node):
+        """The derivative of an expression, None where it has none."""
+        if isinstance(node, ast.Compare) or not self.depends(node):
             return None
         if isinstance(node, ast.Name):
-            return _name(_tangent(node.id))
+            return _name(tangent(node.id))
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             inner = self.of(node.operand)
             return None if inner is None else ast.UnaryOp(node.op, inner)
         if isinstance(node, ast.BinOp):
             return self._operator(node)
         if isinstance(node, ast.IfExp):
-            if self._depends(node.test):
-                self.refuse(node.test, "a condition depends on the score")
+            if self.depends(node.test):
+                self.refuse(node.test, f"a condition depends on {self.what}")
             return ast.IfExp(node.test, self.of(node.body) or self.zero, self.of(node.orelse) or self.zero)
         if isinstance(node, ast.Call):
             return self._call(node)
@@ -199,14 +218,14 @@ class _Derivative(ast.NodeVisitor):
         self.refuse(node, "this operator is not differentiated")
 
     def _call(self, node: ast.Call) -> Node | None:
-        if isinstance(node.func, ast.Attribute) and self._depends(node.func.value):
+        if isinstance(node.func, ast.Attribute) and self.depends(node.func.value):
             inner = self.of(node.func.value)
             if inner is None:
                 return None
             if node.func.attr != "to":
                 self.refuse(node, f"the method {node.func.attr} is not differentiated")
             return inner
-        called = self._object(node.func)
+        called = self.object_of(node.func)
         rule = _rule(called)
         if rule is not None:
             return rule(self, node)
@@ -214,7 +233,8 @@ class _Derivative(ast.NodeVisitor):
             return self._inner(node, called)
         self.refuse(node, f"{ast.unparse(node.func)} is not differentiated")
 
-    def _object(self, node: Node) -> Any:
+    def object_of(self, node: Node) -> Any:
+        """What a name of a function means."""
         try:
             return eval(compile(ast.Expression(ast.fix_missing_locations(node)), "<called>", "eval"), self.space)
         except Exception:
@@ -233,11 +253,13 @@ class _Derivative(ast.NodeVisitor):
         )
         self.calls += 1
         try:
-            self.space[inner] = _Derivative(called, by, tangents=True).function
+            made = Derivative(called, self.what, self.hint)
+            made.start(by, tangents=True)
+            self.space[inner] = made.finish("derivative")
         except Unsupported as error:
             raise Unsupported(f"{self.name}, `{ast.unparse(node)}`: in {error}") from None
         named = [ast.keyword(each.arg, each.value) for each in node.keywords]
-        named += [ast.keyword(_tangent(name), derived[name] or self.zero) for name in by]
+        named += [ast.keyword(tangent(name), derived[name] or self.zero) for name in by]
         return ast.Call(_name(inner), node.args, named)
 
     def arguments(self, node: ast.Call, *names: str) -> list[Node]:
@@ -250,13 +272,13 @@ class _Derivative(ast.NodeVisitor):
 
 # ---------------------------------------------------------------- rules
 
-Rule = Callable[[_Derivative, ast.Call], Node | None]
+Rule = Callable[[Derivative, ast.Call], Node | None]
 
 
 def _unary(template: str) -> Rule:
     """The derivative of a function of one argument.  In the template x is the argument, d its derivative, y the call."""
 
-    def rule(of: _Derivative, node: ast.Call) -> Node | None:
+    def rule(of: Derivative, node: ast.Call) -> Node | None:
         (x,) = node.args[:1] or [each.value for each in node.keywords[:1]]
         derived = of.of(x)
         return None if derived is None else _filled(template, x=x, y=node, d=derived)
@@ -264,7 +286,7 @@ def _unary(template: str) -> Rule:
     return rule
 
 
-def _where(of: _Derivative, node: ast.Call) -> Node | None:
+def _where(of: Derivative, node: ast.Call) -> Node | None:
     condition, a, b = of.arguments(node, "condition", "x", "y")
     da, db = of.of(a), of.of(b)
     if da is None and db is None:
@@ -273,7 +295,7 @@ def _where(of: _Derivative, node: ast.Call) -> Node | None:
 
 
 def _extreme(sign: str) -> Rule:
-    def rule(of: _Derivative, node: ast.Call) -> Node | None:
+    def rule(of: Derivative, node: ast.Call) -> Node | None:
         a, b = of.arguments(node, "x", "y")
         da, db = of.of(a), of.of(b)
         if da is None and db is None:
@@ -283,27 +305,27 @@ def _extreme(sign: str) -> Rule:
     return rule
 
 
-def _clamp(of: _Derivative, node: ast.Call) -> Node | None:
+def _clamp(of: Derivative, node: ast.Call) -> Node | None:
     x, low, high = of.arguments(node, "x", "min", "max")
     if of.of(low) is not None or of.of(high) is not None:
-        of.refuse(node, "its limits depend on the score")
+        of.refuse(node, f"its limits depend on {of.what}")
     derived = of.of(x)
     return None if derived is None else _filled(
         f"{OWN}.where((x >= low) & (x <= high), d, z)", x=x, low=low, high=high, d=derived, z=of.zero
     )  # fmt: skip
 
 
-def _fma(of: _Derivative, node: ast.Call) -> Node | None:
+def _fma(of: Derivative, node: ast.Call) -> Node | None:
     a, b, c = of.arguments(node, "x", "y", "z")
     return of.of(_binary(_binary(a, ast.Mult(), b), ast.Add(), c))
 
 
-def _divided(of: _Derivative, node: ast.Call) -> Node | None:
+def _divided(of: Derivative, node: ast.Call) -> Node | None:
     a, b = of.arguments(node, "x", "y")
     return of.of(_binary(a, ast.Div(), b))
 
 
-def _nothing(of: _Derivative, node: ast.Call) -> Node | None:
+def _nothing(of: Derivative, node: ast.Call) -> Node | None:
     """Of what counts, or steps."""
     return None
 
@@ -356,7 +378,7 @@ def _rule(called: Any) -> Rule | None:
 # ---------------------------------------------------------------- trees
 
 
-def _tangent(name: str) -> str:
+def tangent(name: str) -> str:
     return f"_d_{name}"
 
 
@@ -364,11 +386,11 @@ def _name(name: str) -> Node:
     return ast.Name(name, ast.Load())
 
 
-def _expression(text: str) -> Node:
+def expression(text: str) -> Node:
     return ast.parse(text, mode="eval").body
 
 
-def _assign(name: str, value: Node) -> ast.stmt:
+def assign(name: str, value: Node) -> ast.stmt:
     return ast.Assign([ast.Name(name, ast.Store())], value)
 
 
@@ -391,7 +413,7 @@ def _filled(template: str, **parts: Node) -> Node:
         def visit_Name(self, node: ast.Name) -> Node:
             return parts.get(node.id, node)
 
-    filled: Node = Fill().visit(_expression(template))
+    filled: Node = Fill().visit(expression(template))
     return filled
 
 

@@ -290,6 +290,14 @@ class Arguments(Group):
                     found |= {f"{record.kind._fields[i]}[{j}]": each for j, each in enumerate(value)}
         return found
 
+    def count_of(self, args: Sequence[Any], name: str) -> int:
+        """How many tensors the args of a mod have, which are those of this name; also where `take` took them out."""
+        for at, _, record in self.records:
+            for i, _field in record.nested:
+                if isinstance(args[at], tuple) and args[at]._fields[i] == name and type(args[at][i]) is tuple:
+                    return sum(each is None or isinstance(each, torch.Tensor) for each in args[at][i])
+        return 0
+
     def prepare(self, bare: list[Any], found: Any) -> None:
         """Have the call's record hold what was found of the call."""
         for at in self.prepared:

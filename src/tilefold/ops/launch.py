@@ -3,6 +3,7 @@
 The first launch goes through Triton's own dispatch, which specialises and compiles.  Later launches reuse the compiled
 kernel and skip that dispatch (about two thirds of the host time of a launch), also from calls of other lengths, as long as
 what Triton specialises on is the same: dtypes, 16-byte alignment, integers that are 1 or multiples of 16, functions, constants.
+Of integers in tuples it does so even where a kernel says `do_not_specialize`; a `RuntimeInt` stands for any.
 """
 
 import time
@@ -16,6 +17,7 @@ from triton.runtime.errors import InterpreterError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..errors import DeviceError
+from .bound import RuntimeInt, general, is_wide
 from .device import interpreting
 
 __all__ = ["OBSERVERS", "Box", "Launch"]
@@ -65,7 +67,7 @@ class Launch:
         if self._key(args) in _COMPILED:  # Triton's own way to the same answer takes most of a millisecond
             return
         with torch.cuda.device(self.device):
-            self.fn.warmup(*args, grid=self.grid, **self.keywords)
+            self.fn.warmup(*general(args), grid=self.grid, **self.keywords)
 
     @property
     def warm(self) -> bool:
@@ -96,7 +98,11 @@ class Launch:
             self(args)
             return
         with torch.cuda.device(self.device):
-            compiled = self.fn[self.grid](*args, **self.keywords)
+            if _has_runtime_ints(args):  # compiled for other numbers than it is launched with
+                compiled = self.fn.warmup(*general(args), grid=self.grid, **self.keywords)
+                compiled[self.grid](*args, *self._tail)
+            else:
+                compiled = self.fn[self.grid](*args, **self.keywords)
         self._compiled = _entry(compiled)
         _COMPILED[key] = (compiled, args_functions(args))
 
@@ -146,9 +152,14 @@ def _class(arg: Any, by_type: bool = False) -> Any:
     if hasattr(arg, "block_shape"):  # Triton's descriptors and Gluon's
         return arg.base.dtype, tuple(arg.block_shape)
     if type(arg) is int:
-        wide = not -(1 << 31) <= arg < 1 << 31
-        return ("int", wide) if by_type else ("int", wide, arg == 1, arg % 16 == 0)
+        return ("int", is_wide(arg)) if by_type else ("int", is_wide(arg), arg == 1, arg % 16 == 0)
+    if type(arg) is RuntimeInt:
+        return "int", is_wide(arg)
     return id(arg) if callable(arg) else type(arg)
+
+
+def _has_runtime_ints(args: Sequence[Any]) -> bool:
+    return any(_has_runtime_ints(arg) if type(arg) is tuple else type(arg) is RuntimeInt for arg in args)
 
 
 def args_functions(args: Sequence[Any]) -> list[Any]:

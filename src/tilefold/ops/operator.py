@@ -36,8 +36,10 @@ class Gradient(NamedTuple):
     """How an operation is differentiated, once.
 
     served: the names of the tensors that get a gradient, like them and contiguous.
+    mods: the name of the args of a mod, the first that a record has, whose tensors get one, too; "" for none.
     fresh(tensor): memory for its gradient where that is not contiguous.
-    make(args, results, grads, wanted): theirs, None where there is none; grads: of the results, None for 0.
+    make(args, results, grads, wanted): theirs, and then those of the mod's tensors in order, None where there is none; grads: of
+        the results, None for 0.
     require(*args): raises for an argument whose derivative nobody gave.
     ready(*args): raises everything that would stop the gradient; asked before the forward pass is launched.  Returns None, or
         what forward and `make` then find as `prepared` of the call's record, and need not look up.
@@ -51,6 +53,7 @@ class Gradient(NamedTuple):
     unread: Callable[..., Sequence[int]] | None = None
     still: tuple[int, ...] = ()
     fresh: Callable[[torch.Tensor], torch.Tensor] = lambda t: t.new_empty(t.shape)
+    mods: str = ""
 
 
 class Operation:
@@ -81,7 +84,7 @@ class Operation:
             with inside_operator():
                 return forward(*arguments.whole(flat))
 
-        self.op = _custom_op(self.name, launch, arguments.parameters(), self.results)
+        self.op = _custom_op(self.name, launch, arguments.parameters(), *[torch.Tensor] * self.results)
         self.op.register_fake(lambda *flat: fake(*arguments.whole(flat)))
         if isinstance(gradient, str):
 
@@ -92,7 +95,7 @@ class Operation:
             return
         self.served = tuple(arguments.tensors.index(each) for each in gradient.served)
         self.unserved = several([at for at in range(len(arguments.tensors)) if at not in self.served])
-        *others, last = gradient.served
+        *others, last = (*gradient.served, gradient.mods) if gradient.mods else gradient.served
         self.text = f"{', '.join(others)} and {last}" if others else last
         self.gradient_op = self._gradient_op(gradient)
         self.op.register_autograd(self._differentiate, setup_context=self._keep)
@@ -157,8 +160,13 @@ class Operation:
 
     def _refuse_unserved(self, named: dict[str, Any]) -> None:
         """Unsupported for a tensor that requires a gradient and gets none."""
-        served = self.gradient.served  # type: ignore[union-attr]
-        refuse_gradients(((name, t) for name, t in named.items() if name not in served), self.text)
+        served = {*self.gradient.served, self.gradient.mods}  # type: ignore[union-attr]
+        refuse_gradients(((name, t) for name, t in named.items() if name.partition("[")[0] not in served), self.text)
+
+    def _places(self, count: int) -> tuple[int, ...]:
+        """Of what gets a gradient, among all tensors; count: of a mod's that do."""
+        first = len(self.arguments.tensors)
+        return *self.served, *range(first, first + count)
 
     # ---------------------------------------------------------------- eager
 
@@ -182,9 +190,10 @@ class Operation:
             back: list[Any] = [None] * len(ctx.needs_input_grad)
             if all(grad is None for grad in grads):
                 return tuple(back)
-            wanted = tuple([ctx.needs_input_grad[2 + at] for at in self.served])
+            places = self._places(arguments.count_of(ctx.bare, gradient.mods))
+            wanted = tuple([ctx.needs_input_grad[2 + at] for at in places])
             found = made(ctx.bare, wanted, *map(resolved, grads), *ctx.saved_tensors)
-            for at, one in zip(self.served, found, strict=True):
+            for at, one in zip(places, found, strict=True):
                 back[2 + at] = one
             return tuple(back)
 
@@ -210,22 +219,27 @@ class Operation:
             grads, results, inputs = parts(flat)
             found = gradient.make(arguments.whole(inputs), results, grads, tuple(wanted))
             made = zip(found, wanted, strict=True)
-            return one_or_all([inputs[0].new_empty(0) if t is None or not asked else t for t, asked in made])
+            return returned([inputs[0].new_empty(0) if t is None or not asked else t for t, asked in made])
 
         def fake(wanted: Sequence[bool], *flat: Any) -> Any:
             inputs = parts(flat)[2]
-            made = zip((inputs[at] for at in self.served), wanted, strict=True)
+            tensors = [*inputs[: len(arguments.tensors)], *(inputs[len(arguments.tensors)] if gradient.mods else ())]
+            made = zip((tensors[at] for at in self._places(len(wanted) - len(self.served))), wanted, strict=True)
             like = inputs[0]
-            return one_or_all([like.new_empty(0) if t is None or not asked else gradient.fresh(t) for t, asked in made])
+            return returned([like.new_empty(0) if t is None or not asked else gradient.fresh(t) for t, asked in made])
 
-        def one_or_all(made: list[Any]) -> Any:
-            return made[0] if len(made) == 1 else tuple(made)
+        def returned(made: list[Any]) -> Any:
+            fixed = made[: len(self.served)]
+            if gradient.mods:
+                return *fixed, made[len(self.served) :]
+            return fixed[0] if len(fixed) == 1 else tuple(fixed)
 
         kinds: list[tuple[str, Any]] = [("wanted", Sequence[bool])]
         kinds += [(f"grad_{i}", torch.Tensor | None) for i in range(count)]
         kept: Any = torch.Tensor | None if gradient.unread else torch.Tensor
         kinds += [(f"result_{i}", kept) for i in range(count)]
-        op = _custom_op(f"{self.name}_backward", launch, [*kinds, *arguments.parameters()], len(self.served))
+        results: list[Any] = [torch.Tensor] * len(self.served) + [list[torch.Tensor]] * bool(gradient.mods)
+        op = _custom_op(f"{self.name}_backward", launch, [*kinds, *arguments.parameters()], *results)
         op.register_fake(fake)
         op.register_autograd(self._refuse_second)
         return op
@@ -245,24 +259,29 @@ class Operation:
         args = self.arguments.whole(flat)
         self._refuse_unserved(self.arguments.named(args, tensors[:count]))
         self.gradient.require(*args)  # type: ignore[union-attr]
-        back: list[Any] = [None] * count
+        back: list[Any] = [None] * (count + len(more))
         if any(grad is not None for grad in grads):
-            wanted = [bool(ctx.needs_input_grad[at]) for at in self.served]
+            gradient = self.gradient
+            assert isinstance(gradient, Gradient)
+            needs = [*ctx.needs_input_grad[:count], *(ctx.needs_input_grad[count] if gradient.mods else ())]
+            places = self._places(self.arguments.count_of(args, gradient.mods))
+            wanted = [bool(needs[at]) for at in places]
             found = self._several(self.gradient_op(wanted, *grads, *results, *flat))
-            for at, one, asked in zip(self.served, found, wanted, strict=True):
+            found = (*found[:-1], *found[-1]) if gradient.mods else found
+            for at, one, asked in zip(places, found, wanted, strict=True):
                 back[at] = one if asked else None
         # beside a list of tensors torch takes an empty list for another and wants one back
         lists: list[Any] = [
             [] if self.arguments.open and isinstance(one, Sequence) and len(one) == 0 and one != "" else None
             for one in ctx.rest
         ]
-        return *back, *([[None] * len(more)] if self.arguments.open else []), *lists
+        return *back[:count], *([back[count:]] if self.arguments.open else []), *lists
 
 
-def _custom_op(name: str, function: Any, parameters: list[tuple[str, Any]], results: int) -> Any:
-    """An operator of the dispatcher whose schema says what `parameters` say."""
+def _custom_op(name: str, function: Any, parameters: list[tuple[str, Any]], *results: Any) -> Any:
+    """An operator of the dispatcher whose schema says what `parameters` and the kinds of its results say."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    made = torch.Tensor if results == 1 else tuple[(torch.Tensor,) * results]  # type: ignore[misc]
+    made = results[0] if len(results) == 1 else tuple[results]  # type: ignore[valid-type]
     function.__signature__ = inspect.Signature(
         [inspect.Parameter(each, kind, annotation=annotation) for each, annotation in parameters],
         return_annotation=made,

@@ -59,7 +59,9 @@ CAPABILITIES = (
     Capability("attention", "attention_forward_hopper", SM_90, dtypes=HALVES, sources=("dense", "packed")),
     Capability("attention", "attention_fp8_hopper", SM_90, dtypes=("float8_e4m3fn",)),
     Capability("attention_backward", "attention_backward_hopper", SM_90, dtypes=HALVES, sources=("dense", "packed")),
-    Capability("sparse_attention", "sparse_forward_hopper", SM_90, dtypes=HALVES, sources=("listed",)),
+    Capability(
+        "sparse_attention", "sparse_forward_hopper", SM_90, dtypes=HALVES, sources=("listed", "packed", "paged")
+    ),
     Capability("matmul", "matmul_hopper", SM_90, dtypes=(*HALVES, "float8_e4m3fn")),
     Capability("matmul_w8a8", "matmul_eight_hopper", SM_90, dtypes=("int8", "float8_e4m3fn")),
     _torch("attention", "calls:attention", sources=("dense", "packed"), refused=_MODS, rules=True),

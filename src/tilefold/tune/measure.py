@@ -90,7 +90,9 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """seconds: no candidate is begun later; quick: half of the candidates of each group.  now: the clock that both follow."""
+    """seconds: no candidate is begun later, but the first of a problem; quick: half of the candidates of each group.
+
+    now: the clock that both follow."""
 
     seconds: float = 120.0
     quick: bool = False
@@ -249,7 +251,7 @@ class _Search:
             for plan in self._candidates(group, ruled, base):
                 fields = fields_of(self.tunable.kind, plan)
                 if _key(fields) not in self.trials:
-                    if self.limits.now() >= self.until:
+                    if self.trials and self.limits.now() >= self.until:
                         return False
                     progress(f"candidate {len(self.trials) + 1}")
                     self._try(plan, fields)

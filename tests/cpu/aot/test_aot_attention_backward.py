@@ -56,6 +56,28 @@ JOBS = {
     for part in PARTS.get(name, ("keys",))
     if target == "sm_90" or f"{part} {name}" in EVERYWHERE
 }
+LOADS = {
+    "d128 causal": problem(128, causal=True, score_mods=("user",)),
+    "d64 fp32": problem(64, dtype="float32", score_mods=("softcap", "user")),
+}
+
+
+def loads_job(name: str, target: str, which: str) -> Job:
+    made, device = LOADS[name], device_named(DEVICES[target])
+    elements = (made.heads, made.seq_q)
+    back = plan_attention_backward(made, device, deterministic=which != "floats", loads=elements)
+    which = "add" if which == "floats" else which
+    plans = {"problem": made, "plan": plan_attention(made, device), "backward_plan": back, "which": which}
+    return Job("cases.loads:build", plans, target)
+
+
+JOBS_LOADS = {
+    (f"loads {which} {name}", target): loads_job(name, target, which)
+    for name in LOADS
+    for target in DEVICES
+    for which in ("measure", "add", "floats")
+    if (target == "sm_90" and which != "floats") or (which, name) == ("add", "d128 causal")
+}
 HOPPER = {
     "d128": problem(128),
     "d128 causal fp16": problem(128, causal=True, dtype="float16"),
@@ -110,7 +132,11 @@ NEWEST_HOPPER = (
 pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files
 
 
-results = compiled(__name__, JOBS | JOBS_HOPPER, (*NEWEST, *(f"hopper {name}" for name in NEWEST_HOPPER)))
+results = compiled(
+    __name__,
+    JOBS | JOBS_LOADS | JOBS_HOPPER,
+    (*NEWEST, "loads add d128 causal", *(f"hopper {name}" for name in NEWEST_HOPPER)),
+)
 
 
 @pytest.mark.parametrize(("name", "target"), JOBS)
@@ -121,6 +147,16 @@ def test_planned_configuration(results: Results, name: str, target: str) -> None
     report = results.clean(name, target, tensor="none" if part in ("sinks", "weights") else "best", spills=spills)
     few = 120 if name == "keys d256" else 8  # Triton 3.6 has 17 there, 3.9 has 109
     assert report.loop_spills <= few
+
+
+@pytest.mark.parametrize(("name", "target"), JOBS_LOADS)
+def test_gradients_of_loads(results: Results, name: str, target: str) -> None:
+    """No registers go to memory; a load is one instruction that adds in memory and returns nothing."""
+    report = results.clean(name, target, tensor="none" if "fp32" in name else "best", spills="none")
+    assert report.loop_spills == 0
+    adds = sum(loop.opcodes.get("RED", 0) + loop.opcodes.get("REDG", 0) for loop in report.loops)
+    if "d128" in name and target != "gfx942":
+        assert adds == (0 if "measure" in name else 3)
 
 
 @pytest.mark.parametrize("name", [name for name, _ in JOBS_HOPPER])

@@ -6,7 +6,7 @@ from aot_cases import DEVICES, Results, compiled, job, problem
 from tilefold.plan import device_named
 from tilefold.plan.sparse.sparse import SparseProblem, plan_sparse
 from tilefold.plan.sparse.sparse_hopper import KERNEL as HOPPER_KERNEL
-from tilefold.plan.sparse.sparse_hopper import programs_per_sm, shared_bytes
+from tilefold.plan.sparse.sparse_hopper import box_rows, programs_per_sm, shared_bytes
 
 PROBLEMS = {
     "d128": SparseProblem(problem(128), 64, 64, 32),
@@ -42,6 +42,18 @@ HOPPER = {
     "128 d64 sizes": SparseProblem(problem(64), 128, 128, 32, True),
     "64 x 128": SparseProblem(problem(128), 64, 128, 32),
     "128 x 64": SparseProblem(problem(128), 128, 64, 32),
+    "64 d128 causal": SparseProblem(problem(128, causal=True), 64, 64, 32),
+    "128 x 64 causal sizes": SparseProblem(problem(128, causal=True), 128, 64, 32, True),
+    "packed 64 d128": SparseProblem(problem(128, varlen=True), 64, 64, 32),
+    "packed 64 d64 causal": SparseProblem(problem(64, varlen=True, causal=True), 64, 64, 32),
+    "pages of 16 64 d128 causal": SparseProblem(problem(128, causal=True), 64, 64, 32, page_size=16),
+    "packed 128 x 64 d64 fp16 sizes": SparseProblem(problem(64, dtype="float16", varlen=True), 128, 64, 32, True),
+    "packed 128 d128": SparseProblem(problem(128, varlen=True), 128, 128, 32),
+    "pages of 16 64 d128 sizes": SparseProblem(problem(128), 64, 64, 32, True, page_size=16),
+    "pages of 16 128 d128": SparseProblem(problem(128), 128, 128, 32, page_size=16),
+    "pages of 32 64 d64": SparseProblem(problem(64), 64, 64, 32, page_size=32),
+    "pages of 64 64 d128": SparseProblem(problem(128), 64, 64, 32, page_size=64),
+    "pages of 256 64 x 128 fp16": SparseProblem(problem(128, dtype="float16"), 64, 128, 32, page_size=256),
 }
 JOBS |= {
     (f"hopper {name}", "sm_90"): job("sparse.sparse_example", "sm_90", plan=plan_sparse(made, device_named("h200")))
@@ -64,6 +76,10 @@ NEWEST = (  # compiled under the newest Triton, too, for sm_90
     *(
         f"hopper {name}"
         for name in ("64 d128", "64 d128 sizes", "64 d64 fp16 sizes", "128 d128", "128 d64 sizes", "mixed 64 d128")
+    ),
+    *(
+        f"hopper {name}"
+        for name in ("64 d128 causal", "packed 64 d128", "pages of 16 64 d128 sizes", "pages of 64 64 d128")
     ),
     *("d128 sizes causal", "d64 one block", "varlen d128 causal", "pages of 16 d128 causal", "merge"),
 )
@@ -93,10 +109,11 @@ def test_hopper_mixed(results: Results, name: str) -> None:
 
 @pytest.mark.parametrize("name", HOPPER)
 def test_hopper(results: Results, name: str) -> None:
-    """wgmma in loops without spills or registers in flight; Triton 3.9 spills a few outside of them."""
+    """wgmma in loops without spills or registers in flight; Triton 3.9 spills a few outside of them, and where a unit takes many
+    boxes the loading warp does, which has 24 registers."""
     report = results.clean(f"hopper {name}", "sm_90", spills="outside loops")
-    assert report.spill_store_bytes <= 32
     made = HOPPER[name]
+    assert report.spill_store_bytes <= (48 if box_rows(made) == made.block_k else 160)
     plan = plan_sparse(made, device_named("h200"))
     assert plan.kernel == HOPPER_KERNEL
     assert 0 <= shared_bytes(made, plan.tile) - report.shared_bytes < 512

@@ -176,8 +176,8 @@ def test_refusals(device):
     table, learned = rand(2, 9, device=device), rand(2, 9, device=device).requires_grad_()
     with pytest.raises(tilefold.Unsupported, match="(?s)looped, `for _ in .*give score_grad"):
         tilefold.attention(q, k, v, score_mod=looped)
-    with pytest.raises(tilefold.Unsupported, match=r"score_args\[0\] requires a gradient"):
-        tilefold.attention(q, k, v, score_mod=relative, score_grad=one, score_args=(learned, 4))
+    with pytest.raises(tilefold.Unsupported, match=r"mask_args\[0\] requires a gradient"):
+        tilefold.attention(q, k, v, mask_mod=relative, mask_args=(learned, 4))
     with pytest.raises(tilefold.Unsupported, match="alibi_slopes requires a gradient"):
         tilefold.attention(q, k, v, alibi_slopes=rand(2, device=device).requires_grad_())
     with pytest.raises(tilefold.DtypeError, match="score_grad must be a @triton.jit function"):

@@ -167,12 +167,10 @@ def test_opcheck_and_refusals_of_the_operator(device):
     torch.library.opcheck(ATTENTION.op, ATTENTION.flat(q, k, v, modded))
     slopes = rand(2, device=device).requires_grad_()
     table = rand(2, 9, device=device).requires_grad_()
+    torch.library.opcheck(ATTENTION.op, ATTENTION.flat(q, k, v, modded._replace(score_args=(table, 4))))
     for call, match in (
-        (Call(causal=True, alibi_slopes=slopes), "alibi_slopes requires a gradient, but only q, k, v, bias and sinks"),
-        (
-            modded._replace(score_args=(table, 4)),
-            r"score_args\[0\] requires a gradient, but only q, k, v, bias and sinks",
-        ),
+        (Call(causal=True, alibi_slopes=slopes), "alibi_slopes requires a gradient, but only q, k, v, bias, sinks and"),
+        (Call(mask_mod=dilated, mask_args=(3, table)), r"mask_args\[1\] requires a gradient, but only"),
         (Call(score_mod=looped), "give score_grad"),
     ):
         out, _ = ATTENTION.dispatched(q, k, v, call)

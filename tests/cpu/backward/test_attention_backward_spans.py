@@ -27,6 +27,7 @@ from tilefold.plan.backward.hopper_backward import KEPT_LIMIT
 
 H200 = device_named("h200")
 LONG = AttentionProblem(1, 32768, 32768, 32, 8, 128, 128, causal=True)
+NARROWER = {"dim_qk": 96, "dim_v": 96}  # whose kernels are those of 128; no other kernel serves it
 WINDOWS = ((-1, -1), (-1, 0), (70, 0), (0, 0), (0, -1), (100, 30), (-1, 5), (3, -1))
 
 
@@ -119,13 +120,13 @@ def test_the_sum_over_spans_is_the_whole(seq_q: int, seq_k: int, options: dict[s
     ("changes", "count"),
     [
         ({}, 3),
-        ({"causal": False}, 3),
+        ({"causal": False} | NARROWER, 3),
         ({"seq_q": 131072, "seq_k": 131072}, 13),
-        ({"seq_q": 131072, "seq_k": 131072, "heads": 16, "kv_heads": 16}, 3),
+        ({"seq_q": 131072, "seq_k": 131072, "heads": 16, "kv_heads": 16} | NARROWER, 3),
         ({"heads": 16, "kv_heads": 4, "dim_qk": 256, "dim_v": 256, "seq_q": 131072, "seq_k": 131072}, 5),
         ({"seq_q": 1 << 20, "seq_k": 1 << 20, "heads": 64, "kv_heads": 1}, 1639),
         ({"seq_q": 16384, "seq_k": 16384}, 2),  # keys would come in KV splits
-        ({"seq_q": 16384, "seq_k": 16384, "causal": False}, 2),
+        ({"seq_q": 16384, "seq_k": 16384, "causal": False} | NARROWER, 2),
     ],
     ids=str,
 )
@@ -151,8 +152,8 @@ def test_long_calls_come_in_spans(changes: dict[str, Any], count: int) -> None:
 def test_short_calls_do_not() -> None:
     for problem in (
         replace(LONG, seq_q=8192, seq_k=8192),
-        replace(LONG, seq_q=8192, seq_k=65536, causal=False),
-        replace(LONG, seq_q=65536, seq_k=65536, heads=16, kv_heads=16),
+        replace(LONG, seq_q=8192, seq_k=65536, causal=False, **NARROWER),
+        replace(LONG, seq_q=65536, seq_k=65536, heads=16, kv_heads=16, **NARROWER),
         replace(LONG, seq_q=65536, seq_k=65536, causal=False, window=(4096, 0)),
     ):
         plan = plan_attention_backward(problem, H200)

@@ -33,7 +33,44 @@ def test_sparse(warpgroups, block, slots, programs, mixed):
     draw = random.Random(7)
     lists = [draw.sample(range(40), draw.choice((0, 1, 2, 3, 5, 9))) for _ in range(14)]
     for seed in range(3, 8):
-        Sparse(seed, warpgroups, block, slots, lists, heads=2, mixed=mixed)(programs)
+        Sparse(seed, warpgroups, block, slots, lists, heads=2, mixed=mixed, causal=seed % 2 == 0)(programs)
+
+
+SEQUENCES = [(100, 300), (0, 700), (257, 0), (1, 65), (64, 128), (130, 333)]  # queries, keys
+
+
+def lists_of(draw, number, blocks=11):
+    """Some that are empty, some that name blocks past the ends of shorter sequences."""
+    return [draw.sample(range(blocks), draw.choice((0, 1, 2, 3, 5, min(9, blocks)))) for _ in range(number)]
+
+
+@pytest.mark.parametrize(("warpgroups", "block", "slots"), [(1, 64, (1, 2)), (2, 128, (3, 3)), (2, 64, (2, 1))])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("programs", [1, 3])
+def test_packed_lists(warpgroups, block, slots, dim, programs):
+    """Places without work between sequences; rows that there are no lists of."""
+    draw = random.Random(7)
+    for seed in range(3, 8):
+        longest = (None, 128)[seed % 2]
+        rows = -(-(longest or 257) // (64 * warpgroups))
+        lists = lists_of(draw, 2 * len(SEQUENCES) * rows, 704 // block)
+        run = Sparse(
+            seed, warpgroups, block, slots, lists, 2, dim, lengths=SEQUENCES, longest=longest, causal=seed % 3 == 0
+        )
+        run(programs)
+
+
+@pytest.mark.parametrize(("warpgroups", "block", "slots"), [(1, 64, (1, 2)), (2, 128, (3, 3)), (1, 128, (2, 2))])
+@pytest.mark.parametrize("page", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("programs", [1, 3])
+def test_paged_lists(warpgroups, block, slots, page, programs):
+    draw = random.Random(page)
+    for seed in range(3, 6):
+        lists = lists_of(draw, 2 * len(SEQUENCES) * 2, 704 // block)
+        lengths = [(128 * warpgroups - 5, keys) for _, keys in SEQUENCES]
+        Sparse(seed, warpgroups, block, slots, lists, heads=2, lengths=lengths, page=page, causal=seed % 2 == 0)(
+            programs
+        )
 
 
 @pytest.mark.parametrize(("per_q", "per_k"), [(1, 1), (2, 2), (1, 2), (2, 1)])
@@ -165,11 +202,6 @@ SIZES = {  # seq_q, seq_k, heads, how many share a KV head
     "few queries": (50, 500, 2, 2),
     "keys that nobody sees": (700, 130, 1, 1),
 }
-VERSIONS = [  # dim, sum_slots, order, stagger
-    (128, 0, 0, 0), (128, 0, 1, 2), (128, 0, 2, 2), (128, 1, 0, 2), (128, 1, 1, 3), (128, 1, 2, 0), (128, 2, 0, 2),
-    (128, 2, 1, 0), (128, 2, 2, 1), (64, 0, 0, 2), (64, 1, 0, 2), (64, 2, 0, 0), (64, 1, 2, 2),
-    (128, 1, 3, 0), (128, 1, 3, 2), (64, 1, 3, 2),
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -199,12 +231,15 @@ def test_packed_backward(kind, places, case):
         backward_packed.Run(places, kind, *BATCHES[case], query_tiles, hold=places == 1)(places)
 
 
-@pytest.mark.parametrize("version", VERSIONS, ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("places", [1, 2, 5])
+@pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_reducing_backward(version, kind, sizes):
-    dim, sum_slots, order, stagger = version
-    Reduce(1, kind, sizes, dim, sum_slots, order, stagger, heads_at_once=sizes[2] // sizes[3])()
+def test_reducing_backward(dim, places, ordered, kind, sizes):
+    """However few programs run side by side, none of them waits for one that has not begun."""
+    for heads_at_once in {1, sizes[2] // sizes[3]}:
+        Reduce(1, kind, sizes, dim, ordered, heads_at_once)(places)
 
 
 # ---------------------------------------------------------------- products
@@ -256,6 +291,18 @@ def sparse_run(seed, missing):
     Sparse(seed, 2, 64, slots, lists, heads=1, mixed=seed % 2)(1)
 
 
+def packed_lists_run(seed, missing):
+    slots = {"q": (3, 3), "k": (1, 3), "v": (3, 1)}[missing[0]] if missing != "clear" else (2, 2)
+    lists = lists_of(random.Random(seed), 18)
+    Sparse(seed, 2, 64, slots, lists, heads=1, lengths=SEQUENCES)(1)
+
+
+def paged_lists_run(seed, missing):
+    slots = {"q": (3, 3), "k": (1, 3), "v": (3, 1)}[missing[0]] if missing != "clear" else (2, 2)
+    lists = lists_of(random.Random(seed), 18)
+    Sparse(seed, 2, 64, slots, lists, heads=1, lengths=[(300, keys) for _, keys in SEQUENCES], page=16)(1)
+
+
 def lengths_of(seed):
     pick = random.Random(5 + seed)
     return [(pick.choice((300, 700)), pick.choice((150, 900)))]
@@ -267,8 +314,11 @@ def dense_backward_run(seed, missing):
 
 
 COUNTED = ["await_slot", "await_keys", "await_queries"]
+ORDER = ["await_counter", "wait_copies"]  # of additions to a tile of queries
 LAUNCHES = {  # what runs with a seed, and what is left out: a barrier, a turn, a method of the launch
     "sparse": (sparse_run, ["q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty"]),
+    "packed lists": (packed_lists_run, ["q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty", "clear"]),
+    "paged lists": (paged_lists_run, ["q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty", "clear"]),
     "sparse backward": (
         lambda seed, missing: backward_sparse.Run(seed, backward_sparse.random_lists(seed, 4, 3, 4), 1, 4, 2, 2, 1, 2)(
             14
@@ -297,19 +347,15 @@ LAUNCHES = {  # what runs with a seed, and what is left out: a barrier, a turn, 
         ["kv_full", "q_full", "do_full", "empty", "done", *COUNTED[:2], "clear"],
     ),
     "reducing backward": (
-        lambda seed, missing: Reduce(seed, FULL, (500, 256, 1, 1))(),
-        ["kv_full", "q_full", "do_full", "empty", "sum_full", "sum_empty", "meeting"],
-    ),
-    "reducing backward, tile by tile": (
-        lambda seed, missing: Reduce(seed, FULL, (500, 256, 1, 1), order=3)(),
-        ["kv_full", "q_full", "do_full", "empty", "sum_full", "sum_empty", "meeting"],
+        lambda seed, missing: Reduce(seed, FULL, (500, 256, 1, 1), ordered=True)(2),
+        ["kv_full", "q_full", "do_full", "empty", "sum_full", "sum_empty", "meeting", *ORDER],
     ),
     "products": (lambda seed, missing: matmul.Run(seed, (3, 2, 6), slots=2)(1), ["full", "empty"]),
     "products of 8 bits": (lambda seed, missing: matmul.Large(seed, (3, 2, 6), slots=2)(1), ["full", "empty"]),
     "few rows": (lambda seed, missing: matmul.Few(seed, 0, 12, 2)(), ["full", "empty"]),
 }
-OWNERS = {"sparse backward": backward_sparse.Run, "bias and mask": Changed, "dense backward": backward_dense.Run,
-          "packed backward": backward_packed.Run}  # fmt: skip
+OWNERS = {"packed lists": Sparse, "paged lists": Sparse, "sparse backward": backward_sparse.Run, "bias and mask": Changed,
+          "dense backward": backward_dense.Run, "packed backward": backward_packed.Run, "reducing backward": Reduce}  # fmt: skip
 FAULTS = [
     pytest.param(name, one, marks=pytest.mark.interpreter if name == "packed backward" else ())
     for name, (_, missing) in LAUNCHES.items()
@@ -353,9 +399,8 @@ def test_a_missing_wait_is_found(monkeypatch, name, missing):
 def test_one_pair_of_barriers_is_not_enough(monkeypatch):
     """A warpgroup that goes on at once arrives at the next meeting where the other does not wait yet: two pairs, in turns."""
     monkeypatch.setattr(Reduce, "pairs", 1)
-    for order in (0, 3):
-        with pytest.raises(AssertionError, match="two arrivals without a wait"):
-            several(lambda seed, order=order: Reduce(seed, FULL, (500, 256, 1, 1), order=order)())
+    with pytest.raises(AssertionError, match="two arrivals without a wait"):
+        several(lambda seed: Reduce(seed, FULL, (500, 256, 1, 1))())
 
 
 def test_a_kernel_that_does_not_wait_for_the_one_before_is_found(monkeypatch):

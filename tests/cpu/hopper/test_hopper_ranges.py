@@ -1,5 +1,5 @@
-"""Which blocks, tiles and masks the dense kernels for sm_90 visit, and what the one for gradients keeps, where: their own
-functions and the plan's, on plain integers."""
+"""Which blocks, tiles and masks the kernels for sm_90 visit, and what the one for gradients keeps, where: their own functions
+and the plan's, on plain integers."""
 
 import itertools
 import random
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from simulated.arrays import Array, Pointer, arrays, class_of, functions, integers
-from tilefold.kernels.hopper import backward_mask, backward_scheduler, ds_ring, mask, parts, scheduler
+from tilefold.kernels.hopper import backward_mask, backward_scheduler, block_list, ds_ring, mask, parts, scheduler
 from tilefold.ops.call import UNBOUNDED
 from tilefold.plan import AttentionProblem
 from tilefold.plan.backward import attention_backward_hopper as rules
@@ -22,6 +22,13 @@ Cutting = class_of(arrays(minimum=np.minimum), mask, "Mask", (parts, "columns_of
 (rows_of_split, place_of_keys) = functions(integers(), (ds_ring, "rows_of_split"), (ds_ring, "place_of_keys"))
 BackwardMask, Lengths = (class_of(integers(), backward_mask, name) for name in ("BackwardMask", "Lengths"))
 SplitScheduler = class_of(integers(), backward_scheduler, "SplitScheduler")
+LISTED = {"UNIT": 128, "sum": sum}
+TileList = class_of({**integers(), **LISTED}, block_list, "TileList")
+*_, whole_of, cut_unit = functions(
+    {**arrays(minimum=np.minimum), **LISTED},
+    *((parts, name) for name in ("columns_of", "cut_columns")),
+    *((block_list, name) for name in ("_cut_causal", "whole_of", "cut_unit")),
+)
 
 
 def keys_of_split(q_tile, split, split_tiles, lengths, band, kind, query_tiles):
@@ -91,6 +98,27 @@ def test_a_mask_leaves_what_is_seen(seed, keys, pack):
             wanted = [[j < seq_k and sees(kind, (row + r) // pack, j, shift, left, right) for j in range(begin, begin + keys)]
                       for r in range(64)]  # fmt: skip
             assert (left_over == np.array(wanted)).all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("seed", range(15))
+def test_what_is_cut_off_a_unit_of_listed_blocks(seed, block, causal):
+    """Keys past the sequence's end, and behind a row's query; blocks past the end, and missing ones, have none."""
+    seq_q, seq_k, *_ = draw(seed)
+    pick = random.Random(seed)
+    shift, blocks = seq_k - seq_q, range(-(-seq_k // block) + 2)
+    lists = types.SimpleNamespace(CAUSAL=causal, KV_BLOCK=block)
+    listed = TileList(None, 0, 1, 0, None, None, tile_of(seq_q, seq_k), block, True, False, causal, True, 0)
+    for row in range(0, seq_q, 64):
+        named = [pick.choice((-1, *blocks)) for _ in range(128 // block)]
+        lives = listed.lives(named[0], named[-1], row)
+        left_over = cut_unit(np.zeros((64, 128)).view(Array), lives, lists) == 0
+        keys = [-1 if b < 0 else b * block + i for b in named for i in range(block)]
+        wanted = [[0 <= j < seq_k and (not causal or j <= row + r + shift) for j in keys] for r in range(64)]
+        assert (left_over == np.array(wanted)).all()
+        assert np.all(wanted) or lives != whole_of(block, causal)
+    assert seq_k < block or listed.lives(0, 0, seq_q + block) == whole_of(block, causal)
 
 
 @pytest.mark.parametrize("rows", [64, 128, 192])

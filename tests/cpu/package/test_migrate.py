@@ -158,11 +158,6 @@ def plus(score, batch, head, q_index, kv_index, args):
     return score + tl.load(table + kv_index)
 
 
-@triton.jit
-def one(score, batch, head, q_index, kv_index, args):
-    return tl.full(score.shape, 1.0, tl.float32)
-
-
 X = torch.randn(2, 2, 8, 16, generator=torch.Generator().manual_seed(4))
 WANTS = X.clone().requires_grad_()
 LEARNED = torch.zeros(8, requires_grad=True)
@@ -181,7 +176,7 @@ LEARNED = torch.zeros(8, requires_grad=True)
         ((X, X[:1], X[:1]), {}, "k has shape (1, 2, 8, 16)"),
         ((X.mT,) * 3, {}, "q needs a contiguous last dimension"),
         ((WANTS, X, X), {"score_mod": twice}, "score_grad"),
-        ((X, X, X), {"score_mod": plus, "score_args": (LEARNED,), "score_grad": one}, "score_args"),
+        ((X, X, X), {"mask_mod": plus, "mask_args": (LEARNED,)}, "mask_args[0] requires a gradient"),
     ],
 )  # fmt: skip
 def test_what_is_refused(inputs, options, text):

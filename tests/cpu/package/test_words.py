@@ -25,9 +25,8 @@ GONE = {
     "stripe": "KV split",
     "stripes": "KV splits",
     "meet": "warpgroup pair barrier",
+    "rooms": "dS ring slots",
 }
-SPARSE = {"rooms": "dS ring slots"}
-"""Left where the block-sparse backward kernel is planned and bound."""
 FILES = sorted(SRC.rglob("*.py"))
 
 
@@ -60,7 +59,3 @@ def test_an_old_word_is_seen(sample, tmp_path, monkeypatch):
 
 def test_no_name_holds_a_word_that_went():
     assert not [each for path in FILES for each in old(path, GONE)]
-
-
-def test_words_of_the_sparse_backward_kernel_stay_there():
-    assert not [each for path in FILES for each in old(path, SPARSE) if "sparse_backward" not in each.split(":")[0]]

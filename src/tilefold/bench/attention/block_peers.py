@@ -44,7 +44,8 @@ def portable_plans(inputs: Inputs) -> tuple[SparsePlan, SparseBackwardPlan] | No
     portable = plan_sparse(*made, portable=True), plan_sparse_backward(*made, portable=True)
     chosen = plan_sparse(*made), plan_sparse_backward(*made)
     # A forward case never comes to a backward plan.
-    return None if portable[: 1 + inputs.case.backward] == chosen[: 1 + inputs.case.backward] else portable
+    same = portable[0].kernel == chosen[0].kernel, portable[1].kernel == chosen[1].kernel
+    return None if all(same[: 1 + inputs.case.backward]) else portable
 
 
 def _heads_first(t: Tensor) -> Tensor:

@@ -9,7 +9,7 @@
     mbarrier                  init, wait, expect, arrive on one barrier in shared memory; barriers() makes several
     fence_async_shared        orders what threads wrote to or read from shared memory before the copy engine and wgmma use it
     thread_barrier            all threads of a partition have come here
-    wgmma, wgmma_wait, wgmma_init      products of a warpgroup
+    wgmma, wgmma_wait         products of a warpgroup
     reinterpret(buffer, dtype, shape, layout)      another view of the same shared memory
     KEEP_NAN                  propagate_nan of gl.maximum and gl.minimum: NaN, where one of the two is
     opaque                    keeps the compiler from computing something early and holding it in registers
@@ -17,7 +17,6 @@
     named_wait, named_arrive  two warpgroups, by the hardware's named barriers: one waits, the other passes by
     pair_barrier              two warpgroups wait for each other, by one of them
     narrowed, widened         fp32 as 16 bits, and back
-    add_registers             adds an accumulator to memory, 16 bytes a thread and instruction
     scale_unless_one          a product that warps leave out where every factor is 1
     mma                       products of a warp (mma.sync)
     copy_async, copies_commit, copies_wait     copies by threads from global to shared memory, in groups
@@ -42,7 +41,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma as wgmma
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_init as wgmma_init
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait as wgmma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import PropagateNan
@@ -51,7 +49,6 @@ from triton.language.core import _aggregate, base_value
 __all__ = [
     "KEEP_NAN",
     "TensorDescriptor",
-    "add_registers",
     "aggregate",
     "barriers",
     "builtin",
@@ -85,7 +82,6 @@ __all__ = [
     "tma_store_wait",
     "wait_for_previous",
     "wgmma",
-    "wgmma_init",
     "wgmma_wait",
     "widened",
 ]
@@ -260,33 +256,6 @@ def pair_barrier(OWN: gl.constexpr, i):
     is right as well, but synccheck takes it for threads that went apart.  i: how often they were here: they take two pairs of
     barriers in turns, or who goes on at once could arrive a second time where the other's last warp does not wait yet."""
     gl.inline_asm_elementwise(_crossing(OWN), "=r,r,~{memory}", [i], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@constexpr_function
-def _adding(number):
-    """Operands: number / 4 results of no use, number addresses, of which the first counts, number values."""
-    unused = number // 4
-    adds = ""
-    for i in range(unused):
-        values = ", ".join(f"${unused + number + 4 * i + e}" for e in range(4))
-        adds += f"red.relaxed.gpu.global.add.v4.f32 [${unused}+{2048 * i}], {{{values}}}; "
-    return adds + " ".join(f"mov.b32 ${i}, 0;" for i in range(unused))
-
-
-@constexpr_function
-def _adding_registers(number):
-    return ",".join(["=r"] * (number // 4) + ["l"] * number + ["f"] * number)
-
-
-@jit
-def add_registers(place, x):
-    """Add x [64, N] fp32, an accumulator of a warpgroup, to memory in the order of its registers: group b of 8 columns 2048 bytes
-    behind the one before, in it 512 bytes a warp, 16 a thread (two columns of two rows).  place: like x, the address (int64) of
-    each thread's first 16 bytes.  Nobody waits for the sums."""
-    NUMBER: gl.constexpr = x.shape[0] * x.shape[1] // 128  # elements of a thread
-    TEXT: gl.constexpr = _adding(NUMBER)
-    REGISTERS: gl.constexpr = _adding_registers(NUMBER)
-    gl.inline_asm_elementwise(TEXT, REGISTERS, [place, x], dtype=gl.int8, is_pure=False, pack=NUMBER)
 
 
 @constexpr_function

@@ -19,24 +19,17 @@ from .pipeline import Stage
 from .structs import struct
 
 KEYS = gl.constexpr(128)  # of a program: two consumers of 64
-# Which product comes when in a step; the later ones run beside what follows.
-KEYS_FIRST = gl.constexpr(0)  # dk, then dq
-QUERIES_FIRST = gl.constexpr(1)  # dq, then dk
-KEYS_LATE = gl.constexpr(2)  # dq; dk of this tile after dP of the next, from shared memory
-TILE_BY_TILE = gl.constexpr(3)  # S, dP; dv, dq, dk, beside which dq is added; nothing in flight when a tile ends
 
 
 @aggregate
 class ReduceConfig:
-    """Constants of a step, and the layouts of its tensors.  ROUNDED: make dS of the probabilities in 16 bits, whose 32 bits then
-    need not stay in registers."""
+    """Constants of a step, and the layouts of its tensors.  ROUNDED: make dS of the probabilities in 16 bits, as dv is, whose 32
+    bits then need not stay in registers: at D=64 there are none for them."""
 
     DTYPE: gl.constexpr
     D: gl.constexpr
     QUERIES: gl.constexpr  # of a tile
     SLOTS: gl.constexpr  # of the rings of q and of dout
-    ORDER: gl.constexpr
-    FENCE: gl.constexpr  # keep the wait for dP behind the exponentials
     ROUNDED: gl.constexpr
     SCORES: gl.constexpr  # layouts: of S, P, dP and dS [64, QUERIES],
     OUT: gl.constexpr  # of dk and dv [64, D],
@@ -44,10 +37,9 @@ class ReduceConfig:
     DQ: gl.constexpr  # and of a consumer's part of dq, [64, 64]
 
     @constexpr_function
-    def __init__(self, DTYPE, D, QUERIES, SLOTS, ORDER, FENCE, ROUNDED):
+    def __init__(self, DTYPE, D, QUERIES, SLOTS):
         self.DTYPE, self.D, self.QUERIES = gl.constexpr(DTYPE), gl.constexpr(D), gl.constexpr(QUERIES)
-        self.SLOTS, self.ORDER = gl.constexpr(SLOTS), gl.constexpr(ORDER)
-        self.FENCE, self.ROUNDED = gl.constexpr(FENCE), gl.constexpr(ROUNDED)
+        self.SLOTS, self.ROUNDED = gl.constexpr(SLOTS), gl.constexpr(D == 64)
         self.SCORES, self.OUT = gl.constexpr(accumulator(QUERIES)), gl.constexpr(accumulator(D))
         self.LEFT = gl.constexpr(gl.DotOperandLayout(0, accumulator(D), k_width=2))
         self.DQ = gl.constexpr(accumulator(64))
@@ -133,18 +125,18 @@ class ReducePipeline:
     # ------------------------------------------------------------ products of consumer CID
 
     @jit
-    def issue_scores(self, stage, more, CID: gl.constexpr):
-        """S of a query tile, when it has arrived.  Without `more` what lies there by chance: nobody reads it."""
+    def issue_scores(self, stage, CID: gl.constexpr):
+        """S of a query tile, when it has arrived."""
         nothing = gl.zeros([UNIT, self.config.QUERIES], gl.float32, self.config.SCORES)  # use_acc=False: never read
-        mbarrier.wait(self.q_full.index(stage.slot), stage.phase, pred=more)
+        mbarrier.wait(self.q_full.index(stage.slot), stage.phase)
         own = self.k().slice(CID * UNIT, UNIT, dim=0)
         return wgmma(own, self.q(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
 
     @jit
-    def issue_dp(self, stage, more, CID: gl.constexpr):
+    def issue_dp(self, stage, CID: gl.constexpr):
         """dP, likewise."""
         nothing = gl.zeros([UNIT, self.config.QUERIES], gl.float32, self.config.SCORES)
-        mbarrier.wait(self.do_full.index(stage.slot), stage.phase, pred=more)
+        mbarrier.wait(self.do_full.index(stage.slot), stage.phase)
         own = self.v().slice(CID * UNIT, UNIT, dim=0)
         return wgmma(own, self.dout(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
 

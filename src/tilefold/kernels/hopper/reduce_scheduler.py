@@ -1,6 +1,6 @@
 """Which keys a program of `attention_backward_reduce` has, and over which query tiles it walks, in which order."""
 
-from ...device.ranges import FULL
+from ...device.ranges import FULL, WINDOW
 from .backward_config import UNIT
 from .backward_mask import BackwardMask, Lengths
 from .gluon import gl, jit
@@ -9,10 +9,10 @@ from .structs import Value, struct
 
 @struct
 class KeyBlock:
-    """A program's work tile: 128 keys of a KV head, and the query tiles that it walks over.
+    """A program's work tile: 128 keys of a KV head, and the query tiles of the group's heads that it walks over.
 
-    first, end: the first tile and the one after the last; begin: where the walk begins.  row: what makes of a tile of the group's
-    first head its number among statistics and sums; step: how much more of the next head's."""
+    first, end: the first tile and the one after the last; begin: where the walk begins; visits: how many.  row: what makes of a
+    tile of the group's first head its number among statistics and sums; step: how much more of the next head's."""
 
     tile: gl.tensor
     batch: gl.tensor
@@ -21,8 +21,18 @@ class KeyBlock:
     first: gl.tensor
     end: gl.tensor
     begin: gl.tensor
+    visits: gl.tensor
     row: gl.tensor
     step: gl.tensor
+
+
+@struct
+class Visit:
+    """A place of a walk: a query tile of one of the group's heads, and its number among statistics and sums."""
+
+    tile: gl.tensor
+    head: gl.tensor
+    row: gl.tensor
 
 
 @struct
@@ -48,13 +58,22 @@ def own_keys(tile, scheduler):
     return OwnKeys(tile, whole, end, scheduler.mask, scheduler.lengths, scheduler.QUERIES // UNIT)
 
 
+STAGGER = gl.constexpr(2)  # tiles of queries between the beginnings of two neighbours' walks
+
+
 @struct
 class BlockScheduler:
-    """heads_at_once KV heads at a time, their longest blocks first.  q_tiles: of QUERIES queries; no_tile: the row of statistics
-    and sums of no query.
+    """heads_at_once KV heads at a time, a segment, their longest blocks first.  q_tiles: of QUERIES queries; no_tile: the row of
+    statistics and sums of no query.
 
-    Programs that run side by side begin STAGGER tiles apart, so that they do not all add to the same dq; where the mask has a
-    diagonal, they begin at different tiles anyway."""
+    Programs that run side by side do not add to one query tile at a time.  Where the mask has a diagonal, their walks begin
+    there.  Else they begin STAGGER tiles apart and go around.  A walk ends a head of the group before it begins the next.
+
+    ORDERED: the blocks of keys that see a query tile add to it one after the other, the first block first.  All walks go down
+    from the last tile that sees the block, so under any mask each follows the one before it: its own last tile is never before
+    that one's.  Short blocks that come together wait for one another at their first tile; so where the mask has a diagonal, the
+    later half of a segment's blocks alternates with the earlier half of the next one's.  A walk meets a tile of each head of the
+    group before the next tile: else a shorter block would be ahead of the longer one before it, at the next head, and wait."""
 
     lengths: Lengths
     heads: gl.tensor
@@ -65,16 +84,18 @@ class BlockScheduler:
     no_tile: gl.tensor
     mask: BackwardMask
     QUERIES: gl.constexpr
-    STAGGER: gl.constexpr
+    ORDERED: gl.constexpr
 
     @jit
     def block(self):
         """This program's.  Keys that nobody sees meet one tile past the end, where TMA gives zeros, with row no_tile."""
         program, kv_heads = gl.program_id(0), self.heads // self.group
-        segment = program // (self.blocks * self.heads_at_once)
-        i = program - segment * (self.blocks * self.heads_at_once)
-        block = i // self.heads_at_once
-        of_all = segment * self.heads_at_once + (i - block * self.heads_at_once)
+        i = program // self.heads_at_once
+        segment = i // self.blocks
+        block = i - segment * self.blocks
+        if self.ORDERED and self.mask.KIND != FULL:
+            segment, block = self.alternating(i)
+        of_all = segment * self.heads_at_once + program % self.heads_at_once
         batch, head = of_all // kv_heads, of_all % kv_heads
         first, tiles = self.mask.queries_of_block(block, self.lengths, self.QUERIES)
         first = gl.where(tiles > 0, first, self.q_tiles)
@@ -82,14 +103,57 @@ class BlockScheduler:
         step = gl.where(tiles > 0, self.q_tiles, 0)
         tiles = gl.maximum(tiles, 1)
         begin = first
-        if self.mask.KIND == FULL:
-            begin += block * self.STAGGER % tiles
-        return KeyBlock(block, batch, head, self.lengths, first, first + tiles, begin, row, step)
+        if self.ORDERED:
+            begin += tiles - 1
+        elif self.mask.KIND == FULL:
+            begin += block * STAGGER % tiles
+        return KeyBlock(block, batch, head, self.lengths, first, first + tiles, begin, tiles * self.group, row, step)
 
     @jit
-    def after(self, tile, block):
-        """The query tile after this one: after the last one the first."""
-        tile += 1
-        if self.mask.KIND == FULL:
-            tile = gl.where(tile == block.end, block.first, tile)
-        return tile
+    def alternating(self, i):
+        """-> the segment, and the block, of the i-th heads_at_once programs."""
+        early = (self.blocks + 1) // 2
+        segments = gl.num_programs(0) // (self.blocks * self.heads_at_once)
+        j = i - early
+        segment = j // self.blocks
+        k = j - segment * self.blocks
+        last = segment == segments - 1
+        late = last | (k % 2 == 1)
+        block = gl.where(late, early + gl.where(last, k, k // 2), k // 2)
+        first = i < early
+        return gl.where(first, 0, gl.where(late, segment, segment + 1)), gl.where(first, i, block)
+
+    @jit
+    def first_visit(self, block):
+        return Visit(block.begin, block.begin * 0, block.row + block.begin)
+
+    @jit
+    def next_visit(self, visit, block):
+        head = visit.head
+        if self.ORDERED:
+            head += 1
+            through = head == self.group
+            head = gl.where(through, 0, head)
+            tile = visit.tile - gl.where(through, 1, 0)
+            row = block.row + head * block.step + tile
+        else:
+            tile = visit.tile + 1
+            if self.mask.KIND == FULL:
+                tile = gl.where(tile == block.end, block.first, tile)
+                through = tile == block.begin
+            else:
+                through = tile == block.end
+            tile = gl.where(through, block.begin, tile)
+            head += gl.where(through, 1, 0)
+            row = block.row + head * block.step + tile
+        return Visit(tile, head, row)
+
+    @jit
+    def place(self, tile, block):
+        """How many blocks of keys add to a query tile before this one; 0 for the tile past the end."""
+        if self.mask.KIND != WINDOW:
+            return gl.where(tile < self.q_tiles, block.tile, 0)
+        else:
+            PER: gl.constexpr = self.QUERIES // UNIT
+            first = self.mask.keys_of_several(tile * PER, self.lengths, PER)[0] // 2
+            return gl.where(tile < self.q_tiles, block.tile - first, 0)

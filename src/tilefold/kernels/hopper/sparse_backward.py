@@ -16,8 +16,8 @@ from .gluon import fence_async_shared, gl, jit, wgmma_wait
 from .parts import LOG2E
 from .recompute import Recompute
 
-RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_units", "kv_units", "capacity", "batch_heads", "batches", "delay",
-           "rooms", "no_unit", "nowhere",
+RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_units", "kv_units", "capacity", "heads_at_once", "batches", "delay",
+           "slots", "no_unit", "nowhere",
            "stride_gb", "stride_gm", "stride_gh", "stride_xb", "stride_xn", "stride_xh", "stride_yb", "stride_yn", "stride_yh",
            "stride_ib", "stride_ih", "stride_iq", "stride_cb", "stride_ch",
            "stride_tb", "stride_th", "stride_tk", "stride_ub", "stride_uh",
@@ -161,7 +161,7 @@ def consume(number, scheduler, pipe, lists, transposed, sizes, ds, dq, dk, dv, s
 def sparse_backward_hopper(
     q_desc, do_desc, k_desc, v_desc, stat_desc, keep_desc, DQ, DK, DV, Index, Count, TurnedIndex, TurnedCount, Places, Sizes,
     QuerySizes, Progress,
-    scale, seq_q, seq_k, heads, group, q_units, kv_units, capacity, batch_heads, batches, delay, rooms, no_unit, nowhere,
+    scale, seq_q, seq_k, heads, group, q_units, kv_units, capacity, heads_at_once, batches, delay, slots, no_unit, nowhere,
     stride_gb, stride_gm, stride_gh, stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh,
     stride_ib, stride_ih, stride_iq, stride_cb, stride_ch, stride_tb, stride_th, stride_tk, stride_ub, stride_uh,
     stride_sb, stride_sh, stride_pb, stride_ph,
@@ -175,7 +175,7 @@ def sparse_backward_hopper(
     Sizes [B, H, KVb] if SIZED, QuerySizes [B, H, Qb] if Q_SIZED; int32.  scale > 0.  Query blocks have 64 * Q_UNITS tokens,
     KV blocks 64 * KV_UNITS; q_units = Qb * Q_UNITS, kv_units = KVb * KV_UNITS.  MASKED: some key of a block is not live.
 
-    A segment is batch_heads KV heads: B * H/group = batches * batch_heads; `rooms` is the number of slots of the ring of dS,
+    A segment is heads_at_once KV heads: B * H/group = batches * heads_at_once; `slots` is the number of slots of the ring of dS,
     `delay` of `backward_scheduler`.
     Progress [1 + 2 * batches] int32: zeros.  Grid: a program for each work tile; which one it makes, it draws."""
     config = BackwardConfig(q_desc.dtype, D, SLOTS, 1, False)
@@ -186,10 +186,10 @@ def sparse_backward_hopper(
     counters = Counters(Progress, batches)
     number = counters.draw()
     scheduler = ListScheduler(
-        counters, Lengths(seq_q, seq_k, q_units, kv_units), heads, group, batch_heads, delay, rooms, no_unit
+        counters, Lengths(seq_q, seq_k, q_units, kv_units), heads, group, heads_at_once, delay, slots, no_unit
     )
-    slot_rows = batch_heads * group * q_units * capacity * (KV_UNITS * UNIT)
-    ds = ListDsRing(ds_tiles, Places, rooms, slot_rows, capacity, Q_UNITS, KV_UNITS)
+    slot_rows = heads_at_once * group * q_units * capacity * (KV_UNITS * UNIT)
+    ds = ListDsRing(ds_tiles, Places, slots, slot_rows, capacity, Q_UNITS, KV_UNITS)
     lists = Lists(Index, Count, (stride_ib, stride_ih, stride_iq, stride_cb, stride_ch), Q_UNITS, KV_UNITS)
     strides = (stride_tb, stride_th, stride_tk, stride_ub, stride_uh)
     transposed = Lists(TurnedIndex, TurnedCount, strides, KV_UNITS, Q_UNITS)

@@ -8,7 +8,8 @@ A unit is 128 keys: one listed block of 128 or two of 64, the second beside the 
 lives in registers, so that shared memory is read for K and V alone.
 
 It has a main loop of its own: Q is in registers, a unit may have holes, whose sizes are looked up ahead and whose values are
-cleared, K and V have different numbers of slots, and what a branch adds passes through V's ring.
+cleared, K and V have different numbers of slots, and what a branch adds passes through V's ring.  Where blocks lie (in one
+tensor, in a packed batch, in pages) and what a causal mask cuts off them is `block_list`'s.
 
 In iteration j the products S_j and P_(j-1) V_(j-1) are issued together, and the softmax of S_j runs under the second.
 
@@ -19,7 +20,7 @@ device evenly.  Which program folds a query tile changes no bit of it.
 Source: the pipeline is FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608, section 3.2).
 """
 
-from .block_list import UNIT, BlockLists, ListScheduler
+from .block_list import POSTED, UNIT, BlockLists, ListScheduler, Pages, clear_unit, cut_unit, whole_of
 from .config import Config, Problem
 from .epilogue import Epilogue
 from .gluon import (
@@ -42,7 +43,8 @@ from .softmax import Softmax
 
 RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_blocks", "items", "stride_ob", "stride_om", "stride_oh", "stride_ib",
            "stride_ih", "stride_iq", "stride_cb", "stride_ch", "stride_sb", "stride_sh", "stride_pb", "stride_ph",
-           "stride_yb", "stride_ym", "stride_yh", "stride_zb", "stride_zm", "stride_zh"]  # fmt: skip
+           "stride_yb", "stride_ym", "stride_yh", "stride_zb", "stride_zm", "stride_zh", "batch", "total_q",
+           "stride_tb"]  # fmt: skip
 BRANCH = gl.constexpr(1)  # bits of MIXED: add another branch,
 BRANCH_GATE = gl.constexpr(2)  # times a gate,
 GATE = gl.constexpr(4)  # to this one's times a gate
@@ -138,45 +140,48 @@ def produce(scheduler, lists, q, k, v, mix):
     """The producer: chooses the work tiles and issues every load, in the order in which the consumers need them."""
     programs = gl.num_programs(0)
     item = gl.program_id(0)
-    count = lists.count(scheduler.work(item))
+    count = lists.count(scheduler.locate(item))
     following = scheduler.counter.items
     count_following = count
     number = 0
     i = 0  # query tiles that were begun
     t = 0  # units that were loaded
     while item < scheduler.counter.items:
-        work = scheduler.work(item)
-        listed = lists.of(work, count)
-        block_0, block_1 = listed.blocks(0)
-        acquire_all(q, i)
-        scheduler.post(item, count)
-        for c in gl.static_range(q.SLOTS):
-            q.load(Stage(c, i & 1), work.batch, work.head, (work.block * q.SLOTS + c) * 64)
-        kv_head = work.head // scheduler.problem.group
-        for j in range(listed.units):
-            row_0 = listed.row(block_0)
-            row_1 = listed.row(block_1)
-            block_0, block_1 = listed.blocks(j + 1)
-            stage = k.write_stage(t)
-            k.acquire(stage)
-            k.load_blocks(stage, work.batch, kv_head, row_0, row_1)
-            stage = v.write_stage(t + mix.units(i))
-            v.acquire(stage)
-            v.load_blocks(stage, work.batch, kv_head, row_0, row_1)
-            t += 1
-            # As late as hides the answers: who draws early may hold two long lists while others have none.
-            if j == gl.maximum(listed.units - 4, 0):
-                number = scheduler.counter.draw()
-            if j == gl.maximum(listed.units - 2, 0):
-                following = scheduler.counter.drawn(number, programs)
-                count_following = lists.count(scheduler.work(gl.minimum(following, scheduler.counter.items - 1)))
-        if mix.MIXED & BRANCH:
-            mix.load(v, t + i, work)
+        work = scheduler.locate(item)
+        if work.live:
+            listed = lists.of(work, count)
+            ahead = listed.begin()
+            acquire_all(q, i)
+            scheduler.post(item, count, work)
+            for c in gl.static_range(q.SLOTS):
+                row = work.first_q + (work.block * q.SLOTS + c) * 64
+                q.load(Stage(c, i & 1), work.batch, work.head, row)
+            kv_head = work.head // scheduler.problem.group
+            for j in range(listed.units):
+                places, ahead = listed.take(ahead, j)
+                stage = k.write_stage(t)
+                k.acquire(stage)
+                listed.load(k, stage, kv_head, places)
+                stage = v.write_stage(t + mix.units(i))
+                v.acquire(stage)
+                listed.load(v, stage, kv_head, places)
+                t += 1
+                # As late as hides the answers: who draws early may hold two long lists while others have none.
+                if j == gl.maximum(listed.units - 4, 0):
+                    number = scheduler.counter.draw()
+                if j == gl.maximum(listed.units - 2, 0):
+                    following = scheduler.counter.drawn(number, programs)
+                    count_following = lists.count(scheduler.locate(gl.minimum(following, scheduler.counter.items - 1)))
+            if mix.MIXED & BRANCH:
+                mix.load(v, t + i, work)
+            i += 1
+        else:
+            following = scheduler.counter.drawn(scheduler.counter.draw(), programs)
+            count_following = lists.count(scheduler.locate(gl.minimum(following, scheduler.counter.items - 1)))
         item = following
         count = count_following
-        i += 1
     acquire_all(q, i)
-    scheduler.post(-1, 0)
+    scheduler.post_end()
     signal_all(q, i)
     scheduler.counter.end(item, programs)
 
@@ -186,7 +191,7 @@ def consume(CID: gl.constexpr, config, scheduler, lists, q, k, v, mix, softmax, 
     """Consumer number CID: rows CID * 64 on of each query tile of this program."""
     MASKED: gl.constexpr = lists.MASKED
     KV_BLOCK: gl.constexpr = lists.KV_BLOCK
-    WHOLE: gl.constexpr = KV_BLOCK * 257 if KV_BLOCK < UNIT else KV_BLOCK  # valid keys of a unit's blocks, 8 bits each
+    WHOLE: gl.constexpr = whole_of(KV_BLOCK, lists.CAUSAL)
     Q_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, config.SCORES, k_width=2)
     ROW: gl.constexpr = gl.SliceLayout(1, config.OUT)
     scale = scale * LOG2E
@@ -198,12 +203,16 @@ def consume(CID: gl.constexpr, config, scheduler, lists, q, k, v, mix, softmax, 
     while item >= 0:
         work = scheduler.work(item)
         listed = lists.of(work, count)
+        first_row = work.block * (64 * config.CONSUMERS) + CID * 64 if lists.CAUSAL else 0
         live_0 = listed.first_live(0)
         live_1 = listed.first_live(1) if KV_BLOCK < UNIT else 0
         if MASKED:  # sizes are looked up one unit ahead, block numbers two
             lives = live_0 + live_1 * 256
+            if lists.CAUSAL:
+                ahead_0, ahead_1 = listed.blocks(0)
+                lives = listed.lives(ahead_0, ahead_1, first_row)
             ahead_0, ahead_1 = listed.blocks(1)
-            lives_next = listed.lives(ahead_0, ahead_1)
+            lives_next = listed.lives(ahead_0, ahead_1, first_row)
             ahead_0, ahead_1 = listed.blocks(2)
         m, l = softmax.begin(nothing, work.head)
         acc = zero_output(config)
@@ -219,18 +228,16 @@ def consume(CID: gl.constexpr, config, scheduler, lists, q, k, v, mix, softmax, 
         # Not before: a load from shared memory may be on its way still when its warp has passed a barrier, beside a busy
         # wgmma for long enough to see the next query tile's Q.  The product had to wait for it.
         q.release(Stage(CID, 0))
-        s = cut_columns(s, live_0, live_1, KV_BLOCK)
+        s = cut_unit(s, lives, lists) if lists.CAUSAL else cut_columns(s, live_0, live_1, KV_BLOCK)
         p, m, l, alpha = softmax.step(s, m, l, scale)
 
         for j in range(1, listed.units):
             ks = k.stage(begun + j)
             ahead = v.stage(first_v + j)
             if MASKED:
-                if lives != WHOLE:
-                    v.wait(stage)
-                    v.clear_blocks(stage, lives & 255, lives >> 8)
+                clear_unit(v, stage, lives, lists)
                 lives = lives_next
-                lives_next = listed.lives(ahead_0, ahead_1)
+                lives_next = listed.lives(ahead_0, ahead_1, first_row)
                 ahead_0, ahead_1 = listed.blocks(j + 2)
             k.wait(ks)
             s_flying = issue_scores(q_tile, k, ks, nothing)
@@ -241,7 +248,7 @@ def consume(CID: gl.constexpr, config, scheduler, lists, q, k, v, mix, softmax, 
             k.release(ks)
             if MASKED:
                 if lives != WHOLE:
-                    s = cut_columns(s, lives & 255, lives >> 8, KV_BLOCK)
+                    s = cut_unit(s, lives, lists)
             p_next, m, l, alpha = softmax.step(s, m, l, scale)
             acc = wait_output(o_flying)
             v.release(stage)
@@ -249,9 +256,7 @@ def consume(CID: gl.constexpr, config, scheduler, lists, q, k, v, mix, softmax, 
             stage = ahead
 
         if MASKED:
-            if lives != WHOLE:
-                v.wait(stage)
-                v.clear_blocks(stage, lives & 255, lives >> 8)
+            clear_unit(v, stage, lives, lists)
         row = work.block * (64 * config.CONSUMERS) + CID * 64
         rows = work.seq_q - row
         gates = mix.gates(l, work, row, rows, ROW)
@@ -312,34 +317,56 @@ def sparse_forward_hopper(
     stride_zb,
     stride_zm,
     stride_zh,
+    CuQ,
+    CuK,
+    batch,
+    total_q,
+    Table,
+    Lengths,
+    stride_tb,
     D: gl.constexpr,
     KV_BLOCK: gl.constexpr,
+    PAGE: gl.constexpr,
     WARPGROUPS: gl.constexpr,
     K_SLOTS: gl.constexpr,
     V_SLOTS: gl.constexpr,
     MASKED: gl.constexpr,
     SIZED: gl.constexpr,
     Q_SIZED: gl.constexpr,
+    CAUSAL: gl.constexpr,
     MIXED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """q_desc [B, H, Sq, D], k_desc, v_desc [B, H/group, Sk, D] with boxes [1, 1, 64 or KV_BLOCK, 64]; Out [B, Sq, H, D] by
     strides, Lse [B, H, Sq]; Index [B, H, Qb, cap], Count [B, H, Qb], Sizes [B, H, KVb] if SIZED, QuerySizes [B, H, Qb] if
-    Q_SIZED, int32 (a stride of 0 broadcasts).  scale > 0; items = B * H * Qb.  Query blocks have 64 * WARPGROUPS rows.
+    Q_SIZED, int32 (a stride of 0 broadcasts).  scale > 0; items = B * H * Qb.  Query blocks have 64 * WARPGROUPS rows.  CAUSAL,
+    with MASKED: query i sees keys up to i + Sk - Sq of the listed blocks.
 
     MIXED, the sum of BRANCH, BRANCH_GATE and GATE: GateB * branch is added to Gate times the result, before rounding; GateB, Gate
-    [B, Sq, H] by strides y and z, branch_desc [B, H, Sq, D] with boxes [1, 1, KV_BLOCK, 64]."""
+    [B, Sq, H] by strides y and z, branch_desc [B, H, Sq, D] with boxes [1, 1, KV_BLOCK, 64].
+
+    CuQ, CuK, of a packed batch, else None: tensors [1, H, Tq or Tk, D], Out [Tq, H, D], Lse [H, Tq]; sequence b is queries CuQ[b]
+    to CuQ[b+1], of which the first seq_q have lists, [b], and keys CuK[b] to CuK[b+1] (int32); q_blocks = Tq // (64 * WARPGROUPS)
+    + batch places, items = H * q_blocks.  PAGE > 0, a power of two of at least 16: k_desc, v_desc [pages, H/group, PAGE, D] with
+    boxes of the smaller of PAGE and KV_BLOCK rows; see `Pages`.  Both need MASKED, and exclude MIXED and each other."""
+    gl.static_assert(MIXED == 0 or (CuQ is None and PAGE == 0), "no other branch is packed or lies in pages")
+    gl.static_assert(MASKED or (CuQ is None and PAGE == 0), "where a sequence ends is known on the device")
+    gl.static_assert(MASKED or not CAUSAL, "a causal mask cuts blocks")
     mailbox = gl.allocate_shared_memory(gl.int32, [2], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q = make_pipeline(q_desc, WARPGROUPS, 64, D, 1)
     k = make_pipeline(k_desc, K_SLOTS, UNIT, D, WARPGROUPS, 1, False, KV_BLOCK)
     v = make_pipeline(v_desc, V_SLOTS, UNIT, D, WARPGROUPS, 1, False, KV_BLOCK)
-    problem = Problem(seq_q, seq_k, heads, group, None, None, None, None)
-    config = Config(q_desc.dtype, D, UNIT, WARPGROUPS, 1, False, False, False)
+    problem = Problem(seq_q, seq_k, heads, group, CuQ, CuK, batch, total_q)
+    config = Config(q_desc.dtype, D, UNIT, WARPGROUPS, 1, CuQ is not None, False, False)
     counter = WorkCounter(Counter, items)
-    scheduler = ListScheduler(problem, counter, mailbox, q_blocks)
+    pages = Pages(Table, Lengths, stride_tb, PAGE)
+    EDGE: gl.constexpr = CuQ is not None or PAGE > 0
+    facts = gl.allocate_shared_memory(gl.int32, [POSTED, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])) if EDGE else None
+    scheduler = ListScheduler(problem, counter, mailbox, facts, q_blocks, pages, 64 * WARPGROUPS)
     lists = BlockLists(Index, Count, (stride_ib, stride_ih, stride_iq, stride_cb, stride_ch), Sizes, QuerySizes,
-                       (stride_sb, stride_sh, stride_pb, stride_ph), KV_BLOCK, MASKED, SIZED, Q_SIZED)  # fmt: skip
+                       (stride_sb, stride_sh, stride_pb, stride_ph), pages, KV_BLOCK, MASKED, SIZED, Q_SIZED,
+                       CAUSAL, EDGE)  # fmt: skip
     strides = (stride_yb, stride_ym, stride_yh, stride_zb, stride_zm, stride_zh)
     mix = Mix(branch_desc, GateB, Gate, strides, MIXED, WARPGROUPS)
     softmax = Softmax(None, None, config, 0, False, False)

@@ -14,6 +14,14 @@ from ..device import device_of, interpreting
 from ..first_call import without_collector
 from ..hopper import chosen_or_none, disabled
 from ..serve import BoundFunction, function_at, plan_at
+from .attention_backward_loads import (
+    bind_loads,
+    elements_of,
+    gradients_of_loads,
+    loads_of_call,
+    needed,
+    no_gradients,
+)
 from .attention_backward_weights import bind_weights, weighted
 from .backward_parts import ROWS, boxes, delta_bound, readable, score_slope, side_strides, slopes_of, tiled
 
@@ -21,12 +29,13 @@ if TYPE_CHECKING:
     from ...plan.backward.attention_backward import AttentionBackwardPlan
     from ...plan.dense.attention import AttentionPlan
     from ...plan.problem import AttentionProblem
+    from .attention_backward_loads import LoadsBound
     from .attention_backward_spans import SpansBound
     from .hopper_backward import GluonBound
 
 __all__ = ["backward", "backward_plan_of", "differentiable", "example_launch"]
 
-Gradients = tuple[torch.Tensor | None, ...]  # of q, k, v, bias and sinks
+Gradients = tuple[torch.Tensor | None, ...]  # of q, k, v, bias, sinks and the tensors of score_args
 GIVEN = ("Q", "K", "V", "DOut", "Lse2", "Delta", "DQ", "DK", "DV", "DBias", "DSinks", "call")
 """What a call gives to the portable kernels."""
 SINK_ROWS = 1024
@@ -43,17 +52,20 @@ class DenseBound(NamedTuple):
     bias: Bound | None
     sinks: Bound | None
     weights: Bound | None  # of fp32
+    loads: "LoadsBound | None"
 
 
 def differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any:
     """The call's record, after everything that would stop the backward pass, before the forward pass is launched; Unsupported
     names a part of the call whose derivative nobody gave."""
     prepared = attention.prepare(q, k, v, call)
-    asked = "planned", call.bias is not None and call.bias.requires_grad, call.deterministic
+    asked = "planned", call.bias is not None and call.bias.requires_grad, call.deterministic, needed(call)
     if asked not in prepared.backward:
         score_slope(call.score_mod, call.score_grad)
+        if asked[3]:
+            loads_of_call(call, asked[3])
         if prepared.plan is not None:
-            backward_plan_of(prepared.problem, call, q, asked[1])
+            backward_plan_of(prepared.problem, call, q, asked[1], asked[3])
         prepared.backward[asked] = None
     return prepared
 
@@ -66,33 +78,36 @@ def backward(
     wanted: tuple[bool, ...],
     whole: bool = True,
 ) -> Gradients:
-    """Gradients of q, k, v, bias and sinks, each shaped like its tensor and contiguous, None where not wanted; saved: q, k, v,
-    out, lse of the forward pass; dout like out, dlse like lse or None.  whole: False if out and lse are those of more keys than k
+    """Gradients of q, k, v, bias, sinks and the tensors of score_args, each shaped like its tensor and contiguous, None where not
+    wanted; wanted may end before those of score_args; saved: q, k, v, out, lse of the forward pass; dout like out, dlse like lse
+    or None.  whole: False if out and lse are those of more keys than k
     and v hold: the gradients are then summands, dk and dv in fp32 where the kernel adds them up in fp32, and the probabilities
     of these keys do not add up to 1."""
     q, k, v, out, lse = saved
     score_slope(call.score_mod, call.score_grad)
     prepared = call.prepared or attention.prepare(q, k, v, call)
     keys = wanted[1] or wanted[2]  # dk and dv come together
-    asked = wanted[0], keys, keys, *wanted[3:]
+    asked, loads = (wanted[0], keys, keys, *wanted[3:5]), needed(call, wanted[5:])
     if prepared.plan is None:
         targets = zip((q, k, v, call.bias, call.sinks), asked, strict=True)
         return tuple(
             torch.zeros(t.shape, dtype=t.dtype, device=t.device) if t is not None and w else None for t, w in targets
-        )
+        ) + no_gradients(call, wanted[5:], loads)
     if isinstance(prepared.bound, BoundFunction):
-        plan = backward_plan_of(prepared.problem, call, q, wanted[3])
+        plan = backward_plan_of(prepared.problem, call, q, wanted[3], loads)
         own = function_at("attention_backward", q.device, plan)
         return own.run(*saved, dout, dlse, call, asked)  # type: ignore[no-any-return]
     exact = q.dtype == torch.float32
     dout = dout.contiguous() if exact else readable(dout)  # what `weighted` makes of it has other strides else
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
-    bound = _bound(prepared, (q, k, v, out), dout, dlse, call, wanted[3])
+    bound = _bound(prepared, (q, k, v, out), dout, dlse, call, wanted[3], loads)
     if not isinstance(bound, DenseBound):
         run = bound.run if whole or not bound.plan.queries_at_once else bound.sums  # type: ignore[union-attr]
         dq, dk, dv = run((q, k, v, out), dout, lse, dlse, call)
-        return dq if wanted[0] else None, dk if keys else None, dv if keys else None, None, None
-    lse2, delta = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device).unbind()
+        three = dq if wanted[0] else None, dk if keys else None, dv if keys else None
+        return *three, None, None, *no_gradients(call, wanted[5:])
+    # Each on its own: parts of one tensor would begin at addresses of another alignment, and kernels be compiled for that.
+    lse2, delta = (torch.empty(lse.shape, dtype=torch.float32, device=lse.device) for _ in range(2))
     bound.delta((out, dout, lse, dlse, lse2, delta))
     if bound.weights is not None and whole:
         dout, delta = weighted(bound.weights, (q, k, lse2), dout, delta, call)
@@ -119,16 +134,19 @@ def backward(
         dbias = torch.zeros(call.bias.shape, dtype=call.bias.dtype, device=q.device)
     if sinks is not None:
         dsinks = sinks.sum(0).to(call.sinks.dtype)  # type: ignore[union-attr]
-    return dq, dk, dv, dbias, dsinks
+    if bound.loads is None:
+        return dq, dk, dv, dbias, dsinks, *no_gradients(call, wanted[5:])
+    return dq, dk, dv, dbias, dsinks, *gradients_of_loads(bound.loads, (q, k, v, dout, lse2, delta), call, wanted[5:])
 
 
 # ---------------------------------------------------------------- the first time
 
 
 def backward_plan_of(
-    problem: "AttentionProblem", call: Call, q: torch.Tensor, with_bias: bool
+    problem: "AttentionProblem", call: Call, q: torch.Tensor, with_bias: bool, loads: tuple[int, ...] = ()
 ) -> "AttentionBackwardPlan":
-    """The plan of the backward pass of a call that has this problem; with_bias: the bias gets a gradient."""
+    """The plan of the backward pass of a call that has this problem; with_bias: the bias gets a gradient; loads: which of
+    score_args do."""
     from ...plan.backward.attention_backward import AttentionBackwardPlan, plan_attention_backward
 
     bias = tuple(call.bias.shape[:3]) if with_bias and call.bias is not None else ()
@@ -136,13 +154,16 @@ def backward_plan_of(
     if (own := plan_at("attention_backward", problem, device, call, call.backward_plan)) is not None:
         return own  # type: ignore[no-any-return]
     if call.backward_plan is None:
-        return plan_attention_backward(problem, device, bias, disabled(), call.deterministic)
+        elements = elements_of(call, loads)
+        return plan_attention_backward(problem, device, bias, disabled(), call.deterministic, elements)
     given = call.backward_plan
     if not isinstance(given, AttentionBackwardPlan):
         raise DtypeError(f"backward_plan must be an AttentionBackwardPlan or None, got {type(given).__name__}")
-    # A plan with the gradient of the bias also serves a backward pass that is not asked for it.
+    # A plan with gradients of the bias and of loads also serves a backward pass that is not asked for them.
     spare = call.bias is not None and given.bias == tuple(call.bias.shape[:3])
-    given.check(problem, device, given.bias if spare and not with_bias else bias)
+    elements = elements_of(call, loads)
+    elements = given.loads if set(elements) <= set(given.loads) else elements
+    given.check(problem, device, given.bias if spare and not with_bias else bias, elements)
     return given
 
 
@@ -153,20 +174,22 @@ def _bound(
     dlse: torch.Tensor | None,
     call: Call,
     with_bias: bool,
+    loads: tuple[int, ...],
 ) -> "DenseBound | GluonBound | SpansBound":
     """The bound launches, kept on the forward pass's record: everything else that decides them is in its key."""
     # A launch keeps what it compiled: where an argument may be None, that is part of the key.
-    key = facts_of(dout), facts_of(tensors[3]), None if dlse is None else facts_of(dlse), with_bias, call.deterministic
+    given = None if dlse is None else facts_of(dlse)
+    key = facts_of(dout), facts_of(tensors[3]), given, with_bias, call.deterministic, loads
     found: DenseBound | GluonBound | SpansBound | None = prepared.backward.get(key)
     if found is None:
         from ...plan.backward.attention_backward import plan_attention_backward
 
-        plan, scale = backward_plan_of(prepared.problem, call, tensors[0], with_bias), prepared.scale
+        plan, scale = backward_plan_of(prepared.problem, call, tensors[0], with_bias, loads), prepared.scale
         with without_collector():
             if plan.kernel in (HOPPER, REDUCE):
                 found = _bind_gluon(scale, tensors, dout, call, plan)
                 plan = plan_attention_backward(plan.problem, plan.device, plan.bias, portable=True)
-            found = prepared.backward[key] = found or _bind(scale, tensors, dout, call, plan)
+            found = prepared.backward[key] = found or _bind(scale, tensors, dout, call, plan, loads)
     return found
 
 
@@ -194,7 +217,12 @@ def _gluon(call: Call, plan: "AttentionBackwardPlan") -> Any:
 
 
 def _bind(
-    scale: float, tensors: tuple[torch.Tensor, ...], dout: torch.Tensor, call: Call, plan: "AttentionBackwardPlan"
+    scale: float,
+    tensors: tuple[torch.Tensor, ...],
+    dout: torch.Tensor,
+    call: Call,
+    plan: "AttentionBackwardPlan",
+    loads: tuple[int, ...] = (),
 ) -> DenseBound:
     from ...device import mods
     from ...kernels.backward import attention_backward as kernels
@@ -259,6 +287,7 @@ def _bind(
         None if bias is None else Bound(bias, GIVEN, of_bias),
         None if sinks is None else Bound(sinks, GIVEN, values),
         bind_weights(plan, constants, values, device),
+        bind_loads(plan, constants, values, device, call, loads),
     )
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["bound_launches"]
 
 GIVEN = (*SIDES, "Statistics", "Progress", "Sums", "DQ", "DK", "DV")
-"""What a call gives to the launches: scratch is statistics, progress (of which this kernel has none), and zeroed sums of dq."""
+"""What a call gives to the launches: scratch is statistics, progress (only of the ordered version), and zeroed sums of dq."""
 SUM_BOX = [128, 32]  # fp32 of a warpgroup's part of a tile of dq
 Tensors = tuple[torch.Tensor, ...]
 
@@ -33,8 +33,10 @@ def bound_launches(
     from ..launch import Launch
 
     q, k, v, out = tensors
-    n, queries = plan.problem, rules.queries_of(plan.problem)
+    n, queries, options = plan.problem, rules.queries_of(plan.problem), plan.options
+    assert options is not None  # of this kernel's plans
     rows, q_tiles = rules.rows(n), -(-n.seq_q // queries)
+    counters = rows if options.ordered else 1
     numbers = rows * queries * n.dim_qk
     grid = (rows - 1) * 2, 1, 1
     last = Launch(backward_reduced, grid, {"QUERIES": queries, "D": n.dim_qk}, {"num_warps": 4}, q.device.index or 0)
@@ -62,13 +64,13 @@ def bound_launches(
     }
     scratch = (
         Scratch((rows * 2 * queries,), torch.float32),
-        Scratch((1,), torch.int32),
+        Scratch((counters,), torch.int32),
         Scratch((numbers,), torch.float32, True),
     )
     return GluonBound(
         plan,
         (*scratch, *gradients_of(tensors)),
-        statistics_bound(n, out, dout, call.layout, q_tiles, 1, GIVEN, unit=queries),
+        statistics_bound(n, out, dout, call.layout, q_tiles, counters, GIVEN, unit=queries),
         Bound(_main(plan, call, q.device.index or 0), GIVEN, values),
         Bound(last, GIVEN, values),
     )
@@ -98,11 +100,7 @@ def _main(plan: "AttentionBackwardPlan", call: Call, device: int) -> "Launch":
         "D": n.dim_qk,
         "QUERIES": rules.queries_of(n),
         "SLOTS": plan.keys.num_stages,
-        "SUM_SLOTS": options.sum_slots,
-        "ORDER": rules.ORDERS.index(options.order),
-        "STAGGER": options.stagger,
-        "FENCE": options.fence,
-        "ROUNDED": options.rounded,
+        "ORDERED": options.ordered,
         "CONSUMER_REGISTERS": rules.REGISTERS[1],
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
     }

@@ -9,7 +9,7 @@ import torch
 
 from ...masks import BANDS
 from ...types import Layout, Rules
-from ..bound import Slot, attribute, meta, strides_named
+from ..bound import Slot, attribute, meta, runtime_ints, strides_named
 from ..call import UNBOUNDED, Call
 
 if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays light
@@ -247,9 +247,9 @@ def score_mods_of(mods: Any, softcap: float, call: Call, exact: bool) -> tuple[A
         slopes = call.alibi_slopes
         score.append((mods.alibi, (slopes, slopes.stride(0) if slopes.dim() == 2 else 0, slopes.stride(-1))))
     if call.bias is not None:
-        score.append((mods.bias, (call.bias, *broadcast_strides(call.bias))))
+        score.append((mods.bias, (call.bias, *element_strides(call.bias))))
     if call.score_mod is not None:
-        score.append((call.score_mod, call.score_args))
+        score.append((call.score_mod, runtime_ints(call.score_args)))
     return tuple(score)
 
 
@@ -257,12 +257,20 @@ def mask_mods_of(mods: Any, call: Call, band: str = "") -> tuple[Any, ...]:
     """(function, its arguments) of each, but of the one that is the band."""
     masks: list[Any] = []
     if call.mask is not None:
-        masks.append((mods.keep, (call.mask, *broadcast_strides(call.mask))))
+        masks.append((mods.keep, (call.mask, *element_strides(call.mask))))
     if isinstance(call.mask_mod, Rules):
-        masks += call.mask_mod.bound(mods, call.mask_args, 1 if band else 0)
+        masks += call.mask_mod.bound(mods, runtime_ints(call.mask_args), 1 if band else 0)
     elif call.mask_mod is not None:
-        masks.append((call.mask_mod, call.mask_args))
+        masks.append((call.mask_mod, runtime_ints(call.mask_args)))
     return tuple(masks)
+
+
+def element_strides(t: torch.Tensor) -> tuple[int, ...]:
+    """Those of `broadcast_strides` for device.mods: where rows begin at multiples of 16 elements a kernel is compiled for that,
+    otherwise for any strides.  So lengths make two kernels, not one for each that is 1 or a multiple."""
+    b, h, q, k = broadcast_strides(t)
+    k = k if t.shape[3] > 1 else 1
+    return (b, h, q, k) if (b | h | q) % 16 == 0 else (*runtime_ints((b, h, q)), k)
 
 
 def broadcast_strides(t: torch.Tensor) -> tuple[int, ...]:

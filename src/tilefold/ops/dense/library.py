@@ -38,9 +38,12 @@ def _gradients(
 
 
 def _require(q: Any, k: Any, v: Any, call: Call) -> None:
+    from ..backward.attention_backward_loads import loads_of_call, needed
     from ..backward.backward_parts import score_slope
 
     score_slope(call.score_mod, call.score_grad)
+    if loads := needed(call):
+        loads_of_call(call, loads)
 
 
 def _ready(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any:
@@ -57,7 +60,7 @@ ATTENTION = Operation(
     "attention",
     forward,
     _fake,
-    Gradient(("q", "k", "v", "bias", "sinks"), _gradients, _require, _ready),
+    Gradient(("q", "k", "v", "bias", "sinks"), _gradients, _require, _ready, mods="score_args"),
     _before,
     (Packed,),
 )

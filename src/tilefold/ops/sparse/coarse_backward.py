@@ -41,7 +41,7 @@ def backward(
     dout, dlse = readable(dout), None if dlse is None else dlse.contiguous()
     key = facts_of(dout), None if dlse is None else facts_of(dlse)
     bound: Launches = p.backward.get(key) or p.backward.setdefault(key, bind(plan, (q, k, v, out), dout, call, p.scale))
-    lse2, delta = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device).unbind()
+    lse2, delta = (torch.empty(lse.shape, dtype=torch.float32, device=lse.device) for _ in range(2))
     bound.delta((out, dout, lse, dlse, lse2, delta))
     dq, dk, dv = (t.new_empty(0) for t in (q, k, v))
     sizes = call.block_sizes, live_queries(call)

@@ -134,7 +134,7 @@ def backward(
     if not isinstance(bound, Launches):
         gradients = sparse_backward_hopper.run(bound, saved, dout, dlse, call, transposed)
         return cast("Gradients", tuple(g if want else None for g, want in zip(gradients, wanted, strict=True)))
-    lse2, delta = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device).unbind()
+    lse2, delta = (torch.empty(lse.shape, dtype=torch.float32, device=lse.device) for _ in range(2))
     bound.delta((out, dout, lse, dlse, lse2, delta))
     new = torch.empty if call.packed is None else torch.zeros  # rows of no sequence have no program
     dq = dk = dv = None

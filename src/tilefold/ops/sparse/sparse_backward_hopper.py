@@ -81,7 +81,7 @@ def run(
 
 
 def scratch(bound: HopperBound, saved: Saved, transposed: "Lists", device: Any) -> Tensors:
-    """Statistics, progress, places, rooms for dS; then dq, dk and dv."""
+    """Statistics, progress, places, slots for dS; then dq, dk and dv."""
     turned = transposed.indices
     return (
         torch.empty(bound.rows * STATISTICS, dtype=torch.float32, device=device),
@@ -166,10 +166,10 @@ def bound_launches(
         "q_units": q_units,
         "kv_units": kv_units,
         "capacity": problem.capacity,
-        "batch_heads": heads,
+        "heads_at_once": heads,
         "batches": batches,
         "delay": rules.delay(problem, heads, at_once),
-        "rooms": rules.rooms(problem, heads),
+        "slots": rules.slots(problem, heads),
         "no_unit": rows - 1,
         "nowhere": kept_rows,
     }

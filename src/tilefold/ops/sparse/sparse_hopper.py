@@ -1,10 +1,10 @@
 """Binding of the Gluon kernel for block-sparse attention on sm_90."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..bound import Bound, Slot
+from ..bound import Bound, Slot, attribute
 from ..call import Call
 from ..dense.attention_parts import shared_values
 from ..hopper import WORK_COUNTER, box_of, require
@@ -29,7 +29,7 @@ def bind(
 ) -> Bound:
     """Kernel, descriptors, run-time scalars and compile-time constants of this call; Unsupported without Gluon."""
     from ...plan.hopper import PRODUCER_REGISTERS
-    from ...plan.sparse.sparse_hopper import key_slots, registers
+    from ...plan.sparse.sparse_hopper import box_rows, is_masked, key_slots, registers
     from ..launch import Launch
 
     require("plan.kernel", plan.kernel)
@@ -37,24 +37,31 @@ def bind(
 
     problem, index = plan.problem, call.lists
     n = problem.attention
-    q_blocks = -(-n.seq_q // problem.block_q)
+    blocks = -(-n.seq_q // problem.block_q)
+    items = n.batch * n.heads * blocks
+    if call.packed is not None:  # places of all sequences: kernels.hopper.scheduler.sequence_of_place
+        blocks = q.shape[0] // problem.block_q + n.batch
+        items = n.heads * blocks
     at_launch, folding = registers(problem)
     constants = {
         "D": n.dim_qk,
         "KV_BLOCK": problem.block_k,
+        "PAGE": problem.page_size,
         "WARPGROUPS": problem.block_q // 64,
         "K_SLOTS": key_slots(problem, plan.tile),
         "V_SLOTS": plan.num_stages,
-        "MASKED": problem.masked or n.seq_k % problem.block_k != 0,
+        "MASKED": is_masked(problem),
         "SIZED": problem.masked,
         "Q_SIZED": index.query_sizes is not None,
+        "CAUSAL": n.causal,
         "MIXED": 0,
         "CONSUMER_REGISTERS": folding,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
     }
     options = {"num_warps": plan.num_warps, "maxnreg": at_launch}
-    boxes = {name: box_of(t, call.layout, rows) for name, t, rows in
-             (("q", q, 64), ("k", k, problem.block_k), ("v", v, problem.block_k))}  # fmt: skip
+    keys = box_rows(problem)
+    boxes = {name: box_of(t if call.packed is None else t.unsqueeze(0), call.layout, rows) for name, t, rows in
+             (("q", q, 64), ("k", k, keys), ("v", v, keys))}  # fmt: skip
     lists = list_values(call)
     sizes = {"seq_q": n.seq_q, "seq_k": n.seq_k, "heads": n.heads, "kv_heads": n.kv_heads}
     values = {
@@ -67,9 +74,24 @@ def bind(
         "Counter": WORK_COUNTER,
         "GateB": Slot("lse"),
         "Gate": Slot("lse"),
-        "q_blocks": q_blocks,
-        "items": n.batch * n.heads * q_blocks,
+        "q_blocks": blocks,
+        "items": items,
         **NO_GATES,
+        **_places(q, n.batch, call),
     }
-    launch = Launch(sparse_forward_hopper, plan.grid, constants, options, q.device.index or 0)
+    launch = Launch(sparse_forward_hopper, (min(plan.grid[0], items), 1, 1), constants, options, q.device.index or 0)
     return Bound(launch, GIVEN, values)
+
+
+def _places(q: torch.Tensor, batch: int, call: Call) -> dict[str, Any]:
+    """Where sequences, or pages, begin; None for what the call does not have."""
+    packed, paged = call.packed, call.paged
+    return {
+        "CuQ": attribute("call", "source.cu_q", packed),
+        "CuK": attribute("call", "source.cu_k", packed),
+        "batch": None if packed is None else batch,
+        "total_q": None if packed is None else q.shape[0],
+        "Table": attribute("call", "source.block_table", paged),
+        "Lengths": attribute("call", "source.cache_seqlens", paged),
+        "stride_tb": None if paged is None else paged.block_table.stride(0),
+    }

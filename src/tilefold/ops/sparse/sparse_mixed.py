@@ -30,7 +30,8 @@ def attend_and_fuse(
     """gate_branch * branch + gate * sparse attention, branch being like the result; gates, errors: `tilefold.sparse.fuse`."""
     p = sparse.prepare(q, k, v, call)
     by_rows = all(g is None or (isinstance(g, torch.Tensor) and g.dim() < 4) for g in (gate_branch, gate))
-    if p.plan is None or p.plan.kernel != HOPPER_KERNEL or not by_rows or not boxable(branch):
+    dense = p.plan is not None and p.plan.kernel == HOPPER_KERNEL and call.source is None
+    if not dense or not by_rows or not boxable(branch):
         fine, _ = sparse.forward(q, k, v, call)
         return fuse.forward((branch, fine), (gate_branch, gate), call.layout)
     out = torch.empty(p.out_shape, dtype=q.dtype, device=q.device)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..bound import Bound, Slot, attribute, strides_named
+from ..bound import Bound, Slot, attribute, runtime_ints, strides_named
 from ..call import Call
 from ..dense.attention_parts import mask_mods_of, mods_of
 from ..source import Lists
@@ -80,7 +80,7 @@ def mod_values(mods: Any, call: Call, dtype: torch.dtype) -> dict[str, Any]:
     masks = ((mods.causal, ()), *masks) if call.causal else masks
     made: dict[str, Any] = {"score_mods": score, "mask_mods": masks}
     if call.score_mod is not None:
-        made["score_mods"] = Slot("call", lambda given: (*score, (given.score_mod, given.score_args)))
+        made["score_mods"] = Slot("call", lambda given: (*score, (given.score_mod, runtime_ints(given.score_args))))
     if call.mask_mod is not None:
         made["mask_mods"] = Slot("call", lambda given: (*masks, *mask_mods_of(mods, given)))
     return made

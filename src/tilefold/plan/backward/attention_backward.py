@@ -10,8 +10,8 @@ from tilefold.plan.backward import attention_backward_packed as packed
 from tilefold.plan.backward import attention_backward_reduce as reduced
 from tilefold.plan.backward import attention_backward_spans as spans
 from tilefold.plan.backward.attention_backward_hopper import KERNEL as HOPPER
+from tilefold.plan.backward.attention_backward_reduce import ANY_ORDER, ReduceOptions
 from tilefold.plan.backward.attention_backward_reduce import KERNEL as REDUCE
-from tilefold.plan.backward.attention_backward_reduce import ReduceOptions
 from tilefold.plan.backward.backward import backward_box_refusal, backward_tile_violation, first_fit, not_a_tile
 from tilefold.plan.base import Plan, changed, require_device, require_fit
 from tilefold.plan.cost import Cost, attention_cost
@@ -38,9 +38,11 @@ class AttentionBackwardPlan(Plan):
     the tile of what makes dq, block_m of its own queries against block_n keys a step. keys: the tile of what makes dk and dv,
     block_n of its own keys against block_m queries a step. scores: the tile of the gradient of a bias. bias: (batch, heads, rows)
     of a bias that gets a gradient, each 1 where it is broadcast; () if none does. bias_shares: parts of the sum over what shares
-    the bias, made apart and added in order; 0 without a bias. heads_at_once, keys_at_once: KV heads, and keys of them, of one
+    the bias, made apart and added in order; 0 without a bias. loads: the elements of each tensor of score_args that gets a
+    gradient, by tiles of `scores`; load_passes: 2, integer sums whose size a first pass finds, or 1, fp32 sums in an order that
+    changes from run to run; 0 without loads. heads_at_once, keys_at_once: KV heads, and keys of them, of one
     batch of the Hopper kernel's work, 0 with the others; of a packed batch 1, and the keys with room for dS at a time. Also
-    "attention_backward_reduce" (Gluon, sm_90): adds dq in memory, in an order that changes from run to run; it has heads_at_once,
+    "attention_backward_reduce" (Gluon, sm_90): adds dq in memory, in one order or in any; it has heads_at_once,
     whose sums of dq share L2, and options, its version, None with the others. queries_at_once: of a span, where the Hopper kernel
     makes the queries in spans, since dS of all would have too little room; 0 if not. Raises PlanError, naming the field, if a
     tile exceeds a limit.
@@ -60,6 +62,8 @@ class AttentionBackwardPlan(Plan):
     keys_at_once: int = 0
     options: ReduceOptions | None = None
     queries_at_once: int = 0
+    loads: tuple[int, ...] = ()
+    load_passes: int = 0
 
     def __post_init__(self) -> None:
         require_fit(_violation(self))
@@ -71,22 +75,25 @@ class AttentionBackwardPlan(Plan):
 
     @property
     def grids(self) -> tuple[tuple[int, int, int], ...]:
-        """Programs that make dq, dk and dv, and the gradient of the bias (0 without one)."""
+        """Programs that make dq, dk and dv, the gradient of the bias, and a pass of those of loads (0 without)."""
         n = self.problem
         queries = -(-n.seq_q // self.queries.block_m) * n.batch * n.heads
         keys = -(-n.seq_k // self.keys.block_n) * n.batch * n.kv_heads
-        return (queries, 1, 1), (keys, 1, 1), (_bias_programs(n, self.scores, self.bias), self.bias_shares, 1)
+        loads = -(-n.seq_q // self.scores.block_m) * n.batch * n.heads if self.loads else 0
+        bias = _bias_programs(n, self.scores, self.bias), self.bias_shares, 1
+        return (queries, 1, 1), (keys, 1, 1), bias, (loads, 1, 1)
 
     @property
     def scratch_bytes(self) -> int:
         """Bytes beside the gradients: two fp32 numbers a query and head, and the shares of the gradient of the bias; of an fp32
-        call also the weights of the rows, and dout and delta times them; with the Hopper kernel room for dS, and for sums of dq
+        call also the weights of the rows, and dout and delta times them; for loads a sum an element, and in two passes a number a
+        program and tensor, if each is loaded from once; with the Hopper kernel room for dS, and for sums of dq
         where keys come in KV splits; for dk and dv in fp32 where queries come in spans.
 
         For a packed batch, whose tokens the plan does not know, an upper estimate."""
         n = self.problem
         if self.kernel == REDUCE:
-            return reduced.sum_bytes(n)
+            return reduced.scratch_bytes(n, self.options)
         if self.kernel == HOPPER:
             at_once = self.heads_at_once, self.keys_at_once
             if n.varlen:
@@ -95,7 +102,10 @@ class AttentionBackwardPlan(Plan):
         shares = self.bias_shares if self.bias_shares > 1 else 0
         entries = self.bias[0] * self.bias[1] * self.bias[2] * n.seq_k if self.bias else 0
         numbers = 4 + n.dim_v if n.dtype == "float32" else 2
-        return 4 * numbers * n.batch * n.heads * n.seq_q + 4 * shares * entries
+        loads = 4 * self.load_passes * sum(self.loads)
+        if self.load_passes == 2:
+            loads += 4 * next_power_of_two(len(self.loads)) * self.grids[3][0]
+        return 4 * numbers * n.batch * n.heads * n.seq_q + 4 * shares * entries + loads
 
     def __str__(self) -> str:
         n = self.problem
@@ -114,6 +124,15 @@ class AttentionBackwardPlan(Plan):
             lines.append(
                 f"  bias      [{batch}, {heads}, {rows}, {n.seq_k}] by tiles of {self.scores}, two more products a pair: "
                 f"{self.grids[2][0]} programs{shares}"
+            )
+        if self.loads:
+            tensors = (
+                f"{len(self.loads)} tensor{'s' * (len(self.loads) > 1)} of score_args, {sum(self.loads):,} elements"
+            )
+            sums = "a pass for the size of the sums, one adds 64-bit integers" if self.load_passes == 2 else "adds fp32"
+            lines.append(
+                f"  loads     {tensors}: by tiles of {self.scores}, {2 * self.load_passes} more products a pair; {sums}: "
+                f"{self.grids[3][0]} programs"
             )
         if self.queries_at_once:
             lines.append(f"  spans     {spans.described(n, self.queries_at_once)}")
@@ -163,13 +182,19 @@ class AttentionBackwardPlan(Plan):
             rule="override", reason="The caller chose these fields.",
         )  # fmt: skip
 
-    def check(self, problem: AttentionProblem, device: Device, bias: tuple[int, ...]) -> None:
-        """PlanError, naming what differs, unless this plan serves exactly `problem` and `bias` on a device of this kind.
+    def check(
+        self, problem: AttentionProblem, device: Device, bias: tuple[int, ...], loads: tuple[int, ...] = ()
+    ) -> None:
+        """PlanError, naming what differs, unless this plan serves exactly `problem`, `bias` and `loads` on a device of this kind.
 
         The descriptors may differ as long as a kernel with boxes is not asked to read tensors that have none."""
         self.problem.require_same(problem)
         if self.bias != bias:
             raise PlanError(f"plan was made for a bias gradient of {self.bias or None}, the call has {bias or None}")
+        if self.loads != loads:
+            raise PlanError(
+                f"plan was made for gradients of loads of {self.loads or None}, the call has {loads or None}"
+            )
         require_device(self.device, device)
         replace(self, problem=problem, device=device)  # which looks at every limit
 
@@ -190,20 +215,22 @@ def plan_attention_backward(
     bias: tuple[int, ...] = (),
     portable: bool = False,
     deterministic: bool = True,
+    loads: tuple[int, ...] = (),
 ) -> AttentionBackwardPlan:
     """The backward plan for a problem on a device: pure, the same every time, no GPU needed.
 
     bias: (batch, heads, rows) of a bias that gets a gradient.  portable: leave the kernels written for one architecture alone.
-    deterministic: leave those alone that add in memory.  Unsupported if no tile fits."""
+    deterministic: leave those alone that add in memory in any order.  loads: the elements of each tensor of score_args that gets
+    a gradient, which the portable kernels make.  Unsupported if no tile fits."""
     require_supported(problem, device)
-    if portable:
-        return _portable(problem, device, bias)
+    if portable or loads:
+        return _portable(problem, device, bias, loads, (2 if deterministic else 1) if loads else 0)
+    options = reduced.options_for(problem, device, deterministic)
+    if isinstance(options, ReduceOptions):
+        return _reduce(problem, device, bias, options)
     if not deterministic:
-        refusal = reduced.reduce_unmeasured(problem, device)
-        if not refusal:
-            return _reduce(problem, device, bias)
         plan = plan_attention_backward(problem, device, bias)
-        return replace(plan, reason=f"{plan.reason} {REDUCE} is not taken: {refusal}.")
+        return replace(plan, reason=f"{plan.reason} {REDUCE} is not taken: {options}.")
     refusal = (packed.packed_refusal if problem.varlen else spans.hopper_backward_refusal)(problem, device)
     if not refusal:
         return _hopper(problem, device, bias)
@@ -213,7 +240,9 @@ def plan_attention_backward(
     return replace(plan, reason=f"{plan.reason} {HOPPER} is not taken: {refusal}.")
 
 
-def _portable(problem: AttentionProblem, device: Device, bias: tuple[int, ...]) -> AttentionBackwardPlan:
+def _portable(
+    problem: AttentionProblem, device: Device, bias: tuple[int, ...], loads: tuple[int, ...] = (), passes: int = 0
+) -> AttentionBackwardPlan:
     kernel = POINTERS if device.backend == "interpreter" or backward_box_refusal(problem, device) else BOX
     queries, keys, scores = (
         first_fit(
@@ -223,7 +252,24 @@ def _portable(problem: AttentionProblem, device: Device, bias: tuple[int, ...]) 
     )
     shares = _shares(problem, device, scores, bias)
     reason = "Each program owns its rows and adds nothing in memory: the same bits every run."
-    return AttentionBackwardPlan(problem, device, kernel, queries, keys, scores, bias, shares, "owned-rows", reason)
+    if loads:
+        reason = "Each program owns its rows; what a score_mod loads gets fp32 sums in memory, in any order."
+    if passes == 2:
+        reason = "Each program owns its rows; what a score_mod loads gets sums of integers: the same bits every run."
+    return AttentionBackwardPlan(
+        problem,
+        device,
+        kernel,
+        queries,
+        keys,
+        scores,
+        bias,
+        shares,
+        "owned-rows",
+        reason,
+        loads=loads,
+        load_passes=passes,
+    )
 
 
 def _hopper(problem: AttentionProblem, device: Device, bias: tuple[int, ...]) -> AttentionBackwardPlan:
@@ -241,14 +287,23 @@ def _hopper(problem: AttentionProblem, device: Device, bias: tuple[int, ...]) ->
     )
 
 
-def _reduce(problem: AttentionProblem, device: Device, bias: tuple[int, ...]) -> AttentionBackwardPlan:
+def _reduce(
+    problem: AttentionProblem, device: Device, bias: tuple[int, ...], options: ReduceOptions = ANY_ORDER
+) -> AttentionBackwardPlan:
     if refusal := reduced.reduce_refusal(problem, device):
         raise PlanError(f"plan field kernel: {REDUCE} cannot be used: {refusal}")
     tile, heads = reduced.reduce_tile(problem), reduced.heads_at_once(problem)
-    reason = "Five products a pair of tiles; dq is added in memory, so its last bits change from run to run."
+    order = (
+        "in the order of the keys: the same bits every run"
+        if options.ordered
+        else "so its last bits change from run to run"
+    )
+    reason = f"Five products a pair of tiles; dq is added in memory, {order}."
+    if problem.dim_qk == 64:
+        reason += " Probabilities are rounded to 16 bits before dS is made."
     return AttentionBackwardPlan(
         problem, device, REDUCE, tile, tile, tile, bias, 0, "hopper-reduce", reason, heads,
-        options=reduced.reduce_options(problem))  # fmt: skip
+        options=options)  # fmt: skip
 
 
 def _tiles(problem: AttentionProblem, device: Device, kernel: str, own: str) -> tuple[Tile, ...]:
@@ -340,8 +395,10 @@ def _violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
         fault = _tile_violation(n, device, plan.kernel, tile, own)
         if fault:
             return f"{name}.{fault[0]}", fault[1]
-    return _bias_violation(plan) or (
-        ("grid", f"more than {MAX_GRID} programs") if max(grid[0] for grid in plan.grids) > MAX_GRID else None
+    return (
+        _bias_violation(plan)
+        or _loads_violation(plan)
+        or (("grid", f"more than {MAX_GRID} programs") if max(grid[0] for grid in plan.grids) > MAX_GRID else None)
     )
 
 
@@ -361,6 +418,8 @@ def _hopper_violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
         fault
         or (("bias", f"must be () with {plan.kernel}, got {plan.bias!r}") if plan.bias else None)
         or (("bias_shares", f"must be 0 with {plan.kernel}, got {plan.bias_shares}") if plan.bias_shares else None)
+        or (("loads", f"must be () with {plan.kernel}, got {plan.loads!r}") if plan.loads else None)
+        or _loads_violation(plan)
     )
 
 
@@ -377,4 +436,13 @@ def _bias_violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
     least, most = (1, GRID_Y) if bias else (0, 0)
     if type(plan.bias_shares) is not int or not least <= plan.bias_shares <= most:
         return "bias_shares", f"must be from {least} to {most}, got {plan.bias_shares!r}"
+    return None
+
+
+def _loads_violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
+    if any(type(elements) is not int or elements < 1 for elements in plan.loads):
+        return "loads", f"must hold numbers of elements, at least 1, got {plan.loads!r}"
+    accepted = (1, 2) if plan.loads else (0,)
+    if type(plan.load_passes) is not int or plan.load_passes not in accepted:
+        return "load_passes", f"must be {' or '.join(map(str, accepted))}, got {plan.load_passes!r}"
     return None

@@ -1,8 +1,10 @@
 """When the Gluon kernel for sm_90 that adds dq in memory makes the gradients of dense attention, and in which version.
 
-The order of its additions changes from run to run, so a plan takes it only for a call that says deterministic=False."""
+In any order of additions a plan takes it only for a call that says deterministic=False; its ordered version serves the others,
+too.  Where which is taken was measured: benchmarks/results/backward_versions.jsonl."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from tilefold.plan.backward.hopper_backward import divisors
 from tilefold.plan.device import Device
@@ -11,32 +13,39 @@ from tilefold.plan.limits import MAX_GRID, Tile, box_refusal
 from tilefold.plan.problem import AttentionProblem
 
 __all__ = [
+    "ANY_ORDER",
     "KERNEL",
     "KEYS",
-    "ORDERS",
     "ReduceOptions",
     "blocks",
     "heads_at_once",
+    "options_for",
     "options_violation",
     "programs",
     "queries_of",
-    "reduce_options",
     "reduce_refusal",
     "reduce_tile",
-    "reduce_unmeasured",
     "reduce_violation",
     "rows",
-    "sum_bytes",
+    "scratch_bytes",
 ]
 
 KERNEL = "attention_backward_reduce"
 KEYS = 128  # of a program
 REGISTERS = (168, 240)  # of a thread at launch, of a folding thread
-LEAST_KEYS = 16384
-"""With so many it was measured to be faster than the kernel that keeps the order; with 8192 (D=128), 4096 (D=64) not."""
+LEAST_TOKENS, LONG = {64: 2048, 128: 65536}, 65536
+"""Queries and keys of a head dim from which on it was faster than the kernel that keeps dS, and from which on at D=128 it was
+faster in any order than in one."""
+LEAST_OF_GROUPS, LEAST_WHERE_SLOW, SLOW_DRAM = 8192, 32768, 4e12
+"""At D=128 without a mask fewer do: where query heads share KV heads; where DRAM, which dS goes to, gives less than SLOW_DRAM
+bytes/s."""
+LEAST_TILES, ORDER_PAYS = (384, 1024), (8192, 32768)
+"""At D=64, without and with a causal mask: tiles of queries from which on an order is faster than keeping dS, since the last
+block of keys waits in the beginning for all others (the first where DRAM is slow); queries and keys from which on it is faster
+than any order."""
 SUMS_AT_ONCE = 16 << 20
-"""Bytes of sums of dq that the programs of one batch of heads add to: of 50 MiB of L2, each half of which keeps its own copy."""
-ORDERS = ("keys first", "queries first", "keys late", "tile by tile")
+"""Bytes of sums of dq that the programs of one batch of KV heads add to, each with one of its query heads at a time: of 50 MiB of
+L2, each half of which keeps its own copy."""
 SHARED = 768  # barriers, and what the compiler keeps to start the partitions
 
 
@@ -44,22 +53,15 @@ SHARED = 768  # barriers, and what the compiler keeps to start the partitions
 class ReduceOptions:
     """Which version of the kernel.
 
-    sum_slots: buffers of a tile of dq in shared memory, 1 or 2, from which a warp of its own has it added to memory; 0: the
-    warpgroups add it from registers. order: of a step's products: "keys first" (dk, then dq), "queries first" (dq, then dk),
-    "keys late" (dk of a tile beside the next one's exponentials) or "tile by tile" (as FlashAttention-4: dq, then dk, and nothing
-    of the next tile; with sum_slots=1). stagger: tiles of queries between the beginnings of two
-    neighbours' walks, where there is no mask with a diagonal. fence: keep the wait for dP behind the exponentials. rounded: make
-    dS of the probabilities in 16 bits, as dv is, so that their 32 bits need no registers (at D=64 they have none)."""
+    ordered: each tile of queries gets its additions in the order of the keys' blocks, so the bits are the same every run."""
 
-    sum_slots: int = 1
-    order: str = "keys first"
-    stagger: int = 2
-    fence: bool = True
-    rounded: bool = False
+    ordered: bool = False
 
     def __str__(self) -> str:
-        way = ("registers", "copies out of 1 buffer", "copies out of 2 buffers")[self.sum_slots]
-        return f"dq added by {way}, {self.order}, {self.stagger} tiles apart{', fenced' if self.fence else ''}"
+        return "dq added in memory, " + ("in the order of the keys" if self.ordered else "in any order")
+
+
+ANY_ORDER = ReduceOptions()
 
 
 def reduce_refusal(problem: AttentionProblem, device: Device) -> str | None:
@@ -84,14 +86,34 @@ def reduce_refusal(problem: AttentionProblem, device: Device) -> str | None:
     return None
 
 
-def reduce_unmeasured(problem: AttentionProblem, device: Device) -> str | None:
-    """As reduce_refusal, also of what it can serve, but was not measured to serve faster than the kernel that keeps the order."""
-    if refusal := reduce_refusal(problem, device):
+def options_for(problem: AttentionProblem, device: Device, deterministic: bool) -> ReduceOptions | str:
+    """The version that was measured to be the fastest kernel for this problem, or why there is none."""
+    n = problem
+    if refusal := reduce_refusal(n, device):
         return refusal
-    if problem.seq_k < LEAST_KEYS:
-        return f"with fewer than {LEAST_KEYS} keys it was not faster than keeping the order"
-    if min(problem.sides) >= 0:
+    if min(n.sides) >= 0:
         return "it was not measured with a window"
+    causal, tokens, least = max(n.sides) >= 0, min(n.seq_q, n.seq_k), LEAST_TOKENS[n.dim_qk]
+    slow = device.dram_bytes_per_s < SLOW_DRAM
+    if n.dim_qk == 128 and not causal:
+        least = LEAST_OF_GROUPS if n.group > 1 else LEAST_WHERE_SLOW if slow else least
+    if tokens < least:
+        return f"with fewer than {least} queries or keys it was not faster than keeping dS"
+    if waits := _order_refusal(n, causal, slow):
+        return waits if deterministic else ANY_ORDER
+    if n.dim_qk == 128:
+        free = tokens >= LONG
+    else:
+        free = rows(n) - 1 < max(LEAST_TILES) or tokens < ORDER_PAYS[causal]
+    return ReduceOptions(ordered=deterministic or not free)
+
+
+def _order_refusal(n: AttentionProblem, causal: bool, slow: bool) -> str | None:
+    """Why keeping dS is faster than the ordered version."""
+    if n.dim_qk == 128 and causal and n.group > 1:
+        return "under a causal mask the sums of a group's heads do not fit L2"
+    if n.dim_qk == 64 and rows(n) - 1 < (least := LEAST_TILES[causal and not slow]):
+        return f"with fewer than {least} tiles of queries waiting for one's turn takes too long"
     return None
 
 
@@ -119,15 +141,16 @@ def rows(problem: AttentionProblem) -> int:
     return n.batch * n.heads * -(-n.seq_q // queries_of(n)) + 1
 
 
-def sum_bytes(problem: AttentionProblem) -> int:
-    """Memory for the fp32 sums of dq, and statistics."""
-    return 4 * rows(problem) * queries_of(problem) * (problem.dim_qk + 2)
+def scratch_bytes(problem: AttentionProblem, options: ReduceOptions | None) -> int:
+    """Memory for the fp32 sums of dq, statistics and, where additions have an order, a counter for each tile of queries."""
+    counters = options is not None and options.ordered
+    return 4 * rows(problem) * (queries_of(problem) * (problem.dim_qk + 2) + counters)
 
 
 def heads_at_once(problem: AttentionProblem) -> int:
     """KV heads of a batch, a divisor of all: as many as SUMS_AT_ONCE holds dq of."""
     n = problem
-    head = n.group * n.seq_q * n.dim_qk * 4
+    head = n.seq_q * n.dim_qk * 4
     return max(d for d in divisors(n.batch * n.kv_heads) if d == 1 or d * head <= SUMS_AT_ONCE)
 
 
@@ -136,16 +159,11 @@ def reduce_tile(problem: AttentionProblem) -> Tile:
     return Tile(queries_of(problem), KEYS, 4, 2)
 
 
-def reduce_options(problem: AttentionProblem) -> ReduceOptions:
-    """The version that was measured to be the fastest."""
-    return ReduceOptions(1, ORDERS[0], 2, fence=True, rounded=problem.dim_qk == 64)
-
-
-def reduce_shared(problem: AttentionProblem, stages: int, sum_slots: int) -> int:
-    """Shared memory of one program (bytes): rings of q and dout, K, V, two dS, tiles of dq, statistics, barriers."""
+def reduce_shared(problem: AttentionProblem, stages: int) -> int:
+    """Shared memory of one program (bytes): rings of q and dout, K, V, two dS, a tile of dq, statistics, barriers."""
     n, queries = problem, queries_of(problem)
     halves = (2 * stages * queries + 2 * KEYS) * n.dim_qk + 2 * KEYS * queries
-    return halves * n.itemsize + 4 * queries * (sum_slots * n.dim_qk + stages * 2) + SHARED
+    return halves * n.itemsize + 4 * queries * (n.dim_qk + stages * 2) + SHARED
 
 
 # ---------------------------------------------------------------- limits
@@ -160,21 +178,8 @@ def reduce_violation(
         return "kernel", f"{KERNEL} cannot be used: {refusal}"
     if fault := options_violation(options):
         return fault
-    assert options is not None
-    if n.dim_qk == 64 and options.order == ORDERS[1]:
-        return (
-            "options.order",
-            f"must not be {ORDERS[1]!r} with a head dim of 64, for which there are no registers",
-        )
-    if n.dim_qk == 64 and not options.rounded:
-        return (
-            "options.rounded",
-            "must be True with a head dim of 64: there are no registers for probabilities in 32 bits",
-        )
-    if options.order == ORDERS[3] and options.sum_slots != 1:
-        return "options.sum_slots", f"must be 1 with order={ORDERS[3]!r}, got {options.sum_slots}"
     fixed = {"block_m": queries_of(n), "block_n": KEYS, "num_warps": 4}
-    if fault := tile_fault(KERNEL, tile, fixed, reduce_shared(n, tile.num_stages, options.sum_slots), device):
+    if fault := tile_fault(KERNEL, tile, fixed, reduce_shared(n, tile.num_stages), device):
         return fault
     if tile.num_stages < 2:
         return "num_stages", f"must be at least 2 with {KERNEL}, got {tile.num_stages}"
@@ -190,13 +195,7 @@ def options_violation(options: object) -> tuple[str, str] | None:
     """As reduce_violation, of the options alone."""
     if not isinstance(options, ReduceOptions):
         return "options", f"must be ReduceOptions with {KERNEL}, got {options!r}"
-    if type(options.sum_slots) is not int or not 0 <= options.sum_slots <= 2:
-        return "options.sum_slots", f"must be 0, 1 or 2, got {options.sum_slots!r}"
-    if options.order not in ORDERS:
-        return "options.order", f"must be one of {', '.join(map(repr, ORDERS))}, got {options.order!r}"
-    if type(options.stagger) is not int or not 0 <= options.stagger < 1 << 10:
-        return "options.stagger", f"must be from 0 to 1023, got {options.stagger!r}"
-    for name in ("fence", "rounded"):
-        if type(getattr(options, name)) is not bool:
-            return f"options.{name}", f"must be a bool, got {getattr(options, name)!r}"
+    ordered: Any = options.ordered
+    if type(ordered) is not bool:
+        return "options.ordered", f"must be a bool, got {ordered!r}"
     return None

@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from tilefold.errors import ShapeError, Unsupported, ValueRangeError
 from tilefold.plan.base import Plan, require_device, require_equal, require_fit
+from tilefold.plan.capabilities import architecture_refusal
 from tilefold.plan.device import Device
 from tilefold.plan.limits import (
     BOX,
@@ -83,10 +84,10 @@ class SparsePlan(Plan):
     """The decision for one sparse problem on one device. `print` it; keep it as JSON; change it with `with_tile`.
 
     kernel: "sparse_forward" (pointer loads), "sparse_forward_box" (K and V by tensor descriptors), "sparse_forward_varlen"
-    (packed sequences), "sparse_forward_paged" (K and V in pages) or "sparse_forward_hopper" (Gluon, sm_90). block_m rows of one
-    query block per program, block_n keys per step (of the Hopper kernel: per listed block; its num_stages are buffers of V);
-    splits: shares of each list, folded apart and merged by `combine` if more than 1; programs: how many the Hopper kernel
-    launches, each making several query blocks in turn, 0: one per query block.
+    (packed sequences), "sparse_forward_paged" (K and V in pages) or "sparse_forward_hopper" (Gluon, sm_90, wherever K and V lie).
+    block_m rows of one query block per program, block_n keys per step (of the Hopper kernel: per listed block; its num_stages are
+    buffers of V); splits: shares of each list, folded apart and merged by `combine` if more than 1; programs: how many the Hopper
+    kernel launches, each making several query blocks in turn, 0: one per query block.
     Raises PlanError, naming the field, if a tile does not divide its block or exceeds a limit of the device.
     """
 
@@ -156,9 +157,11 @@ def plan_sparse(problem: SparseProblem, device: Device, portable: bool = False) 
     portable: leave the kernels written for one architecture alone."""
     require_supported(problem.attention, device)
     plan = _portable(problem, device)
-    refusal = hopper_refusal(problem, device)
-    if portable or plan.splits > 1 or _layout_kernel(problem) or refusal:
+    if portable or architecture_refusal(HOPPER_KERNEL, device):
         return plan
+    refusal = hopper_refusal(problem, device) or ("it makes no shares of lists" if plan.splits > 1 else None)
+    if refusal:
+        return replace(plan, reason=f"{plan.reason} {HOPPER_KERNEL} does not serve it: {refusal}.")
     tile = hopper_tile(problem, device)
     items = _programs(problem, tile.block_m)
     use = _use(
@@ -318,7 +321,7 @@ def _violation(problem: SparseProblem, device: Device, kernel: str, tile: Tile, 
     if kernel not in KERNELS:
         return "kernel", f"must be one of {', '.join(map(repr, KERNELS))}, got {kernel!r}"
     only = _layout_kernel(problem)
-    if kernel != only and (only or kernel in (VARLEN_KERNEL, PAGED_KERNEL)):
+    if kernel not in (only, HOPPER_KERNEL) and (only or kernel in (VARLEN_KERNEL, PAGED_KERNEL)):
         return "kernel", f"{kernel} does not serve varlen={problem.attention.varlen}, page_size={problem.page_size}"
     if kernel == HOPPER_KERNEL:
         if _programs(problem, problem.block_q) > MAX_GRID:

@@ -29,14 +29,16 @@ __all__ = [
     "hopper_backward_tile",
     "hopper_backward_violation",
     "kept_bytes",
-    "room_bytes",
-    "rooms",
     "shared_bytes",
+    "slot_bytes",
+    "slots",
     "units",
 ]
 
 KERNEL = "sparse_backward_hopper"
-ROOMS = 4  # of dS, each for one batch of heads; lists whose heads need more than KEPT_LIMIT have the portable kernels
+MOST_SLOTS = (
+    4  # of dS, each for one batch of heads; lists whose heads need more than KEPT_LIMIT have the portable kernels
+)
 
 
 def hopper_backward_refusal(problem: "SparseProblem", device: Device) -> str | None:
@@ -67,28 +69,28 @@ def units(problem: "SparseProblem") -> tuple[int, int]:
     return -(-n.seq_q // problem.block_q) * per_q, -(-n.seq_k // problem.block_k) * per_k
 
 
-def room_bytes(problem: "SparseProblem", heads: int) -> int:
+def slot_bytes(problem: "SparseProblem", heads: int) -> int:
     """Memory for dS of `heads` KV heads, all listed places of their query heads: 8 KiB for a pair of blocks of 64."""
     n = problem.attention
     q_units, _ = units(problem)
     return heads * n.group * q_units * problem.capacity * problem.block_k * UNIT * n.itemsize
 
 
-def rooms(problem: "SparseProblem", heads: int) -> int:
-    """How many batches of `heads` KV heads have room for their dS at a time: with four nobody waits for a room, two at least."""
+def slots(problem: "SparseProblem", heads: int) -> int:
+    """How many batches of `heads` KV heads have room for their dS at a time: with four nobody waits for a slot, two at least."""
     batches = problem.attention.batch * problem.attention.kv_heads // heads
-    return min(batches, max(2, min(ROOMS, KEPT_LIMIT // max(1, room_bytes(problem, heads)))))
+    return min(batches, max(2, min(MOST_SLOTS, KEPT_LIMIT // max(1, slot_bytes(problem, heads)))))
 
 
 def delay(problem: "SparseProblem", heads: int, places: int) -> int:
     """How many key items come before the first query item; `places` programs run at a time."""
     batches = problem.attention.batch * problem.attention.kv_heads // heads
-    return backward_delay(heads * units(problem)[1], batches, rooms(problem, heads), places)
+    return backward_delay(heads * units(problem)[1], batches, slots(problem, heads), places)
 
 
 def kept_bytes(problem: "SparseProblem", heads: int) -> int:
     """Memory for dS with `heads` KV heads a batch (bytes)."""
-    return rooms(problem, heads) * room_bytes(problem, heads)
+    return slots(problem, heads) * slot_bytes(problem, heads)
 
 
 def heads_at_once(problem: "SparseProblem", device: Device) -> int:

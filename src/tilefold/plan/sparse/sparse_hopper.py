@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from tilefold.plan.device import Device
 from tilefold.plan.hopper import chip_refusal, tile_fault
-from tilefold.plan.limits import RESERVED_SHARED, Tile, box_refusal
+from tilefold.plan.limits import RESERVED_SHARED, Tile
 
 if TYPE_CHECKING:
     from tilefold.plan.sparse.sparse import SparseProblem
@@ -12,17 +12,22 @@ if TYPE_CHECKING:
 __all__ = [
     "KERNEL",
     "block_refusal",
+    "box_rows",
     "hopper_programs",
     "hopper_refusal",
     "hopper_tile",
     "hopper_violation",
+    "is_masked",
     "key_slots",
     "registers",
 ]
 
 KERNEL = "sparse_forward_hopper"
+MIN_PAGE = 16  # keys
 UNIT = 128  # keys that the kernel takes in at a time: one listed block of 128 or two of 64
-BARRIER_BYTES = 512  # barriers, and what the compiler keeps to start the partitions
+BARRIER_BYTES = (
+    576  # barriers, what consumers are told of their work tile, and what the compiler keeps to start the partitions
+)
 
 
 def hopper_refusal(problem: "SparseProblem", device: Device) -> str | None:
@@ -30,13 +35,15 @@ def hopper_refusal(problem: "SparseProblem", device: Device) -> str | None:
     n = problem.attention
     if refusal := chip_refusal(n, device) or block_refusal(problem):
         return refusal
-    if not n.plain or n.causal or n.window != (-1, -1):
-        return "it has no masks and no changes of scores inside a block"
-    if problem.page_size:
-        return "K and V lie in pages, and it takes them in by boxes"
+    if not n.plain or n.window != (-1, -1):
+        return "it has no masks but causal ones and no changes of scores inside a block"
+    if problem.page_size and (problem.page_size < MIN_PAGE or problem.page_size & (problem.page_size - 1)):
+        return f"it has boxes of pages of 16, 32, 64, ... keys, not of {problem.page_size}"
     if not problem.descriptors:
         return "the base or the strides of Q are not multiples of 16 bytes"
-    return box_refusal(n, device)
+    if not n.descriptors:
+        return "the base or the strides of K or V are not multiples of 16 bytes"
+    return None
 
 
 def block_refusal(problem: "SparseProblem") -> str | None:
@@ -44,6 +51,17 @@ def block_refusal(problem: "SparseProblem") -> str | None:
     if problem.block_q in (64, 128) and problem.block_k in (64, 128):
         return None
     return f"it has blocks of 64 and 128 tokens, not {problem.block_q} x {problem.block_k}"
+
+
+def is_masked(problem: "SparseProblem") -> bool:
+    """Whether something may be cut off a listed block: always where keys end on the device alone, or a causal mask cuts."""
+    n = problem.attention
+    return problem.masked or n.varlen or problem.page_size > 0 or n.causal or n.seq_k % problem.block_k != 0
+
+
+def box_rows(problem: "SparseProblem") -> int:
+    """Keys that a TMA load of K or V brings: of a block, or of a page that holds fewer."""
+    return min(problem.page_size or problem.block_k, problem.block_k)
 
 
 def warpgroups(problem: "SparseProblem") -> int:
