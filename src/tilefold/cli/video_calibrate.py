@@ -93,9 +93,11 @@ class Report:
             for head, one in enumerate(chosen):
                 error = float(self.found.error.mean(0)[layer, one, head])
                 kind = getattr(self.model, "kinds", None)
-                told = (kind[layer][head],) if kind else ()
+                planted_as = (kind[layer][head],) if kind else ()
                 name = plain(self.found.candidates[one])
-                rows.append((f"{layer}.{head}", f"{float(concentrated[layer, head]):.2f}", name, f"{error:.3f}", *told))
+                rows.append(
+                    (f"{layer}.{head}", f"{float(concentrated[layer, head]):.2f}", name, f"{error:.3f}", *planted_as)
+                )
         return rows
 
     @property
@@ -122,7 +124,7 @@ class Report:
             "concentrated each head is, the Gini coefficient of its rows of pooled scores. Right: the share of blocks that the "
             "fitted policy lists."
         )
-        told = ("planted",) if getattr(self.model, "kinds", None) else ()
+        planted_as = ("planted",) if getattr(self.model, "kinds", None) else ()
         parts: list[Any] = [
             Words(self.words),
             Rows(FIT, tuple(self.fits())),
@@ -130,7 +132,7 @@ class Report:
             Heading("Candidates"),
             Rows(HEADS, tuple(self.candidates())),
             Heading("Heads"),
-            Rows(("layer.head", "Gini", "candidate", "error", *told), tuple(self.heads())),
+            Rows(("layer.head", "Gini", "candidate", "error", *planted_as), tuple(self.heads())),
         ]
         files[1].write_text(to_html("tilefold video calibrate", parts), encoding="utf-8")
         return files

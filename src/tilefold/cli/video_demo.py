@@ -24,8 +24,8 @@ RED, PALE = "#e5182b", 0.92
 
 def policies_at(sparsity: float) -> list[Any]:
     """What the demo shows."""
-    told = [video.Pooled(sparsity=sparsity), video.Antidiagonal(sparsity=sparsity)]
-    return [*told, video.Gini(0.4, 0.7), video.SlidingTile(1), video.Radial(0.25)]
+    ranked = [video.Pooled(sparsity=sparsity), video.Antidiagonal(sparsity=sparsity)]
+    return [*ranked, video.Gini(0.4, 0.7), video.SlidingTile(1), video.Radial(0.25)]
 
 
 def policy_of(path: Path, layer: int) -> tuple[Any, int]:
