@@ -87,7 +87,10 @@ class Demo:
         listed, mass, error = (float(one.mean()) for one in found)
         shape = VideoShape(1, 40, 40, 75600, 128)
         sparse, dense = least_seconds(shape, listed, H200)
-        name = repr(policy).replace(", top_p=None, window=None", "")
+        shown = policy.policies[self.head] if isinstance(policy, video.ByHead) else policy
+        name = repr(shown).replace(", top_p=None, window=None", "")
+        if shown is not policy:
+            name = f"head {self.head}: {name}"
         figures = (f"{1 - listed:.1%}", f"{mass:.1%}", f"{error:.3f}", f"{1e3 * sparse:.1f}", f"{dense / sparse:.1f}")
         self.rows.append((name, *figures, self._judged(index, site)))
         here = index.expand(1, self.heads).to_map()[0, self.head, self.block]

@@ -68,7 +68,7 @@ def test_calibrate_and_show(tmp_path):
     assert (out / "calibration.png").read_bytes().startswith(b"\x89PNG")
     policy = str(out / "policy.json")
     result = run("video", "show", policy, "--quick", "--layer", "1", "--head", "3", "--out", str(tmp_path / "shown"))
-    assert "WRONG" not in result.output and "ByHead(" in result.output
+    assert "WRONG" not in result.output and "head 3: " in result.output
     assert (tmp_path / "shown" / "demo-video.png").exists()
     (tmp_path / "policy.json").write_text('{"type": "ByLayer", "policies": {}}')
     for arguments, text in (
