@@ -28,6 +28,10 @@ help: ## list these targets
 demo: .venv-demo/stamp ## embed real sentences, attention by tilefold, compared with PyTorch
 	@.venv-demo/bin/tilefold demo
 
+.PHONY: demo-video
+demo-video: .venv-demo/stamp ## render a video, attend it by each sparse policy, draw what one query attends
+	@.venv-demo/bin/tilefold video demo
+
 test: .venv-test/stamp .cache/newest-triton ## run the tests (JOBS=2 processes; PYTEST="-k name" adds options)
 	@.venv-test/bin/python -m pytest -n auto --maxprocesses $(JOBS) --dist loadgroup $(PYTEST)
 

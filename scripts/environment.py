@@ -25,7 +25,7 @@ KEPT = ("torch", "triton")  # never replaced where they already drive a GPU
 BACKEND = ("hatchling", "editables")
 TOOLS = ("ruff", "mypy", *BACKEND)  # the tests run without these
 SITE = ("mkdocs-material", "mkdocstrings-python", "nbclient", "ipykernel")
-SKIPPING = ("transformers", *SITE)  # the tests that need these skip themselves
+SKIPPING = ("transformers", "diffusers", *SITE)  # the tests that need these skip themselves
 
 INSTALLED = """
 import sys

@@ -11,7 +11,7 @@ from tilefold import reference
 from tilefold.nn import Rotary3D, SparseVideoAttention
 from tilefold.reference.rounding import plain
 from tilefold.sparse import BlockIndex
-from video_scene import COLOURS, Scene, patches, render
+from tilefold.video.scene import COLOURS, Scene, patches, render
 
 __all__ = ["NextFrame", "PlainVideoAttention", "Training", "TrainingResult", "train"]
 

@@ -18,6 +18,7 @@ MODULES = {
     "tilefold.masks": "which query sees which key",
     "tilefold.scores": "what happens to scores before the softmax",
     "tilefold.sparse": "lists of blocks and the stages of video attention",
+    "tilefold.video": "sparse attention in video models",
     "tilefold.paged": "KV caches in pages",
     "tilefold.nn": "torch modules, models in few bits",
     "tilefold.ops": "matrix products, convolution, transposition",
@@ -83,6 +84,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "compat.flash_attn.install",
     ),
     "Video": ("sparse.sparse_video_attention", "sparse.coarse", "sparse.select", "sparse.fuse", "sparse.GridTiling"),
+    "Video models": ("video.sparsify", "video.desparsify", "video.Sparse", "video.Adapter"),
     "Several GPUs": (
         "parallel.attention",
         "parallel.context_parallel",

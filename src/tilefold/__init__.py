@@ -124,6 +124,7 @@ PARTS = (
     "reference",
     "scores",
     "sparse",
+    "video",
 )
 
 

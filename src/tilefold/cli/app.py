@@ -3,7 +3,7 @@
 import typer
 
 import tilefold
-from tilefold.cli import bench, check, compare, doctor, explain, kv_memory, ladder, profile, roofline, show, tune
+from tilefold.cli import bench, check, compare, doctor, explain, kv_memory, ladder, profile, roofline, show, tune, video
 
 __all__ = ["app"]
 
@@ -37,6 +37,7 @@ app.command(name="ladder", cls=ladder.Ladder, epilog=ladder.EPILOG)(ladder.ladde
 app.add_typer(profile.app, name="profile")
 app.command(name="roofline", epilog=roofline.EPILOG)(roofline.roofline)
 app.command(name="tune", epilog=tune.EPILOG)(tune.tune)
+app.add_typer(video.app, name="video")
 app.command(name="doctor", epilog=doctor.EPILOG)(doctor.doctor)
 
 

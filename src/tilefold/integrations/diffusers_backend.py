@@ -96,7 +96,7 @@ def register(name: str) -> None:
 
 
 def unregister(name: str) -> None:
-    """Take the backend out again."""
+    """Take the backend out again.  Where a model made it the active one of all models, Diffusers' own default is."""
     member = AttentionBackendName._value2member_map_.pop(name, None)
     if member is None:
         return
@@ -104,3 +104,5 @@ def unregister(name: str) -> None:
     AttentionBackendName._member_names_.remove(member.name)
     for table in (_REGISTRY._backends, _REGISTRY._constraints, _REGISTRY._supported_arg_names):
         table.pop(member, None)
+    if _REGISTRY._active_backend is member:
+        _REGISTRY.set_active_backend(AttentionBackendName(attention_dispatch.DIFFUSERS_ATTN_BACKEND))

@@ -10,8 +10,7 @@ from ..check import check_number
 from ..errors import DtypeError, ShapeError, ValueRangeError
 from ..sparse import BlockIndex, CoarseOptions, GridTiling, SelectOptions, sparse_video_attention
 from ..sparse.kept import kept
-from ..sparse.tiling import triple
-from ..sparse.validate import SMALLEST_BLOCK
+from ..sparse.tiling import block_cube, triple
 from .coarse import CoarseProjection
 from .gate import Gate, GateKind
 from .rotary import Rotary3D, rotate
@@ -74,7 +73,7 @@ class SparseVideoAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.dim, self.heads, self.kv_heads, self.head_dim = _sizes(dim, heads, kv_heads, head_dim)
-        self.cube = _cube(cube)
+        self.cube = block_cube(cube)
         self.grid = None if grid is None else triple("grid", grid)
         self.coarse_options = _coarse(coarse, self.grid)
         _needs_coarse(self.coarse_options, coarse_per_head, select)
@@ -227,16 +226,6 @@ def _count(name: str, value: object) -> int:
     if value < 1:
         raise ValueRangeError(f"{name} must be at least 1, got {value}")
     return value
-
-
-def _cube(cube: Sequence[int]) -> tuple[int, int, int]:
-    sides = triple("cube", cube)
-    slots = sides[0] * sides[1] * sides[2]
-    if slots < SMALLEST_BLOCK or slots & (slots - 1):
-        raise ValueRangeError(
-            f"cube must hold a power of two of at least {SMALLEST_BLOCK} tokens, got {sides}: {slots}"
-        )
-    return sides
 
 
 def _coarse(coarse: CoarseOptions | str | None, grid: object) -> CoarseOptions | None:

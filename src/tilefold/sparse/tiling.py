@@ -8,6 +8,7 @@ import torch
 
 from ..errors import DtypeError, ShapeError, ValueRangeError
 from .kept import kept
+from .validate import SMALLEST_BLOCK
 
 __all__ = ["GridTiling"]
 
@@ -138,6 +139,17 @@ def triple(name: str, given: object, low: int = 1) -> tuple[int, int, int]:
             )
     a, b, c = given
     return a, b, c
+
+
+def block_cube(cube: Sequence[int]) -> tuple[int, int, int]:
+    """A cube whose tokens may be a block of lists: together a power of two, at least 16; raises as `triple`, naming cube."""
+    sides = triple("cube", cube)
+    slots = math.prod(sides)
+    if slots < SMALLEST_BLOCK or slots & (slots - 1):
+        raise ValueRangeError(
+            f"cube must hold a power of two of at least {SMALLEST_BLOCK} tokens, got {sides}: {slots}"
+        )
+    return sides
 
 
 # Each from arithmetic on the device: no copy from the host, so that they can be made while a CUDA graph is captured.

@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "quant": {"errors"},
     "nn": WORK | {"sparse", "quant"},
     "parallel": WORK | {"sparse"},
+    "video": WORK | {"sparse", "nn"},
     "compat": WORK | {"sparse", "nn"},
     "integrations": WORK,
     "aot": {"plan", "kernels", "device", "ops", "quant"} | LEAVES,
@@ -58,6 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "profiling",
         "parallel",
         "tune",
+        "video",
     },
     "__init__": {
         "ops",
@@ -124,7 +126,7 @@ SHARED_BY_HOPPER = (
     "lowbit_parts",
 )  # Gluon's front and the device helpers of its kernels: no kernels
 GLUON_COMPILER = ("aot", "compile")  # drives Triton's compilers, Gluon's among them; writes no kernels
-REFERENCE_IN_CLI = {"check", "demo"}
+REFERENCE_IN_CLI = {"check", "demo", "video_demo"}
 
 
 class Import:

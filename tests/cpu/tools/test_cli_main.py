@@ -13,7 +13,7 @@ import tilefold
 from cases.cli import command
 from tilefold.cli.app import app
 
-COMMANDS = ("demo", "check", "bench", "explain", "kv-memory", "ladder", "roofline", "doctor")
+COMMANDS = ("demo", "check", "bench", "explain", "kv-memory", "ladder", "roofline", "doctor", "video")
 
 
 run = command(columns=100, TERM="dumb")

@@ -77,3 +77,16 @@ def test_a_model(dispatch, device):
         model.set_attention_backend("tilefold")
         found = model(**inputs).sample
     torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_other_models_go_on_after_it_is_taken_out(device):
+    """A model that changed to it by name made it every model's."""
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry, dispatch_attention_fn
+
+    before = _AttentionBackendRegistry._active_backend
+    tilefold.register("diffusers")
+    _AttentionBackendRegistry.set_active_backend(type(before)("tilefold"))
+    tilefold.unregister("diffusers")
+    assert _AttentionBackendRegistry._active_backend is before
+    q = torch.randn(1, 5, 2, 16, device=device)
+    assert dispatch_attention_fn(q, q, q).shape == q.shape

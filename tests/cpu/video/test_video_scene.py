@@ -11,9 +11,9 @@ from tilefold import reference
 from tilefold.errors import ShapeError, ValueRangeError
 from tilefold.reference.rounding import plain
 from tilefold.sparse import CoarseOptions, GridTiling, SelectOptions
+from tilefold.video.scene import Scene, patches, project, render, scene_qkv
 from video_next_frame import PlainVideoAttention, Training, train
 from video_reconstruction import block_mass, reconstruct
-from video_scene import Scene, patches, project, render, scene_qkv
 
 CUBE = (2, 2, 4)
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from tilefold.errors import ShapeError, ValueRangeError
-from tilefold.nn import Rotary3D, rotary_3d
-from tilefold.sparse import GridTiling
+from ..errors import ShapeError, ValueRangeError
+from ..nn import Rotary3D, rotary_3d
+from ..sparse import GridTiling
 
 __all__ = ["Scene", "patches", "project", "render", "scene_qkv"]
 

@@ -1,0 +1,186 @@
+"""The demo of `tilefold video`: a rendered scene, attended by each policy, as a table and a picture."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilefold import reference, sparse_attention, video
+from tilefold.bench.page import Picture, Rows, Words, new_figure, save_png, to_html
+from tilefold.errors import ValueRangeError
+from tilefold.plan.device import H200
+from tilefold.plan.sparse.video import VideoShape
+from tilefold.sparse import GridTiling
+from tilefold.video import scene
+from tilefold.video.measure import dense_results, least_seconds, left_out
+
+__all__ = ["HEAD", "HEADS", "Demo", "policies_at", "policy_of"]
+
+HEAD = ("policy", "left out", "mass", "error", "ms at least", "x dense", "")
+PATCH, HEADS, DIM = (1, 4, 4), 4, 64
+RED, PALE = "#e5182b", 0.92
+
+
+def policies_at(sparsity: float) -> list[Any]:
+    """What the demo shows."""
+    ranked = [video.Pooled(sparsity=sparsity), video.Antidiagonal(sparsity=sparsity)]
+    return [*ranked, video.Gini(0.4, 0.7), video.SlidingTile(1), video.Radial(0.25)]
+
+
+def policy_of(path: Path, layer: int) -> tuple[Any, int]:
+    """(the policy of a layer that a file of `calibrate` names, its number of heads)."""
+    try:
+        policy: Any = video.policy_from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueRangeError(f"policy must be a file that calibrate wrote, got {path} ({error})") from None
+    if isinstance(policy, video.ByLayer):
+        policy = policy.policies.get(layer, policy.otherwise)
+    if policy == video.Dense():
+        raise ValueRangeError(f"layer {layer} is dense in {path}: there are no lists to show")
+    return policy, len(policy.policies) if isinstance(policy, video.ByHead) else HEADS
+
+
+class Demo:
+    """A scene attended by each policy: rows of the table, and of the picture."""
+
+    def __init__(
+        self,
+        device: str,
+        quick: bool,
+        tried: Sequence[Any],
+        head: int,
+        query: str | None,
+        seed: int,
+        heads: int = HEADS,
+    ) -> None:
+        size = scene.Scene(8, 32, 48) if quick else scene.Scene(16, 64, 96)
+        self.frames = scene.render(size, seed=seed, device=device)
+        tokens, grid = scene.patches(self.frames, PATCH)
+        self.tiling, self.head = GridTiling(grid), head
+        self.token = _token(query, grid)
+        self.heads = heads
+        self.qkv = scene.project(tokens, self.tiling, heads, DIM, seed=seed)
+        site = video.Site(0, 1, heads, None, self.tiling, DIM**-0.5, {})
+        self.block = int(self.tiling.destination(device)[self._row()]) // self.tiling.slots
+        self.dense = dense_results(*self.qkv, self.tiling, site.scale)
+        self.rows: list[tuple[str, ...]] = []
+        self.shown = [("how much its queries attend each block", self._mass())]
+        for policy in tried:
+            self._attend(policy, site)
+
+    def _row(self) -> int:
+        (t, h, w), (_, rows, columns) = self.token, self.tiling.grid
+        return (t * rows + h) * columns + w
+
+    def _mass(self) -> torch.Tensor:
+        """[blocks]: the probability that the query block puts on each block, as a share of the largest."""
+        q, k, _ = (one[0, :, self.head] for one in self.qkv)
+        own = q[self.block * self.tiling.slots :][: self.tiling.slots]
+        mass = (own @ k.T * DIM**-0.5).softmax(-1).mean(0).view(-1, self.tiling.slots).sum(-1)
+        bright: torch.Tensor = (mass / mass.max()).sqrt()
+        return bright
+
+    def _attend(self, policy: Any, site: Any) -> None:
+        index = policy(*self.qkv[:2], site)
+        found = left_out(*self.qkv, index, self.tiling, site.scale, self.dense)
+        listed, mass, error = (float(one.mean()) for one in found)
+        shape = VideoShape(1, 40, 40, 75600, 128)
+        sparse, dense = least_seconds(shape, listed, H200)
+        shown = policy.policies[self.head] if isinstance(policy, video.ByHead) else policy
+        name = repr(shown).replace(", top_p=None, window=None", "")
+        if shown is not policy:
+            name = f"head {self.head}: {name}"
+        figures = (f"{1 - listed:.1%}", f"{mass:.1%}", f"{error:.3f}", f"{1e3 * sparse:.1f}", f"{dense / sparse:.1f}")
+        self.rows.append((name, *figures, self._judged(index, site)))
+        here = index.expand(1, self.heads).to_map()[0, self.head, self.block]
+        self.shown.append((f"{name}\nleaves out {1 - listed:.0%}, keeps {mass:.0%} of the mass", here.float()))
+
+    def _judged(self, index: Any, site: Any) -> str:
+        """ok, or WRONG: the rows of the block that is shown, of the head that is shown, against fp64 over its list."""
+        out = sparse_attention(*self.qkv, index, scale=site.scale)
+        rows = slice(self.block * self.tiling.slots, (self.block + 1) * self.tiling.slots)
+        q, k, v = (one[:, :, self.head, None].double().cpu() for one in self.qkv)
+        listed = index.expand(1, self.heads).to_map()[:, self.head, None, self.block, None]
+        keep = listed.repeat_interleave(self.tiling.slots, -1).cpu()
+
+        def exact() -> Any:
+            return reference.attention(q[:, rows], k, v, mask=keep, scale=site.scale)[0]
+
+        shown = out[:, rows, self.head, None].cpu()
+        verdict = reference.compare(shown, exact(), reference.deviating(exact, out.dtype))
+        return "ok" if verdict.ok else "WRONG"
+
+    @property
+    def words(self) -> str:
+        t, blocks = self.tiling.grid[0], self.tiling.block_count
+        return (
+            f"A rendered video of {t} frames, {self.tiling.tokens} tokens in {blocks} cubes of 4 x 4 x 4, {self.heads} heads of "
+            f"{DIM}. mass: the mean share of a query's attention that is kept. error: relative L2 distance from dense "
+            "attention's output. ms at least: one layer's attention of Wan 14B at 720p (75,600 tokens, 40 heads of 128, bf16) "
+            "with as large a share of blocks listed, by the rates of an H200, scores and selection included; x dense: how many "
+            "times less than dense. A kernel takes longer. The last column: the shown block's rows against fp64."
+        )
+
+    def write(self, out: Path) -> tuple[Path, Path]:
+        """The page and the picture."""
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueRangeError(f"out must be a folder that can be written, got {out} ({error.strerror})") from None
+        files, figure = (out / "demo-video.html", out / "demo-video.png"), self.figure()
+        save_png(figure, files[1])
+        caption = (
+            "One frame of each row of cubes in time. Framed: the query's block. The first row shows how much its queries attend "
+            "each block; the others which blocks a policy lists for it, the rest is pale."
+        )
+        parts: list[Any] = [Words(self.words), Rows(HEAD, tuple(self.rows)), Picture(figure, caption)]
+        files[0].write_text(to_html("tilefold video demo", parts), encoding="utf-8")
+        return files
+
+    def figure(self) -> Any:
+        """A row for each way to attend, a frame for each row of cubes in time."""
+        (times, down, across), cube = self.tiling.blocks, self.tiling.cube
+        at = self.block // (down * across), self.block // across % down, self.block % across
+        figure: Any = new_figure(9, 1.75 * len(self.shown))
+        grid = figure.subplots(len(self.shown), times, squeeze=False)
+        for line, (title, lit) in zip(grid, self.shown, strict=True):
+            light = lit.view(times, down, across).cpu()
+            for t, axes in enumerate(line):
+                self._draw(axes, min(t * cube[0] + cube[0] // 2, self.tiling.grid[0] - 1), light[t])
+                if t == at[0]:
+                    self._frame(axes, at)
+            line[0].set_title(title, fontsize=11, loc="left")
+        figure.suptitle(f"The blocks that one block of queries attends, head {self.head}", fontsize=14)
+        return figure
+
+    def _draw(self, axes: Any, frame: int, light: torch.Tensor) -> None:
+        """A frame, paler where its blocks are not lit."""
+        height, width = (side * step for side, step in zip(self.tiling.cube[1:], PATCH[1:], strict=True))
+        picture = self.frames[0, frame * PATCH[0]].permute(1, 2, 0).cpu()
+        clear = (0.15 + 0.85 * light).repeat_interleave(height, 0).repeat_interleave(width, 1)
+        clear = clear[: picture.shape[0], : picture.shape[1], None]
+        axes.imshow((picture * clear + PALE * (1 - clear)).numpy(), interpolation="nearest")
+        axes.set_axis_off()
+
+    def _frame(self, axes: Any, at: tuple[int, int, int]) -> None:
+        """The query's block."""
+        from matplotlib.patches import Rectangle
+
+        height, width = (side * step for side, step in zip(self.tiling.cube[1:], PATCH[1:], strict=True))
+        corner = at[2] * width - 0.5, at[1] * height - 0.5
+        axes.add_patch(Rectangle(corner, width, height, fill=False, edgecolor=RED, linewidth=2))
+
+
+def _token(query: str | None, grid: tuple[int, int, int]) -> tuple[int, int, int]:
+    """The token (t, h, w) that is asked for."""
+    if query is None:
+        t, h, w = (side // 2 for side in grid)
+        return t, h, w
+    parts = query.split(",")
+    if len(parts) != 3 or not all(part.strip().isdigit() for part in parts):
+        raise ValueRangeError(f"query must be T,H,W, three whole numbers, got {query!r}")
+    t, h, w = (int(part) for part in parts)
+    if not all(0 <= at < side for at, side in zip((t, h, w), grid, strict=True)):
+        raise ValueRangeError(f"query must lie in the grid {grid} of tokens, got {(t, h, w)}")
+    return t, h, w

@@ -1,0 +1,94 @@
+"""Attention of one layer's video tokens, and of text beside them, over the lists that a policy made or over all keys."""
+
+import torch
+
+from ..api import attention
+from ..errors import DtypeError, ShapeError
+from ..sparse import BlockIndex, GridTiling
+from ..sparse.kept import kept
+from ..sparse.lists import padded
+from ..sparse_api import sparse_attention
+from .site import Text
+
+__all__ = ["attend_dense", "attend_lists", "check_lists"]
+
+Pair = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def check_lists(index: object, tiling: GridTiling, made_by: object) -> BlockIndex:
+    """The lists of a policy, if they are for the blocks of the tiling; DtypeError or ShapeError naming the policy."""
+    if not isinstance(index, BlockIndex):
+        raise DtypeError(f"policy {made_by!r} must return a BlockIndex or None, got {type(index).__name__}")
+    wanted = (tiling.slots, tiling.slots, tiling.padded, tiling.padded)
+    if index.geometry != wanted:
+        raise ShapeError(
+            f"policy {made_by!r} returned lists with (block_q, block_k, seq_q, seq_k) = {index.geometry}, expected {wanted} for "
+            f"grid {tiling.grid} in cubes of {tiling.cube}"
+        )
+    return index
+
+
+def attend_lists(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: BlockIndex, tiling: GridTiling, text: Text | None, scale: float
+) -> Pair:  # fmt: skip
+    """(video, text): q, k, v in the tiled order over the lists and all text; text over everything."""
+    sizes = tiling.sizes(q.device)
+    if text is None:
+        return sparse_attention(
+            q, k, v, index.with_tensors(index.indices, index.counts, sizes, sizes), scale=scale
+        ), None
+    k, v = torch.cat([k, text.k], 1), torch.cat([v, text.v], 1)
+    length = text.q.shape[1]
+    both = _joined_sizes(tiling, text, length)
+    video = sparse_attention(q, k, v, _with_text(index, length, both, sizes), scale=scale)
+    return video, sparse_attention(text.q, k, v, _all_keys(tiling, length, both, q.device), scale=scale)
+
+
+def attend_dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiling: GridTiling, text: Text | None, scale: float
+) -> Pair:
+    """The same over all keys; queries in padding slots attend, too."""
+    if not tiling.even:
+        k, v = tiling.untile(k), tiling.untile(v)
+    if text is None:
+        return attention(q, k, v, scale=scale), None
+    mask, length = None, text.q.shape[1]
+    if text.lengths is not None:
+        place = torch.arange(k.shape[1] + length, device=q.device)
+        mask = (place < k.shape[1] + text.lengths[:, None])[:, None, None, :]
+    both = torch.cat([q, text.q], 1)
+    out = attention(both, torch.cat([k, text.k], 1), torch.cat([v, text.v], 1), mask=mask, scale=scale)
+    return out[:, : q.shape[1]], out[:, q.shape[1] :]
+
+
+def _joined_sizes(tiling: GridTiling, text: Text, length: int) -> torch.Tensor | None:
+    """Valid tokens of the video's blocks, then of the text's: int32 [blocks] or [batch, blocks]; None: all are whole."""
+    if tiling.even and text.lengths is None:
+        return None
+    device = text.q.device
+    starts = torch.arange(0, length, tiling.slots, device=device, dtype=torch.int32)
+    valid = (length if text.lengths is None else text.lengths.to(torch.int32)[:, None]) - starts
+    valid = valid.clamp(0, tiling.slots)
+    video = tiling.block_sizes(device)
+    return torch.cat([video.expand(*valid.shape[:-1], -1), valid], -1)
+
+
+def _with_text(
+    index: BlockIndex, length: int, sizes: torch.Tensor | None, query_sizes: torch.Tensor | None
+) -> BlockIndex:
+    """Lists of the video's query blocks with all text blocks in front: the order of a list changes nothing but rounding."""
+    block, blocks = index.block_k, index.kv_blocks
+    text = torch.arange(blocks, blocks - (-length // block), device=index.device, dtype=torch.int32)
+    indices = torch.cat([text.expand(*index.indices.shape[:-1], -1), index.indices], -1)
+    counts = index.counts + text.shape[0]
+    return BlockIndex(indices, counts, block, block, index.seq_q, index.seq_k + length, sizes, query_sizes)
+
+
+def _all_keys(tiling: GridTiling, length: int, sizes: torch.Tensor | None, device: torch.device) -> BlockIndex:
+    """Lists of the text's query blocks: every block."""
+    rows = -(-length // tiling.slots)
+    n = tiling.block_count + rows
+    column = kept(("columns", n), device, lambda: torch.arange(n, dtype=torch.int32, device=device))
+    count = kept(("count", n, rows), device, lambda: torch.full((rows,), n, dtype=torch.int32, device=device))
+    lists = padded(column, 4).expand(1, 1, rows, n), padded(count, 3)
+    return BlockIndex(*lists, tiling.slots, tiling.slots, length, tiling.padded + length, sizes)

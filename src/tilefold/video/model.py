@@ -1,0 +1,222 @@
+"""`sparsify`: a video model whose self-attention follows lists of blocks, and `desparsify`, the way back."""
+
+import inspect
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import DtypeError, ShapeError, Unsupported, ValueRangeError
+from ..sparse import GridTiling
+from ..sparse.tiling import block_cube, triple
+from ..sparse.validate import SMALLEST_BLOCK
+from .adapters import ADAPTERS, Adapter, adapter_of
+from .attend import attend_dense, attend_lists, check_lists
+from .policies import Pooled
+from .site import Observer, Pass, Policy, Site, Text
+
+__all__ = ["Attend", "Sparse", "desparsify", "fitting_cube", "sparsify"]
+
+_NAME = "_tilefold_sparse"
+LONGEST_SIDE = 8
+
+
+def sparsify(
+    model: Any,
+    policy: Policy | None = None,
+    *,
+    cube: Sequence[int] | None = None,
+    adapter: Adapter | None = None,
+    observe: Observer | None = None,
+) -> Any:
+    """Make the self-attention of a video model follow the lists of a policy, in place.
+
+    Args:
+        model: a WanTransformer3DModel, HunyuanVideoTransformer3DModel, LTXVideoTransformer3DModel or CogVideoXTransformer3DModel
+            of Diffusers; a pipeline of Diffusers, of which every such transformer is taken; or any module with an `adapter`.
+        policy: which blocks are attended, see `tilefold.video.policies`; None: `Pooled(sparsity=0.8)`.
+        cube: tokens of a block (t, h, w), together a power of two of at least 16; None: for each grid the cube of 64 tokens that
+            pads it least, `fitting_cube`.
+        adapter: where the model makes q, k and v, an `Adapter`; None: that of the model's class.
+        observe: a function of (site, (q, k, v), lists), called before each attention.
+
+    Returns:
+        A `Sparse` for a model, a list of them for a pipeline, in the order of its components.
+
+    Tokens are turned into cubes once a forward pass, behind the patch embedding, with the rotary tables, and back before the last
+    norm.  Cross-attention stays as it is.  Text in the same attention is seen by all tokens and sees all.  Slots that pad a cube
+    go through the model's other layers, too.  Sparsify before torch.compile.
+
+    Raises:
+        Unsupported for a model that nobody knows or that was compiled; ValueRangeError for one that is sparse already;
+        ValueRangeError, ShapeError or DtypeError naming cube, policy, observe or adapter.
+
+    Source: block-sparse attention over cubes of a video (Zhang et al. 2025, arXiv:2502.04507 and arXiv:2505.13389)."""
+    chosen: Policy = Pooled(sparsity=0.8) if policy is None else policy
+    for name, value in (("policy", chosen), ("observe", observe)):
+        if value is not None and not callable(value):
+            raise DtypeError(f"{name} must be a function, got {value!r}")
+    if adapter is not None and not isinstance(adapter, Adapter):
+        raise DtypeError(f"adapter must be a tilefold.video.Adapter, got {adapter!r}")
+    sides = None if cube is None else block_cube(cube)
+    if isinstance(model, nn.Module):
+        return Sparse(model, _adapter(model, adapter), chosen, sides, observe, None)
+    if adapter is not None:
+        raise ValueRangeError("adapter was given with a pipeline, which has many modules: sparsify its transformer")
+    found = [part for part in _parts(model) if adapter_of(part) is not None]
+    if not found:
+        raise Unsupported(f"model is a {type(model).__name__} without a transformer that is known: {_known()}")
+    scheduler = getattr(model, "scheduler", None)
+    return [Sparse(part, _adapter(part, None), chosen, sides, observe, scheduler) for part in found]
+
+
+def desparsify(model: Any) -> None:
+    """Undo `sparsify`: the layers and processors that were there, the same bits; nothing for a model that is not sparse."""
+    for part in [model] if isinstance(model, nn.Module) else _parts(model):
+        made = part.__dict__.get(_NAME)
+        if made is not None:
+            made.restore()
+
+
+def fitting_cube(grid: Sequence[int], tokens: int = 64) -> tuple[int, int, int]:
+    """The cube of `tokens` tokens, a power of two, that pads a grid (T, H, W) least; of several the one with the least surface.
+    No side is longer than 8, so that a block's tokens are neighbours; sides may be longer if 8 x 8 x 8 is too small."""
+    sizes = triple("grid", grid)
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < SMALLEST_BLOCK or tokens & (tokens - 1):
+        raise ValueRangeError(f"tokens must be a power of two of at least {SMALLEST_BLOCK}, got {tokens!r}")
+    longest = max(LONGEST_SIDE, 2 ** math.ceil(math.log2(tokens) / 3))
+    powers = [1 << i for i in range(tokens.bit_length()) if 1 << i <= longest]
+    cubes = [(t, h, tokens // (t * h)) for t in powers for h in powers if tokens // (t * h) in powers]
+
+    def cost(cube: tuple[int, int, int]) -> tuple[int, int, tuple[int, int, int]]:
+        t, h, w = cube
+        return GridTiling(sizes, cube).padded, t * h + t * w + h * w, cube
+
+    return min(cubes, key=cost)
+
+
+class Sparse:
+    """What `sparsify` made of one model.
+
+    model, adapter, policy, observe: as given; policy and observe may be set between forward passes.
+    layers: the modules whose attention is sparse, in order.  now: the present or last forward pass.
+    step: number of the denoising step, from 0; a pipeline's scheduler says it, for a model alone whoever runs it sets it."""
+
+    def __init__(
+        self, model: nn.Module, adapter: Adapter, policy: Policy, cube: tuple[int, int, int] | None, observe: Observer | None,
+        scheduler: Any,
+    ) -> None:  # fmt: skip
+        if _NAME in model.__dict__:
+            raise ValueRangeError("model is sparse already: tilefold.video.desparsify(model) first")
+        self.model, self.adapter, self.policy, self.observe = model, adapter, policy, observe
+        self.cube, self.scheduler = cube, scheduler
+        self.layers = list(adapter.layers(model))
+        self.now: Pass | None = None
+        self._step: int | None = None
+        self._names = list(inspect.signature(model.forward).parameters)
+        self._once = adapter.once(model)
+        self._originals = [adapter.install(layer, Attend(self, number)) for number, layer in enumerate(self.layers)]
+        self._handles = [model.register_forward_pre_hook(self._begin, with_kwargs=True)]
+        self._handles += adapter.hooks(model, self._present)
+        model.__dict__[_NAME] = self
+
+    @property
+    def step(self) -> int | None:
+        if self._step is None and self.scheduler is not None:
+            return getattr(self.scheduler, "step_index", None) or 0
+        return self._step
+
+    @step.setter
+    def step(self, step: int | None) -> None:
+        if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
+            raise ValueRangeError(f"step must be a whole number of at least 0, or None, got {step!r}")
+        self._step = step
+
+    def tiling(self, grid: Sequence[int]) -> GridTiling:
+        """How the tokens of a grid (T, H, W) lie in blocks."""
+        sizes = triple("grid", grid)
+        return GridTiling(sizes, fitting_cube(sizes) if self.cube is None else self.cube)
+
+    def restore(self) -> None:
+        """See `desparsify`."""
+        for handle in self._handles:
+            handle.remove()
+        for layer, original in zip(self.layers, self._originals, strict=True):
+            self.adapter.remove(layer, original)
+        del self.model.__dict__[_NAME]
+
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inputs = dict(zip(self._names, args, strict=False)) | kwargs
+        now = Pass(self.tiling(self.adapter.grid(model, inputs)), self.step, self._once)
+        self.now = now
+        changed = self.adapter.begin(now, inputs)
+        return ((), inputs | changed) if changed else None
+
+    def _present(self) -> Pass:
+        if self.now is None:
+            raise Unsupported("attention was called outside of the model's forward pass, so its grid is not known")
+        return self.now
+
+
+class Attend:
+    """The attention of one layer, which its adapter calls: see `Adapter.forward`."""
+
+    def __init__(self, sparse: Sparse, layer: int) -> None:
+        self.sparse, self.layer = sparse, layer
+        self.memory: dict[str, Any] = {}
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        text: Text | None = None,
+        scale: float | None = None,
+        now: Pass | None = None,
+    ) -> Any:
+        now = self.sparse._present() if now is None else now
+        tiling = now.tiling
+        if not now.tiled:
+            q, k, v = (tiling.tile(one) for one in (q, k, v))
+        elif q.shape[1] != tiling.padded:
+            raise ShapeError(f"q has {q.shape[1]} tokens, expected {tiling.padded}, those of {tiling}")
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        site = Site(self.layer, len(self.sparse.layers), q.shape[2], now.step, tiling, scale, self.memory)
+        policy, observe = self.sparse.policy, self.sparse.observe
+        with torch.no_grad():
+            found = policy(q.detach(), k.detach(), site)
+            index = None if found is None else check_lists(found, tiling, policy)
+            if observe is not None:
+                observe(site, (q, k, v), index)
+        if index is None:
+            out, out_text = attend_dense(q, k, v, tiling, text, scale)
+        else:
+            out, out_text = attend_lists(q, k, v, index, tiling, text, scale)
+        if not now.tiled:
+            out = tiling.untile(out)
+        return out if text is None else (out, out_text)
+
+
+def _adapter(model: nn.Module, given: Adapter | None) -> Adapter:
+    if hasattr(model, "_orig_mod"):
+        raise Unsupported("model is compiled already: sparsify the model itself, then compile it")
+    found = adapter_of(model) if given is None else given
+    if found is None:
+        raise Unsupported(f"model is a {type(model).__name__}, which needs an adapter of its own: {_known()}")
+    return found
+
+
+def _known() -> str:
+    return f"known are {', '.join(ADAPTERS)}; for another model give adapter, a tilefold.video.Adapter"
+
+
+def _parts(pipeline: Any) -> list[nn.Module]:
+    """The modules of a pipeline."""
+    parts = getattr(pipeline, "components", None)
+    if not isinstance(parts, dict):
+        raise DtypeError(f"model must be a torch.nn.Module or a pipeline of Diffusers, got {type(pipeline).__name__}")
+    return [part for part in parts.values() if isinstance(part, nn.Module)]
