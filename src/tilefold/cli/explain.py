@@ -7,6 +7,7 @@ import typer
 from tilefold.cli.runtime import dtype_named, pair_of, prepare_runtime, user_errors
 from tilefold.errors import Unsupported, ValueRangeError
 from tilefold.plan import AttentionProblem, Device
+from tilefold.plan.base import Plan
 from tilefold.plan.capabilities import plan_of
 from tilefold.plan.sparse.sparse import SparseProblem, plan_sparse
 
@@ -44,6 +45,10 @@ Every step of a generation of 512 tokens after a prompt of 40, grouped by what i
 Context parallelism: a million tokens over 64 GPUs, 8 to a node, and what other numbers of GPUs would take:
 
     tilefold explain --heads 32 --kv-heads 8 --q 1048576 --dim 128 --causal --ranks 64 --per-node 8 --link 290,50 --backward
+
+The gradients: their kernel, memory, and time where it was measured:
+
+    tilefold explain --heads 32 --q 16384 --dim 64 --causal --backward
 
 The GPU of this machine:
 
@@ -141,9 +146,11 @@ def explain(
     shards: Annotated[
         str | None, typer.Option(help="With --ranks: zigzag or contiguous.", show_default="zigzag")
     ] = None,
-    backward: Annotated[bool, typer.Option("--backward", help="With --ranks: gradients follow.")] = False,
+    backward: Annotated[
+        bool, typer.Option("--backward", help="The plan of the gradients; with --ranks: gradients follow.")
+    ] = False,
     nondeterministic: Annotated[
-        bool, typer.Option("--non-deterministic", help="With --ranks and --backward: gradients by deterministic=False.")
+        bool, typer.Option("--non-deterministic", help="With --backward: gradients by deterministic=False.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
@@ -164,6 +171,9 @@ def explain(
     check_cache(over, unfit)
     wide = RanksOptions(ranks, per_node, link, tflops, memory, shards, backward, nondeterministic)
     check_ranks(wide, unfit | {"--cache": cache, "--sinks": sinks, "--alibi": alibi})
+    for name, given in (("--cache", cache), ("--policy", policy), ("--trace", trace)) if backward else ():
+        if given:
+            raise Unsupported(f"{name} does not go with --backward")
     asked = Dispatch(policy, call, capacity, paged, append, 0 if cache else num_splits, prompt, new, as_json)
     others = {"--q": q, "--kv": kv, "--dim-v": dim_v, "--softcap": softcap, "--alibi": alibi, "--bias": bias, "--mask": mask,
               "--sinks": sinks, "--varlen": varlen, "--blocks": blocks, "--listed": listed, "--sizes": sizes,
@@ -204,6 +214,9 @@ def explain(
         return
     sparse = _sparse_problem(problem, blocks, listed, sizes, page_size)
     record = _record(device)
+    if backward:
+        typer.echo(_backward(sparse or problem, record, not nondeterministic, as_json))
+        return
     made = plan_of("attention" if sparse is None else "sparse_attention", sparse or problem, record)
     if made is not None:
         if as_json:
@@ -212,6 +225,23 @@ def explain(
         return
     plan = plan_forward(problem, record) if sparse is None else plan_sparse(sparse, record)
     typer.echo(plan.to_json() if as_json else str(plan))
+
+
+def _backward(problem: AttentionProblem | SparseProblem, record: Device, deterministic: bool, as_json: bool) -> str:
+    """The plan of the gradients of q, k, v."""
+    from tilefold.plan.backward.attention_backward import plan_attention_backward
+    from tilefold.plan.sparse.sparse_backward import plan_sparse_backward
+
+    if plan_of("attention", problem, record) is not None:
+        raise Unsupported(f"--backward: {record.title} plans no gradients apart")
+    plan: Plan
+    if isinstance(problem, SparseProblem):
+        if not deterministic:
+            raise Unsupported("--non-deterministic does not go with --blocks: its gradients are deterministic")
+        plan = plan_sparse_backward(problem, record)
+    else:
+        plan = plan_attention_backward(problem, record, deterministic=deterministic)
+    return plan.to_json() if as_json else str(plan)
 
 
 def _record(device: str) -> Device:

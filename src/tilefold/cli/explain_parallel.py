@@ -28,14 +28,14 @@ class RanksOptions(NamedTuple):
 
 def check_ranks(asked: RanksOptions, others: Mapping[str, object]) -> None:
     """Unsupported naming the option that needs --ranks, or does not go with it; others: false if not given."""
+    if asked.nondeterministic and not asked.backward:
+        raise Unsupported("--non-deterministic needs --backward")
     if asked.ranks is None:
-        names = ("--per-node", "--link", "--tflops", "--memory", "--shards", "--backward", "--non-deterministic")
-        for name, value in zip(names, asked[1:], strict=True):
+        names = ("--per-node", "--link", "--tflops", "--memory", "--shards")
+        for name, value in zip(names, asked[1:6], strict=True):
             if value:
                 raise Unsupported(f"{name} needs --ranks")
         return
-    if asked.nondeterministic and not asked.backward:
-        raise Unsupported("--non-deterministic needs --backward")
     for name, given in others.items():
         if given:
             raise Unsupported(f"{name} does not go with --ranks")

@@ -11,11 +11,13 @@ from tilefold.ops.cache.kvcache import _prepare
 from tilefold.ops.call import Call
 from tilefold.ops.source import Cache, Scales
 from tilefold.plan import DEVICES, AttentionPlan, AttentionProblem, DecodePlan, device_named, plan_forward
+from tilefold.plan.backward.attention_backward import AttentionBackwardPlan, plan_attention_backward
 from tilefold.plan.cache.decode import DecodeProblem, plan_decode
 from tilefold.plan.parallel.plan import plan_parallel
 from tilefold.plan.parallel.problem import Links, ParallelProblem
 from tilefold.plan.parallel.scale import FORMULAS
 from tilefold.plan.sparse.sparse import SparsePlan, SparseProblem, plan_sparse
+from tilefold.plan.sparse.sparse_backward import SparseBackwardPlan
 
 DECODE = ["--batch", "1", "--heads", "28", "--kv-heads", "4", "--q", "1", "--kv", "8192", "--dim", "128"]
 
@@ -189,6 +191,20 @@ def test_context_parallelism_over_ranks_that_are_not_here():
     assert figures["scaling"][1][1]["seconds"] == figures["plan"]["cost"]["seconds"]
 
 
+def test_gradients():
+    """The backward plan, with its memory and, where it was measured, its time."""
+    sizes = "--heads 32 --q 16384 --dim 64 --causal --backward"
+    kept, free = (run(sizes, *extra).output for extra in ((), ("--non-deterministic",)))
+    problem = AttentionProblem(1, 16384, 16384, 32, 32, 64, 64, causal=True)
+    plans = [plan_attention_backward(problem, device_named("h200"), deterministic=one) for one in (True, False)]
+    assert [kept, free] == [f"{plan}\n" for plan in plans]
+    assert "MiB beside inputs and gradients; about 5." in kept
+    assert AttentionBackwardPlan.from_json(run(sizes, "--json").output) == plans[0]
+    assert "about" not in run("--heads 4 --q 999 --dim 80 --backward --device a100").output
+    listed = run("--heads 4 --q 1024 --dim 64 --blocks 64,64 --listed 3 --backward --json").output
+    assert SparseBackwardPlan.from_json(listed).problem.capacity == 3
+
+
 def test_ranks_in_nondeterministic():
     """Another kernel: more FLOP/s, less memory."""
     sizes = ("--heads 32 --kv-heads 8 --q 131072 --dim 128 --causal --ranks 2 --backward",)
@@ -206,7 +222,9 @@ def test_ranks_in_nondeterministic():
     ("options", "text"),
     [
         (("--per-node", "2"), "--per-node needs --ranks"),
-        (("--non-deterministic",), "--non-deterministic needs --ranks"),
+        (("--non-deterministic",), "--non-deterministic needs --backward"),
+        (("--backward", "--cache", "same"), "--cache does not go with --backward"),
+        (("--backward", "--non-deterministic", "--blocks", "64,64"), "--non-deterministic does not go with --blocks"),
         (("--ranks", "4", "--non-deterministic"), "--non-deterministic needs --backward"),
         (("--ranks", "4", "--cache", "same"), "--cache does not go with --ranks"),
         (("--ranks", "4", "--link", "fast"), "--link must be"),

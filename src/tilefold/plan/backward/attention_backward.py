@@ -13,6 +13,7 @@ from tilefold.plan.backward.attention_backward_hopper import KERNEL as HOPPER
 from tilefold.plan.backward.attention_backward_reduce import ANY_ORDER, ReduceOptions
 from tilefold.plan.backward.attention_backward_reduce import KERNEL as REDUCE
 from tilefold.plan.backward.backward import backward_box_refusal, backward_tile_violation, first_fit, not_a_tile
+from tilefold.plan.backward.backward_time import RATES, features
 from tilefold.plan.base import Plan, changed, require_device, require_fit
 from tilefold.plan.cost import Cost, attention_cost
 from tilefold.plan.device import Device
@@ -107,6 +108,16 @@ class AttentionBackwardPlan(Plan):
             loads += 4 * next_power_of_two(len(self.loads)) * self.grids[3][0]
         return 4 * numbers * n.batch * n.heads * n.seq_q + 4 * shares * entries + loads
 
+    @property
+    def seconds(self) -> float | None:
+        """Of the whole pass, by what was measured on this device; None where this kernel, head dim or mask was not."""
+        n = self.problem
+        if self.kernel not in (HOPPER, REDUCE) or not n.plain or n.varlen or n.dim_qk != n.dim_v or min(n.sides) >= 0:
+            return None
+        version = "dS kept" if self.options is None else "added in order" if self.options.ordered else "added"
+        rates = RATES.get((self.device.name, version, n.dim_qk, max(n.sides) >= 0))
+        return rates and sum(a * b for a, b in zip(rates, features(n), strict=True)) / 1e3
+
     def __str__(self) -> str:
         n = self.problem
         cost = attention_backward_cost(n)
@@ -136,6 +147,11 @@ class AttentionBackwardPlan(Plan):
             )
         if self.queries_at_once:
             lines.append(f"  spans     {spans.described(n, self.queries_at_once)}")
+        memory = f"  memory    {self.scratch_bytes / 2**20:.4g} MiB beside inputs and gradients"
+        time = self.seconds
+        lines.append(
+            memory if time is None else f"{memory}; about {1e3 * time:.3g} ms, {cost.flops / time / 1e12:.0f} TFLOP/s"
+        )
         return "\n".join([*lines, f"  rule      {self.rule}. {self.reason}"])
 
     def _made(self) -> str:
