@@ -309,8 +309,8 @@ class Run(Launch):
         tiles = names["TileScheduler"](
             problem, counter, Note(), Flags(self), self.q_blocks, self.rows, self.varlen, False
         )
-        mods = names["ScoreMods"](1.0, None, None, None, None, *self.mod_pipelines(names), 0, self.kind, self.pack,
-                                  self.scales)  # fmt: skip
+        mods = names["ScoreMods"](1.0, None, None, None, None, *self.mod_pipelines(names), 0,
+                                  types.SimpleNamespace(KIND=self.kind, PACK=self.pack), self.scales)  # fmt: skip
         end = names["Epilogue"](Number(0), Number(0), *map(Number, STRIDES), problem, config, self.dims[1])
         order = names["PingPong"](self.turns, n)
 

@@ -98,7 +98,8 @@ def test_distances(kind, pack):
     slopes = np.array([[0.5, -0.1, 0.0, 2.0**-8] * 4, [1.0, 0.3, -2.0, 0.7] * 4], np.float32)
     for batch, head in ((0, 0), (1, 1)):
         work = types.SimpleNamespace(sequence=np.array(batch).view(Array), head=np.array(head).view(Array))
-        slope = mods(1.0, None, Pointer(slopes.ravel()), 16, 1, None, None, 0, kind, pack).slope(s, work)
+        band = types.SimpleNamespace(KIND=kind, PACK=pack)
+        slope = mods(1.0, None, Pointer(slopes.ravel()), 16, 1, None, None, 0, band).slope(s, work)
         got = np.asarray(subtract(s, scale, slope, row, begin, shift, kind, pack))
         query = (np.arange(64)[:, None] + row) // pack
         distance = query + shift - begin - np.arange(128)[None]

@@ -90,7 +90,7 @@ def attention_forward_hopper(
     mask = Mask(left, right, KIND, CONSUMERS * 64, KEYS, PACK)
     bias_tiles = make_mod_pipeline(bias_desc, bias_b, bias_h, BIAS, KEYS, BIAS_SLOTS, CONSUMERS)
     mask_tiles = make_mod_pipeline(mask_desc, mask_b, mask_h, MASK, KEYS, MASK_SLOTS, CONSUMERS)
-    mods = ScoreMods(scale, cap, Slopes, slope_b, slope_h, bias_tiles, mask_tiles, SOFTCAP, KIND, PACK, None,
+    mods = ScoreMods(scale, cap, Slopes, slope_b, slope_h, bias_tiles, mask_tiles, SOFTCAP, mask, None,
                      (score_mods, mask_mods))  # fmt: skip
     softmax = Softmax(Sinks, stride_sinks, config, POLYNOMIAL, SKIP, LAZY)
     epilogue = Epilogue(Out, Lse, stride_ob, stride_om, stride_oh, problem, config, COLUMNS)

@@ -60,7 +60,7 @@ def attention_forward_fp8(
     softmax = Softmax(None, None, config, POLYNOMIAL, False, False)
     scales = Scales(QScale, KScale, VScale, q_group, group,
                     (stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh))  # fmt: skip
-    mods = ScoreMods(scale, None, None, None, None, none, none, 0, KIND, 1, scales)
+    mods = ScoreMods(scale, None, None, None, None, none, none, 0, mask, scales)
     epilogue = Epilogue(Out, Lse, stride_ob, stride_om, stride_oh, problem, config, COLUMNS)
     turns = PingPong(PING_PONG, CONSUMERS)
     fence_async_shared()

@@ -154,7 +154,7 @@ class ScoreMods:
     """softcap, ALiBi, bias, score_mods, mask and mask_mods, in this order.
 
     SOFTCAP 0: none; 1: 1 - 2 / (1 + e^2x), two instructions of the exponential unit, right to 4e-7 of 1; 2: by one instruction,
-    right to 5e-4 of the result.  Slopes [B, H] of ALiBi by their strides, or None."""
+    right to 5e-4 of the result.  Slopes [B, H] of ALiBi by their strides, or None.  KIND, PACK: of the Mask, `band`."""
 
     scale: gl.tensor  # of the scores, > 0
     cap: gl.tensor | gl.constexpr
@@ -171,14 +171,12 @@ class ScoreMods:
     mask_mods: gl.tuple | gl.constexpr
 
     @constexpr_function
-    def __init__(
-        self, scale, cap, Slopes, stride_b, stride_h, bias, mask, SOFTCAP, KIND, PACK, scales=None, users=((), ())
-    ):
+    def __init__(self, scale, cap, Slopes, stride_b, stride_h, bias, mask, SOFTCAP, band, scales=None, users=((), ())):
         self.scale, self.cap, self.Slopes = scale, field(cap), field(Slopes)
         self.stride_b, self.stride_h = field(stride_b), field(stride_h)
         self.bias, self.mask, self.scales = bias, mask, field(scales)
         self.score_mods, self.mask_mods = held(users[0] or None), held(users[1] or None)
-        self.SOFTCAP, self.KIND, self.PACK = gl.constexpr(SOFTCAP), gl.constexpr(KIND), gl.constexpr(PACK)
+        self.SOFTCAP, self.KIND, self.PACK = gl.constexpr(SOFTCAP), gl.constexpr(band.KIND), gl.constexpr(band.PACK)
 
     @jit
     def load(self, t, work, row, key):

@@ -1,0 +1,105 @@
+"""fastvideo-kernel's functions: their contract written out in fp64, gradients, what is refused."""
+
+import math
+
+import pytest
+import torch
+
+from cases import judge, rand
+from tilefold import sparse_attention
+from tilefold.compat.fastvideo_kernel import block_sparse_attn, block_sparse_attn_from_indices, video_sparse_attn
+from tilefold.errors import ShapeError, TilefoldError, ValueRangeError
+from tilefold.sparse import BlockIndex
+from torch_cpu import torch_cpu  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("torch_cpu")
+BLOCK, HEADS, DIM = 64, 2, 32
+SIZES = torch.tensor([64, 40, 64, 1, 64])
+
+
+def padded(sizes, batch=2, dtype=torch.float32):
+    """[batch, heads, seq, dim], 0 past each block's size."""
+    x = rand(batch, HEADS, len(sizes) * BLOCK, DIM, dtype=dtype)
+    live = (torch.arange(BLOCK) < sizes[:, None]).flatten()
+    return x * live[:, None].to(dtype)
+
+
+def contract(q, k, v, keep, sizes):
+    """(out, base-2 lse) of the listed blocks' valid tokens."""
+    live = (torch.arange(BLOCK) < sizes[:, None]).flatten()
+    seen = keep.repeat_interleave(BLOCK, -1).repeat_interleave(BLOCK, -2) & live
+    scores = (q @ k.mT / math.sqrt(DIM)).masked_fill(~seen, -torch.inf)
+    return scores.softmax(-1) @ v, scores.logsumexp(-1) / math.log(2)
+
+
+def branches(q, k, v, q_sizes, sizes, topk):
+    """The coarse branch, in the inputs' dtype, and the map of blocks that it lists."""
+    means = [
+        (x.unflatten(2, (len(n), -1)).float().sum(3) / n.view(-1, 1)).to(x.dtype)
+        for x, n in ((q, q_sizes), (k, sizes), (v, sizes))
+    ]
+    scores = means[0] @ means[1].mT / math.sqrt(DIM)
+    keep = torch.zeros(scores.shape, dtype=torch.bool).scatter(-1, scores.topk(topk).indices, True)
+    return (scores.softmax(-1) @ means[2]).repeat_interleave(BLOCK, 2), keep
+
+
+def held(q, k, v, keep):
+    """out and lse against fp64; gradients those of `sparse_attention` over the same lists, to the bit."""
+    out, lse = block_sparse_attn(q, k, v, keep, SIZES)
+    want, plain = (contract(*(x.detach().to(d) for x in (q, k, v)), keep, SIZES) for d in (torch.float64, q.dtype))
+    judge(out.detach(), want[0], plain[0], "out")
+    judge(lse.detach(), want[1], plain[1].float(), "lse")
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    index = BlockIndex.from_map(keep, block_sizes=SIZES.int())
+    own, other = block_sparse_attn(*inputs, keep, SIZES)[0], sparse_attention(*inputs, index, layout="bhsd")
+    dout = rand(*own.shape, dtype=q.dtype)
+    for a, b in zip(*(torch.autograd.grad(one, inputs, dout) for one in (own, other)), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_block_sparse(dtype):
+    torch.manual_seed(0)
+    q, k, v = (padded(SIZES, dtype=dtype) for _ in range(3))
+    keep = torch.rand(2, HEADS, 5, 5) < 0.5
+    keep[..., 0] = True
+    held(q, k, v, keep)
+    order = keep.int().argsort(dim=-1, descending=True, stable=True)
+    out, lse = block_sparse_attn_from_indices(q, k, v, order, keep.sum(-1), SIZES)
+    other = block_sparse_attn(q, k, v, keep, SIZES)
+    assert torch.equal(out, other[0]) and torch.equal(lse, other[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("topk", [1, 3, 5])
+def test_video_sparse(dtype, topk):
+    """The sum of its branches to the bit, and gradients the sum of theirs; the fine one against fp64."""
+    torch.manual_seed(1)
+    q_sizes = torch.tensor([64, 3])
+    q, k, v = padded(q_sizes, dtype=dtype), *(padded(SIZES, dtype=dtype) for _ in range(2))
+    weight, upstream = (rand(2, HEADS, 128, DIM, dtype=dtype) for _ in range(2))
+    inputs = [x.requires_grad_() for x in (q, k, v, weight)]
+    coarse, keep = branches(q, k, v, q_sizes, SIZES, topk)
+    assert keep.sum(-1).unique().tolist() == [topk]
+    fine = block_sparse_attn(q, k, v, keep, SIZES)[0]
+    whole = video_sparse_attn(q, k, v, SIZES, q_sizes, topk, 4, weight)
+    assert torch.equal(whole, coarse * weight + fine)
+    grads = (torch.autograd.grad(out, inputs, upstream, allow_unused=True) for out in (whole, coarse * weight, fine))
+    for name, one, *parts in zip("qkvw", *grads, strict=True):
+        assert torch.equal(one, sum(part for part in parts if part is not None)), name
+    held(q, k, v, keep)
+    without = video_sparse_attn(q, k, v, SIZES, q_sizes, topk, (4, 4, 4))
+    assert torch.equal(without, coarse + fine)
+    assert torch.equal(without, video_sparse_attn(q, k, v, SIZES, q_sizes, topk, (2, 4, 8)))
+
+
+def test_refusals():
+    q = padded(SIZES)
+    with pytest.raises(ValueRangeError, match="topk must be at least 1, got 0"):
+        video_sparse_attn(q, q, q, SIZES, SIZES, 0)
+    with pytest.raises(ShapeError, match="expected blocks of 128 tokens"):
+        video_sparse_attn(q, q, q, SIZES, SIZES, 1, (2, 8, 8))
+    with pytest.raises(ShapeError, match="a multiple of 7 blocks"):
+        block_sparse_attn(q, q, q, torch.ones(1, 1, 7, 5, dtype=torch.bool), SIZES)
+    with pytest.raises(TilefoldError, match="block_sizes"):
+        block_sparse_attn(q, q, q, torch.ones(1, 1, 5, 5, dtype=torch.bool), SIZES[:4])
