@@ -219,3 +219,27 @@ def test_autocast():
         plain = logits(made_by(model, "sdpa"), input_ids=ids)
     exact = logits(made_by(model, "exact", double=True), input_ids=ids)
     assert (found - exact).norm() <= 2 * (plain - exact).norm()
+
+
+@pytest.mark.skipif(VERSION < (5, 23), reason="the manager of older versions takes no other name")
+@pytest.mark.parametrize(
+    ("family", "peer"), [("llama", "sdpa"), ("qwen2", "sdpa"), ("gemma3", "sdpa"), ("gpt_oss", "paged|eager")]
+)
+def test_continuous_batching(family, peer):
+    """Prompts of odd lengths, in chunks of at most 128 beside decoding, windows of 100: tokens as those of transformers' own."""
+    from transformers import GenerationConfig
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    model = wide(family)
+    prompts = [[2 + (7 * i * i + 3 * n) % 60 for i in range(n)] for n in (3, 301, 1, 129, 64)]
+    generation = GenerationConfig(max_new_tokens=20, do_sample=False, eos_token_id=-1, pad_token_id=1)
+    found = {}
+    for implementation in (peer, "tilefold"):
+        model.set_attn_implementation(implementation)
+        config = ContinuousBatchingConfig(
+            page_size=16, num_blocks=256, max_batch_tokens=128, auto_switch_to_flash=False, use_cuda_graph=False
+        )
+        outputs = model.generate_batch(prompts, generation_config=generation, continuous_batching_config=config)
+        found[implementation] = {name: one.generated_tokens for name, one in outputs.items()}
+    assert len(found[peer]) == len(prompts)
+    assert found["tilefold"] == found[peer]

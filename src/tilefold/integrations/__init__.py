@@ -30,7 +30,7 @@ def register(library: str = "transformers") -> None:
             `model.set_attn_implementation("tilefold")`; or "diffusers" (0.35 or newer), whose models change to it by
             `model.set_attention_backend("tilefold")`.
 
-    Calling it again does nothing more.
+    With transformers 5.23 its continuous batching takes the name too.  Calling it again does nothing more.
 
     Raises:
         ValueRangeError for another library, Unsupported if the library is not installed or too old: both say what is needed.

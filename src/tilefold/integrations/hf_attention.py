@@ -26,7 +26,8 @@ __all__ = ["attention_forward"]
 _REFUSED = {
     "head_mask": "drop the head mask",
     "output_attentions": "attention weights are never written to memory: use attn_implementation='eager'",
-    "cache": "a paged cache (continuous batching) is not served: use attn_implementation='sdpa'",
+    "cache": "of caches only continuous batching's, with cu_seq_lens_k by kind of layer, is served",
+    "block_table": "keys and values are read by index: set max_blocks_per_request=0",
     "indices": "attention over chosen keys is not served: use attn_implementation='eager'",
     "block_indices": "attention over chosen blocks is not served: use attn_implementation='eager'",
     "sinks": "sinks have to come as s_aux",
@@ -59,9 +60,9 @@ def attention_forward(
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
-    cu_seq_lens_k: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | dict[str, torch.Tensor] | None = None,
     max_length_q: int | None = None,
-    max_length_k: int | None = None,
+    max_length_k: int | dict[str, int] | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer of a transformers model.
@@ -75,10 +76,20 @@ def attention_forward(
         sliding_window: keys a query sees, its own included; used if there is no mask.
         s_aux: [heads] attention sinks.  position_bias: [batch or 1, heads or 1, queries or 1, keys], added to the score.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: packed sequences, as of `attention_varlen`, in a batch of one.
+            With the `cache` of continuous batching the last of each pair is a dict by kind of layer: key and value are written to
+            the cache, and those of all sequences, old and new, are attended.
         others: what transformers passes for other implementations; refused by name if it would change the result.
 
     Returns:
         ([batch, queries, heads, dim], None): there are no attention weights."""
+    if isinstance(cu_seq_lens_k, dict):  # continuous batching: each kind of layer has its own lengths
+        facts: dict[str, Any] = {"cu_seq_lens_k": cu_seq_lens_k, "max_length_k": max_length_k}
+        cache, facts["read_index"], facts["write_index"] = (
+            others.pop(name, None) for name in ("cache", "read_index", "write_index")
+        )
+        _refuse(others)  # before the cache is written
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=facts)
+        cu_seq_lens_k, max_length_k, attention_mask = facts["cu_seq_lens_k"], facts["max_length_k"], None
     _refuse(others)
     again = attention_mask.again if isinstance(attention_mask, Visible) and not torch.compiler.is_compiling() else None
     plain = s_aux is None and position_bias is None and cu_seq_lens_q is None and not dropout
