@@ -10,8 +10,8 @@ import math
 import torch
 
 from tilefold.check import check_whole
-from tilefold.errors import ShapeError, ValueRangeError
-from tilefold.sparse import BlockIndex
+from tilefold.errors import ShapeError
+from tilefold.sparse import BlockIndex, coarse, fuse, select
 from tilefold.sparse_api import sparse_attention
 
 __all__ = ["block_sparse_attn", "block_sparse_attn_from_indices", "video_sparse_attn"]
@@ -52,8 +52,8 @@ def block_sparse_attn_from_indices(
     [batch or 1, heads or 1, query blocks] of a row count."""
     blocks = _block(q, q2k_idx.shape[-2], "q"), _block(k, variable_block_sizes.numel(), "k")
     index = BlockIndex(
-        q2k_idx.int().contiguous(),
-        q2k_num.int().contiguous(),
+        q2k_idx.int(),
+        q2k_num.int(),
         *blocks,
         q.shape[2],
         k.shape[2],
@@ -75,14 +75,14 @@ def video_sparse_attn(
     """VSA: attention over block means, and over the tokens of the topk KV blocks that score highest there.
 
     Args:
-        q, k, v: [batch, heads, seq, dim], whole blocks; tokens past a block's size must be 0, as a padded tiling makes them.
+        q, k, v: [batch, heads, seq, dim], whole blocks; what lies past a block's size may hold anything.
         variable_block_sizes, q_variable_block_sizes: integers [KV blocks], [query blocks]: valid tokens of each.
         topk: KV blocks of a query block, at least 1; all if there are fewer.
         block_size: (T, H, W) of a block, T H W tokens; one number stands for three, as there.
-        compress_attn_weight: what the coarse branch is multiplied by, broadcast to the output; None: 1.
+        compress_attn_weight: what the coarse branch is multiplied by, [batch or 1, heads or 1, seq or 1, dim or 1]; None: 1.
 
     Returns:
-        coarse * compress_attn_weight + fine, [batch, heads, seq, dim], dtype of q.  Differentiable; the lists are not.
+        coarse * compress_attn_weight + fine, like q; 0 past a query block's size.  Differentiable; the lists are not.
 
     Raises as `sparse_attention`; ShapeError where sizes and blocks do not fit seq; ValueRangeError for topk below 1."""
     block = math.prod((block_size,) * 3 if isinstance(block_size, int) else block_size)
@@ -91,17 +91,16 @@ def video_sparse_attn(
             raise ShapeError(
                 f"{name} has {x.shape[2]} tokens in {sizes.numel()} blocks, expected blocks of {block} tokens"
             )
-    if check_whole("topk", topk) < 1:
-        raise ValueRangeError(f"topk must be at least 1, got {topk}")
-    means = [
-        _means(x, n) for x, n in ((q, q_variable_block_sizes), (k, variable_block_sizes), (v, variable_block_sizes))
-    ]
-    scores = means[0] @ means[1].transpose(-1, -2) / math.sqrt(q.shape[-1])
-    coarse = (scores.softmax(-1) @ means[2]).repeat_interleave(block, 2)
-    listed = scores.detach().topk(min(topk, scores.shape[-1]), sorted=False).indices.sort(-1).values
-    counts = torch.full(listed.shape[:-1], listed.shape[-1], dtype=torch.int32, device=q.device)
-    fine, _ = block_sparse_attn_from_indices(q, k, v, listed, counts, variable_block_sizes)
-    return (coarse if compress_attn_weight is None else coarse * compress_attn_weight) + fine
+    check_whole("topk", topk, 1)
+    sizes, query_sizes = _sizes(variable_block_sizes), _sizes(q_variable_block_sizes)
+    means = coarse(q, k, v, kind="pooled", block=block, block_sizes=sizes, query_sizes=query_sizes, layout="bhsd")
+    kept = min(topk, len(sizes))
+    index = select(
+        means.scores, method="top_k", top_k=kept, capacity=kept, block_q=block, block_k=block, block_sizes=sizes,
+        query_sizes=query_sizes,
+    ).index  # fmt: skip
+    fine = sparse_attention(q, k, v, index, layout="bhsd")
+    return fuse(means.out, fine, compress_attn_weight, layout="bhsd")
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: BlockIndex) -> Pair:
@@ -119,11 +118,4 @@ def _block(x: torch.Tensor, blocks: int, name: str) -> int:
 
 
 def _sizes(sizes: torch.Tensor) -> torch.Tensor:
-    return sizes.flatten().int().contiguous()
-
-
-def _means(x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    """[batch, heads, blocks, dim], dtype of x: sums in fp32 over the valid tokens' number."""
-    sums = x.unflatten(2, (sizes.numel(), -1)).float().sum(3)
-    means: torch.Tensor = (sums / sizes.to(x.device).view(1, 1, -1, 1)).to(x.dtype)
-    return means
+    return sizes.flatten().int()

@@ -341,10 +341,8 @@ class BlockIndex:
         more than that.  A call without either raises Unsupported.  masked: what the record says of that; None: True where the
         BlockMask has a mask_mod (check=True: and a partial block); False: partial blocks are attended whole.  capacity: as in
         `from_map`.  Memory while it runs: that of two `to_map` and a `from_map`."""
-        keep, (block_q, block_k), (seq_q, seq_k), cut = map_of_flex(mask, check)
-        made = cls.from_map(keep, block_q=block_q, block_k=block_k, seq_q=seq_q, seq_k=seq_k, capacity=capacity,
-                            check=check)  # fmt: skip
-        return cls(*made.tensors()[:2], *made.geometry, masked=cut if masked is None else masked)
+        keep, blocks, lengths, cut = map_of_flex(mask, check)
+        return cls._of_mask(keep, blocks, lengths, cut if masked is None else masked, capacity, check)
 
     @classmethod
     def from_mask(
@@ -371,10 +369,9 @@ class BlockIndex:
 
         Inside the blocks the mask does not come along, as in `from_flex`.  masked: None: True (check=True: where a block is
         listed that is not seen whole).  capacity and memory as in `from_map`.  device: torch's default if None."""
-        keep, cut = map_of_mask(mask, (batch, heads), (seq_q, seq_k), (block_q, block_k), device, check)
-        made = cls.from_map(keep, block_q=block_q, block_k=block_k, seq_q=seq_q, seq_k=seq_k, capacity=capacity,
-                            check=check)  # fmt: skip
-        return cls(*made.tensors()[:2], *made.geometry, masked=cut if masked is None else masked)
+        lengths, blocks = (seq_q, seq_k), (block_q, block_k)
+        keep, cut = map_of_mask(mask, (batch, heads), lengths, blocks, device, check)
+        return cls._of_mask(keep, blocks, lengths, cut if masked is None else masked, capacity, check)
 
     @classmethod
     def from_mask_mod(
@@ -403,12 +400,25 @@ class BlockIndex:
         mask_mod and args to the call, too: the record holds neither.  masked: None: True (check=True: where a block is listed
         that is not seen whole).  capacity as in `from_map`.  device: torch's default if None; where kernels run.  Unsupported
         inside torch.compile."""
-        kinds, cut = kinds_of_mask_mod(
-            mask_mod, args, (batch, heads), (seq_q, seq_k), (block_q, block_k), device, check
-        )
-        made = cls.from_map(kinds > 0, block_q=block_q, block_k=block_k, seq_q=seq_q, seq_k=seq_k, capacity=capacity,
+        lengths, blocks = (seq_q, seq_k), (block_q, block_k)
+        kinds, cut = kinds_of_mask_mod(mask_mod, args, (batch, heads), lengths, blocks, device, check)
+        return cls._of_mask(kinds > 0, blocks, lengths, cut if masked is None else masked, capacity, check)
+
+    @classmethod
+    def _of_mask(
+        cls,
+        keep: torch.Tensor,
+        blocks: tuple[int, int],
+        lengths: tuple[int, int],
+        masked: bool,
+        capacity: int | None,
+        check: bool,
+    ) -> "BlockIndex":
+        """From the map of a mask of tokens, whose record says whether blocks are cut by it."""
+        (block_q, block_k), (seq_q, seq_k) = blocks, lengths
+        made = cls.from_map(keep, block_q=block_q, block_k=block_k, seq_q=seq_q, seq_k=seq_k, capacity=capacity,
                             check=check)  # fmt: skip
-        return cls(*made.tensors()[:2], *made.geometry, masked=cut if masked is None else masked)
+        return cls(*made.tensors()[:2], *made.geometry, masked=masked)
 
     @classmethod
     def from_predicate(

@@ -9,6 +9,7 @@ from cases import judge, rand
 from tilefold import sparse_attention
 from tilefold.compat.fastvideo_kernel import block_sparse_attn, block_sparse_attn_from_indices, video_sparse_attn
 from tilefold.errors import ShapeError, TilefoldError, ValueRangeError
+from tilefold.reference import deviating
 from tilefold.sparse import BlockIndex
 from torch_cpu import torch_cpu  # noqa: F401
 
@@ -32,15 +33,19 @@ def contract(q, k, v, keep, sizes):
     return scores.softmax(-1) @ v, scores.logsumexp(-1) / math.log(2)
 
 
-def branches(q, k, v, q_sizes, sizes, topk):
-    """The coarse branch, in the inputs' dtype, and the map of blocks that it lists."""
-    means = [
-        (x.unflatten(2, (len(n), -1)).float().sum(3) / n.view(-1, 1)).to(x.dtype)
-        for x, n in ((q, q_sizes), (k, sizes), (v, sizes))
-    ]
-    scores = means[0] @ means[1].mT / math.sqrt(DIM)
-    keep = torch.zeros(scores.shape, dtype=torch.bool).scatter(-1, scores.topk(topk).indices, True)
-    return (scores.softmax(-1) @ means[2]).repeat_interleave(BLOCK, 2), keep
+def vsa(q, k, v, q_sizes, keep, weight):
+    """The sum of both branches; a query past its block's size gives 0."""
+    means = [x.unflatten(2, (len(n), -1)).sum(3) / n.view(-1, 1) for x, n in ((q, q_sizes), (k, SIZES), (v, SIZES))]
+    coarse = ((means[0] @ means[1].mT / math.sqrt(DIM)).softmax(-1) @ means[2]).repeat_interleave(BLOCK, 2)
+    live = (torch.arange(BLOCK) < q_sizes[:, None]).flatten()
+    return (coarse * weight + contract(q, k, v, keep, SIZES)[0]) * live[:, None]
+
+
+def listed(q, k, q_sizes, topk):
+    """The topk blocks of highest score, bool [batch, heads, Q blocks, KV blocks]."""
+    means = [x.double().unflatten(2, (len(n), -1)).sum(3) / n.view(-1, 1) for x, n in ((q, q_sizes), (k, SIZES))]
+    scores = means[0] @ means[1].mT
+    return torch.zeros(scores.shape, dtype=torch.bool).scatter(-1, scores.topk(topk).indices, True)
 
 
 def held(q, k, v, keep):
@@ -73,24 +78,29 @@ def test_block_sparse(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("topk", [1, 3, 5])
 def test_video_sparse(dtype, topk):
-    """The sum of its branches to the bit, and gradients the sum of theirs; the fine one against fp64."""
+    """Output and gradients against fp64; one number of block_size stands for three."""
     torch.manual_seed(1)
-    q_sizes = torch.tensor([64, 3])
+    q_sizes = torch.tensor([64, 40])
     q, k, v = padded(q_sizes, dtype=dtype), *(padded(SIZES, dtype=dtype) for _ in range(2))
     weight, upstream = (rand(2, HEADS, 128, DIM, dtype=dtype) for _ in range(2))
+    keep = listed(q, k, q_sizes, topk)
     inputs = [x.requires_grad_() for x in (q, k, v, weight)]
-    coarse, keep = branches(q, k, v, q_sizes, SIZES, topk)
-    assert keep.sum(-1).unique().tolist() == [topk]
-    fine = block_sparse_attn(q, k, v, keep, SIZES)[0]
-    whole = video_sparse_attn(q, k, v, SIZES, q_sizes, topk, 4, weight)
-    assert torch.equal(whole, coarse * weight + fine)
-    grads = (torch.autograd.grad(out, inputs, upstream, allow_unused=True) for out in (whole, coarse * weight, fine))
-    for name, one, *parts in zip("qkvw", *grads, strict=True):
-        assert torch.equal(one, sum(part for part in parts if part is not None)), name
-    held(q, k, v, keep)
-    without = video_sparse_attn(q, k, v, SIZES, q_sizes, topk, (4, 4, 4))
-    assert torch.equal(without, coarse + fine)
-    assert torch.equal(without, video_sparse_attn(q, k, v, SIZES, q_sizes, topk, (2, 4, 8)))
+    out = video_sparse_attn(q, k, v, SIZES, q_sizes, topk, 4, weight)
+    got = out, *torch.autograd.grad(out, inputs, upstream)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+
+    def wanted():
+        want = vsa(*exact[:3], q_sizes, keep, exact[3])
+        return want, *torch.autograd.grad(want, exact, upstream.double())
+
+    rows = zip(("out", "dq", "dk", "dv", "dweight"), got, wanted(), deviating(wanted, dtype, kept=dtype), strict=True)
+    keys, queries = ((torch.arange(BLOCK) < n[:, None]).flatten() for n in (SIZES, q_sizes))
+    for name, *three in rows:  # what lies past a block's size gets no gradient
+        live = keys if name in ("dk", "dv") else queries
+        judge(*(x.detach()[:, :, live] for x in three), name)
+    plain = video_sparse_attn(q, k, v, SIZES, q_sizes, topk, (4, 4, 4))
+    assert torch.equal(plain, video_sparse_attn(q, k, v, SIZES, q_sizes, topk, (2, 4, 8)))
+    assert torch.equal(plain, video_sparse_attn(q, k, v, SIZES, q_sizes, topk, 4, torch.ones(1, 1, 1, 1, dtype=dtype)))
 
 
 def test_refusals():

@@ -404,7 +404,7 @@ def _floating(trace: _Trace, *values: Any) -> torch.dtype:
 @_rule("div", "true_divide")
 def _div(trace: _Trace, a: Any, b: Any, rounding_mode: str | None = None) -> _Number:
     if rounding_mode == "floor":
-        return _floor_divide(trace, a, b)
+        return OPERATIONS["floor_divide"](trace, a, b)
     dtype = _floating(trace, a, b) if rounding_mode is None else trace.dtype_of(a, b)
     x, y = trace.operand(a, dtype), trace.operand(b, dtype)
     if rounding_mode == "trunc":
@@ -414,30 +414,26 @@ def _div(trace: _Trace, a: Any, b: Any, rounding_mode: str | None = None) -> _Nu
     return trace.write("{x} / {y}", dtype, x=x, y=y)
 
 
-@_rule("floor_divide")
-def _floor_divide(trace: _Trace, a: Any, b: Any) -> _Number:
-    dtype = trace.dtype_of(a, b)
-    x, y = trace.operand(a, dtype), trace.operand(b, dtype)
-    if dtype.is_floating_point:
-        return trace.write("tl.floor({x} / {y})", dtype, x=x, y=y)
-    if _is_natural(a) and _is_natural(b):
-        return trace.write("{x} // {y}", dtype, True, x=x, y=y)
-    return trace.write(
-        "tl.where(({x} % {y} != 0) & (({x} < 0) != ({y} < 0)), {x} // {y} - 1, {x} // {y})", dtype, x=x, y=y
-    )
+def _floored(floating: str, natural: str, corrected: str) -> Any:
+    """Triton divides integers towards zero, torch down.  corrected: what a result is where signs differ and a rest is left."""
+
+    def rule(trace: _Trace, a: Any, b: Any) -> _Number:
+        dtype = trace.dtype_of(a, b)
+        x, y = trace.operand(a, dtype), trace.operand(b, dtype)
+        if dtype.is_floating_point:
+            return trace.write(floating, dtype, x=x, y=y)
+        if _is_natural(a) and _is_natural(b):
+            return trace.write(natural, dtype, True, x=x, y=y)
+        whole = f"tl.where(({{x}} % {{y}} != 0) & (({{x}} < 0) != ({{y}} < 0)), {corrected}, {natural})"
+        return trace.write(whole, dtype, x=x, y=y)
+
+    return rule
 
 
-@_rule("remainder")
-def _remainder(trace: _Trace, a: Any, b: Any) -> _Number:
-    dtype = trace.dtype_of(a, b)
-    x, y = trace.operand(a, dtype), trace.operand(b, dtype)
-    if dtype.is_floating_point:
-        return trace.write("{x} - {y} * tl.floor({x} / {y})", dtype, x=x, y=y)
-    if _is_natural(a) and _is_natural(b):
-        return trace.write("{x} % {y}", dtype, True, x=x, y=y)
-    return trace.write(
-        "tl.where(({x} % {y} != 0) & (({x} < 0) != ({y} < 0)), {x} % {y} + {y}, {x} % {y})", dtype, x=x, y=y
-    )
+OPERATIONS |= {
+    "floor_divide": _floored("tl.floor({x} / {y})", "{x} // {y}", "{x} // {y} - 1"),
+    "remainder": _floored("{x} - {y} * tl.floor({x} / {y})", "{x} % {y}", "{x} % {y} + {y}"),
+}
 
 
 def _comparison(sign: str) -> Any:

@@ -157,17 +157,13 @@ class AttentionBackwardPlan(Plan):
     def _made(self) -> str:
         if self.kernel == REDUCE:
             heads = f"{self.heads_at_once} KV head{'s' * (self.heads_at_once != 1)} at a time"
-            return (
-                f"as many are made: {self.options}, {heads}; all sums of dq take {self.scratch_bytes / 2**20:.0f} MiB"
-            )
+            return f"as many are made: {self.options}, {heads}"
         if self.kernel != HOPPER:
             made = "eight" if self.problem.dtype == "float32" else "seven"
             return f"{made} are made: nothing is added in memory"
         whose = "" if self.problem.varlen else f"{self.heads_at_once} KV heads and "
         of = "keys" if self.problem.varlen else "of their keys"
-        return (
-            f"as many are made: dS of {whose}{self.keys_at_once} {of} is kept in {self.scratch_bytes / 2**20:.0f} MiB"
-        )
+        return f"as many are made: dS of {whose}{self.keys_at_once} {of} is kept at a time"
 
     def with_tiles(
         self,

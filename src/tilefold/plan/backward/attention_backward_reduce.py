@@ -33,9 +33,9 @@ __all__ = [
 KERNEL = "attention_backward_reduce"
 KEYS = 128  # of a program
 REGISTERS = (168, 240)  # of a thread at launch, of a folding thread
-LEAST_TOKENS, LONG = {64: 2048, 128: 65536}, 65536
-"""Queries and keys of a head dim from which on it was faster than the kernel that keeps dS, and from which on at D=128 it was
-faster in any order than in one."""
+LEAST_TOKENS = {64: 2048, 128: 65536}
+"""Queries and keys of a head dim from which on it was faster than the kernel that keeps dS; at D=128 in any order still faster
+than in one."""
 LEAST_OF_GROUPS, LEAST_WHERE_SLOW, SLOW_DRAM = 8192, 32768, 4e12
 """At D=128 without a mask fewer do: where query heads share KV heads; where DRAM, which dS goes to, gives less than SLOW_DRAM
 bytes/s."""
@@ -102,7 +102,7 @@ def options_for(problem: AttentionProblem, device: Device, deterministic: bool) 
     if waits := _order_refusal(n, causal, slow):
         return waits if deterministic else ANY_ORDER
     if n.dim_qk == 128:
-        free = tokens >= LONG
+        free = tokens >= LEAST_TOKENS[128]
     else:
         free = rows(n) - 1 < max(LEAST_TILES) or tokens < ORDER_PAYS[causal]
     return ReduceOptions(ordered=deterministic or not free)
