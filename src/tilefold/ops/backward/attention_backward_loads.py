@@ -101,9 +101,10 @@ def bind_loads(
     from ...device import loads as passes
     from ...device import mods
     from ...kernels.backward.attention_backward_loads import attention_backward_loads
+    from ...plan.problem import next_power_of_two
 
     found = loads_of_call(call, loads)
-    sites = 1 << max(0, len(found) - 1).bit_length()
+    sites = next_power_of_two(len(found))
     once = plan.load_passes == 1
     count = len(values["slopes"])
     units = {**values, "slopes": ((mods.unit_slope, ()),) * count, "sites": Slot("sites")}
