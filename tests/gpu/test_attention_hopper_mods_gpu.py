@@ -288,6 +288,18 @@ def sliding_twin(score, batch, head, q_index, kv_index, args):
 
 
 @triton.jit
+def alone(score, batch, head, q_index, kv_index, args):
+    """Within a document: args = (its number at each place [Sk])."""
+    numbers, seq_q, seq_k = args
+    return tl.load(numbers + tl.maximum(q_index + (seq_k - seq_q), 0)) == tl.load(numbers + kv_index)
+
+
+def alone_twin(score, batch, head, q_index, kv_index, args):
+    numbers, seq_q, seq_k = args
+    return numbers[(q_index + (seq_k - seq_q)).clamp_min(0)] == numbers[kv_index]
+
+
+@triton.jit
 def filled(score, batch, head, q_index, kv_index, args):
     """Makes a tensor of its own, which has no layout in this kernel."""
     return score + tl.full(score.shape, 1.0, tl.float32)
@@ -309,6 +321,9 @@ def users(name, sq, sk, batch=2, heads=4):
     if name == "numbered":
         args = [torch.randint(0, 3, (batch, n), dtype=torch.int32).sort().values.to(DEVICE) for n in (sq, sk)]
         return {"mask_mod": numbered, "mask_args": tuple(args)}, {"mask_mod": numbered_twin}, 1
+    if name == "alone":
+        numbers = torch.randint(0, 3, (sk,), dtype=torch.int32).sort().values.to(DEVICE)
+        return {"mask_mod": alone, "mask_args": (numbers,)}, {"mask_mod": alone_twin}, 1
     if name == "dilated":
         return {"mask_mod": dilated, "mask_args": (3,)}, {"mask_mod": dilated_twin}, 1
     return {"mask_mod": sliding, "mask_args": (77,)}, {"mask_mod": sliding_twin}, 1
@@ -377,6 +392,70 @@ def test_user_versions(dim, changes):
         q, k, v = qkv(2, 333, 1001, 4, 2, dim, dtype=BF, device=DEVICE)
         held_user(["relative", "dilated"], q, k, v, changes, **options)
         held_user(["numbered"], q, k, v, changes, **options)
+
+
+MASK_MODS = ["numbered", "dilated", "sliding", "alone"]
+
+
+@pytest.mark.parametrize("name", MASK_MODS)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_lists_first(name, dim):
+    """One call of each over lists of tiles, in which every kind of tile is: hidden, partial, whole."""
+    held_lists([name], *qkv(1, 1024, 1280, 4, 2, dim, dtype=BF, device=DEVICE))
+
+
+def held_lists(names, q, k, v, **options):
+    given = {**options, **users(names[0], q.shape[1], k.shape[1], q.shape[0], q.shape[2])[0]}
+    versions = hopper_plan(tilefold.attention_plan(q, k, v, **given)).options
+    held_user(names, q, k, v, {"options": tuple(dict.fromkeys((*versions, "lists")))}, **options)
+
+
+@pytest.mark.parametrize("name", MASK_MODS)
+@pytest.mark.parametrize("options", MASKS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, BF])
+def test_lists(name, options, dtype):
+    for (sq, sk), dim in zip([*LENGTHS, (333, 1001)], (64, 128, 128, 64, 256, 64), strict=True):
+        held_lists([name], *qkv(2, sq, sk, 4, 2, dim, dtype=dtype, device=DEVICE), **options)
+
+
+@pytest.mark.parametrize("options", MASKS, ids=str)
+def test_lists_behind_the_others(options):
+    q, k, v = qkv(2, 333, 1008, 4, 2, 128, dtype=BF, device=DEVICE)
+    every = {"softcap": 20.0, "bias": draw(1, 4, 333, 1008), "mask": some(2, 1, 333, 1008), "sinks": draw(4)}
+    held_lists(["numbered", "relative"], q, k, v, **every, **options)
+    held_lists(["sliding", "slanted"], q, k, v, alibi_slopes=torch.rand(4, device=DEVICE), **options)
+
+
+def test_lists_follow_their_arguments():
+    """By default, eager, in a graph and compiled: what changes in place changes the lists."""
+    q, k, v = qkv(1, 2048, 2048, 4, 2, 128, dtype=BF, device=DEVICE)
+    numbers = torch.zeros(2048, dtype=torch.int32, device=DEVICE)
+    options = {"mask_mod": alone, "mask_args": (numbers,)}
+    plan = tilefold.attention_plan(q, k, v, **options)
+    assert plan.kernel == HOPPER and "lists" in plan.options
+    bare = plan.with_tile(options=tuple(option for option in plan.options if option != "lists"))
+    fresh = plan.with_tile(options=(*plan.options, "anew"))
+    compiled = torch.compile(lambda: tilefold.attention(q, k, v, **options))
+    graph, out = captured(lambda: tilefold.attention(q, k, v, **options))
+    for documents in (1, 5, 16, 2048):
+        numbers.copy_(torch.arange(2048) * documents // 2048)
+        want = tilefold.attention(q, k, v, plan=bare, **options)
+        graph.replay()
+        made = [tilefold.attention(q, k, v, **options) for _ in range(2)]
+        assert all(torch.equal(want, each) for each in (*made, out, compiled()))
+        assert torch.equal(want, tilefold.attention(q, k, v, plan=fresh, **options))
+    with torch.inference_mode():
+        numbers = torch.zeros(2048, dtype=torch.int32, device=DEVICE)
+        for documents in (3, 7):
+            numbers.copy_(torch.arange(2048) * documents // 2048)
+            given = {**options, "mask_args": (numbers,)}
+            want = tilefold.attention(q, k, v, plan=bare, **given)
+            assert torch.equal(want, tilefold.attention(q, k, v, **given))
+    other = torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        made = tilefold.attention(q, k, v, **options)
+    other.synchronize()
+    assert torch.equal(made, tilefold.attention(q, k, v, plan=bare, **options))
 
 
 @pytest.mark.parametrize("options", MASKS, ids=str)

@@ -20,7 +20,7 @@ MAX_HEAD_DIM = 256
 
 _SIZES = ("batch", "seq_q", "seq_k", "heads", "kv_heads", "dim_qk", "dim_v")
 _TILES = ("", "tiles", "keys")
-_FLAGS = ("causal", "varlen", "sinks", "descriptors", "query_descriptors", "dropout")
+_FLAGS = ("causal", "varlen", "sinks", "descriptors", "query_descriptors", "dropout", "mask_by_place")
 
 
 @cache  # a plan asks dozens of times
@@ -66,6 +66,7 @@ class AttentionProblem:
     dropout: probabilities are dropped at random.
     bias_descriptors, mask_descriptors: how descriptors can read the bias and the mask: "tiles" of queries and keys, "keys"
         where one row serves all queries, or "" if they cannot.
+    mask_by_place: the "user" among mask_mods looks at indices alone, not at scores: blocks can be classified beforehand.
 
     Raises ShapeError (sizes), DtypeError (dtype, or a value of the wrong type), ValueRangeError (window, names).
     """
@@ -89,6 +90,7 @@ class AttentionProblem:
     dropout: bool = False
     bias_descriptors: str = ""
     mask_descriptors: str = ""
+    mask_by_place: bool = False
 
     def __post_init__(self) -> None:
         self._check_sizes()

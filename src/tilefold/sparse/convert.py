@@ -70,7 +70,7 @@ def kinds_of_mask_mod(
         check_whole(f"seq_{side}", length)
         check_block(f"block_{side}", size)
     place = torch.empty(0, device=device).device  # with its number
-    batch, heads = (n if read else min(n, 1) for n, read in zip(grid, reads(mask_mod), strict=True))
+    batch, heads = (n if read else min(n, 1) for n, read in zip(grid, reads(mask_mod)[1:], strict=True))
     kinds = block_kinds(mask_mod, args, (batch, heads, *seq), block, place)
     return kinds, not check or bool((kinds == 1).any())
 

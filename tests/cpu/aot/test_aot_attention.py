@@ -116,6 +116,8 @@ VERSIONS: dict[str, tuple[AttentionProblem, dict[str, object]]] = {
     "d64 mask_mod fp16": (problem(64, causal=True, mask_mods=("user",), dtype="float16"), {}),
     "d128 varlen mods": (problem(128, varlen=True, causal=True, **USER), {}),
     "d256 mods": (problem(256, **USER), {}),
+    "d128 causal lists": (problem(128, causal=True, mask_mods=("user",), mask_by_place=True), {}),
+    "d64 lists and mods": (problem(64, **USER, mask_by_place=True), {}),
     "d128 softcap bias mods": (
         problem(
             128,

@@ -35,7 +35,7 @@ from .softmax import Softmax
 
 RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_blocks", "items", "left", "right", "stride_ob", "stride_om",
            "stride_oh", "cap", "stride_sinks", "batch", "total_q", "bias_b", "bias_h", "mask_b", "mask_h", "slope_b",
-           "slope_h"]  # fmt: skip
+           "slope_h", "lists_b", "lists_h", "lists_q"]  # fmt: skip
 
 
 @jit(do_not_specialize=RUNTIME)
@@ -44,6 +44,7 @@ def attention_forward_hopper(
     scale, seq_q, seq_k, heads, group, q_blocks, items, left, right, stride_ob, stride_om, stride_oh,
     Sinks, stride_sinks, cap, CuQ, CuK, batch, total_q,
     bias_desc, bias_b, bias_h, mask_desc, mask_b, mask_h, Slopes, slope_b, slope_h, score_mods, mask_mods,
+    Lists, lists_b, lists_h, lists_q,
     KIND: gl.constexpr, DIM_QK: gl.constexpr, DIM_V: gl.constexpr, COLUMNS: gl.constexpr, KEYS: gl.constexpr,
     SLOTS: gl.constexpr, CONSUMERS: gl.constexpr, PACK: gl.constexpr, VARLEN: gl.constexpr, SOFTCAP: gl.constexpr,
     FENCE: gl.constexpr, LATE: gl.constexpr, PING_PONG: gl.constexpr, POLYNOMIAL: gl.constexpr,
@@ -69,7 +70,7 @@ def attention_forward_hopper(
     mask_desc (8 bits, 0: not seen): [B or 1, H or 1, Sq or 1, Sk] with boxes [1, 1, rows, panel_of_tile]; bias_b, bias_h, mask_b,
     mask_h: 1, or 0 where there is one for all batch entries, heads; BIAS_SLOTS, MASK_SLOTS: slots for each consumer.
     Slopes [B, H] of ALiBi by its strides, or None.  score_mods, mask_mods: the user's, see device.mods; () for none.  PACK
-    excludes a bias, a mask and mods.
+    excludes a bias, a mask and mods.  Lists by their strides, or None: see `Mask`; not with VARLEN.
 
     FENCE holds the wait for O behind the softmax; LATE releases K's slot with V's; PING_PONG: see `PingPong`; POLYNOMIAL, SKIP,
     LAZY (with SKIP, without POLYNOMIAL): see `softmax`."""
@@ -87,7 +88,7 @@ def attention_forward_hopper(
     config = Config(q_desc.dtype, DIM_V, KEYS, CONSUMERS, PACK, VARLEN, FENCE, LATE)
     counter = WorkCounter(Counter, items)
     scheduler = TileScheduler(problem, counter, mailbox, overflow, q_blocks, CONSUMERS * 64, VARLEN, NUMBERED)
-    mask = Mask(left, right, KIND, CONSUMERS * 64, KEYS, PACK)
+    mask = Mask(left, right, KIND, CONSUMERS * 64, KEYS, PACK, Lists, lists_b, lists_h, lists_q)
     bias_tiles = make_mod_pipeline(bias_desc, bias_b, bias_h, BIAS, KEYS, BIAS_SLOTS, CONSUMERS)
     mask_tiles = make_mod_pipeline(mask_desc, mask_b, mask_h, MASK, KEYS, MASK_SLOTS, CONSUMERS)
     mods = ScoreMods(scale, cap, Slopes, slope_b, slope_h, bias_tiles, mask_tiles, SOFTCAP, mask, None,

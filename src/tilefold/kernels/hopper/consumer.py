@@ -35,7 +35,9 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
     item = scheduler.item()
     while item >= 0:
         work = scheduler.work(item)
-        first, tiles = mask.tiles(work)
+        walk = mask.walk(work)
+        entry = walk.entry(0)
+        key = walk.tile(entry) * config.KEYS
         row = work.block * (config.CONSUMERS * 64) + CID * 64
         scale = mods.scale_of_tile(scale_of_all, work)
         slope = mods.slope(nothing, work)
@@ -48,17 +50,18 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
         turns.pass_on(CID)
         s = wgmma_wait(0, deps=(s,))
         k.release(stage)
-        s = mods.apply(s, inner, slope, t, work, row, first * config.KEYS, CID, True)
-        s = mask.apply(s, work, row, first * config.KEYS)
+        s = mods.apply(s, inner, slope, t, work, row, key, walk.partial(entry), CID, True)
+        s = mask.apply(s, work, row, key)
         p, m, l, alpha = softmax.step(s, m, l, scale)
         if OUTSIDE:
             before = alpha  # the factor of O when the product of these probabilities is added
         if LAZY:
             # m takes over m_next in the loop, which `check` there makes a value of its own (see gluon.py)
             checked, m_next, worst = scheduler.overflow.is_checked(), m, gl.zeros_like(m)
-        for j in range(1, tiles):
+        for j in range(1, walk.count):
             t += 1
-            key = (first + j) * config.KEYS
+            entry = walk.entry(j)
+            key = walk.tile(entry) * config.KEYS
             ahead = k.stage(t)
             k.wait(ahead)
             if (
@@ -79,7 +82,7 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
             s = wgmma_wait(len(acc), deps=(s_flying,))
             if not config.LATE:
                 k.release(ahead)
-            s = mods.apply(s, inner, slope, t, work, row, key, CID)
+            s = mods.apply(s, inner, slope, t, work, row, key, walk.partial(entry), CID)
             if LAZY:
                 if checked | mask.cuts(work, row, key):
                     s = mask.cut(s, work, row, key)
@@ -107,7 +110,7 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
         acc = rescale_output(acc, alpha, False)
         v.wait(stage)
         if config.VARLEN:  # the next sequence's values lie behind the last key, and 0 * NaN is NaN
-            live = work.seq_k - (first + tiles - 1) * config.KEYS
+            live = work.seq_k - (walk.first + walk.count - 1) * config.KEYS
             if live < config.KEYS:
                 v.clear_tail(stage, live)
         acc = wait_output(issue_output(softmax.operand(p, zero), v, stage, acc, REST))

@@ -1,10 +1,46 @@
-"""Which keys a query tile sees: the range of its KV tiles, and the cut through those that it sees in part.
+"""Which keys a query tile sees: its KV tiles, a range or a list, and the cut through those that it sees in part.
 
 The kinds are those of device.ranges, but for PREFIX, which the kernels for sm_90 do not have."""
 
 from ...device.ranges import FULL, WINDOW
-from .gluon import aggregate, constexpr_function, gl, jit, opaque
+from .gluon import aggregate, constexpr_function, field, gl, jit, opaque
 from .parts import columns_of
+from .structs import Value, struct
+
+
+@struct
+class TileWalk:
+    """The KV tiles of a query tile in the order in which they are folded: `count` from `first` on, or those that a list names.
+
+    entries: a list's (kernels.sparse.classify.list_tiles), twice a tile's number, plus 1 where no mask_mod hides any of it."""
+
+    first: Value
+    count: gl.tensor
+    entries: Value
+
+    @jit
+    def entry(self, j):
+        """What stands for the j-th of them."""
+        if self.entries is None:
+            return self.first + j
+        else:
+            return gl.load(self.entries + j)
+
+    @jit
+    def tile(self, entry):
+        """Its number among the sequence's KV tiles."""
+        if self.entries is None:
+            return entry
+        else:
+            return entry >> 1
+
+    @jit
+    def partial(self, entry):
+        """May a mask_mod hide some of it?"""
+        if self.entries is None:
+            return True
+        else:
+            return (entry & 1) == 0
 
 
 @aggregate
@@ -12,18 +48,26 @@ class Mask:
     """KIND is FULL, CAUSAL, or WINDOW: `left` and `right` keys on either side of a query's own place.
 
     A query tile has ROWS rows, PACK heads of each of its queries; a warpgroup folds 64 of them.  A KV tile has KEYS keys.  The
-    range of KV tiles is the whole query tile's.  Each warpgroup decides for its own rows which of them are cut."""
+    range of KV tiles is the whole query tile's.  Each warpgroup decides for its own rows which of them are cut.
+
+    Lists [B or 1, H or 1, query tiles, 1 + capacity] int32, by strides of batch entry, head and query tile: how many entries, and
+    the entries (TileWalk); None: every KV tile of the range."""
 
     left: gl.tensor
     right: gl.tensor
+    Lists: Value
+    lists_b: Value
+    lists_h: Value
+    lists_q: Value
     KIND: gl.constexpr
     ROWS: gl.constexpr
     KEYS: gl.constexpr
     PACK: gl.constexpr
 
     @constexpr_function
-    def __init__(self, left, right, KIND, ROWS, KEYS, PACK):
+    def __init__(self, left, right, KIND, ROWS, KEYS, PACK, Lists=None, lists_b=None, lists_h=None, lists_q=None):
         self.left, self.right = left, right
+        self.Lists, self.lists_b, self.lists_h, self.lists_q = field(Lists), field(lists_b), field(lists_h), field(lists_q)
         self.KIND, self.ROWS = gl.constexpr(KIND), gl.constexpr(ROWS)
         self.KEYS, self.PACK = gl.constexpr(KEYS), gl.constexpr(PACK)
 
@@ -39,6 +83,17 @@ class Mask:
             begin = gl.maximum(work.block * (self.ROWS // self.PACK) + work.shift - self.left, 0)
         first = gl.minimum(begin, work.seq_k) // self.KEYS
         return first, gl.maximum((end + self.KEYS - 1) // self.KEYS - first, 1)
+
+    @jit
+    def walk(self, work):
+        """-> the KV tiles that the query tile folds."""
+        if self.Lists is None:
+            first, count = self.tiles(work)
+            return TileWalk(first, count, None)
+        else:
+            begin = self.Lists + work.sequence.to(gl.int64) * self.lists_b + work.head.to(gl.int64) * self.lists_h
+            begin += work.block.to(gl.int64) * self.lists_q
+            return TileWalk(None, gl.load(begin), begin + 1)
 
     @jit
     def cuts(self, work, row, key):

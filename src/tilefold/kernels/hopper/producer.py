@@ -26,7 +26,8 @@ def load_work(scheduler, q, k, v, mask, mods, work, now, item, i, t, programs):
     item: `now`, or, if that is folded again, the one that waits meanwhile."""
     number = 0
     following = item
-    first, tiles = mask.tiles(work)
+    walk = mask.walk(work)
+    tiles = walk.count
     if not scheduler.overflow.LAZY:  # the caller has
         acquire_all(q, i)
     scheduler.post(now, work)
@@ -36,7 +37,7 @@ def load_work(scheduler, q, k, v, mask, mods, work, now, item, i, t, programs):
     kv_head = work.head // scheduler.problem.group
     for j in range(tiles):
         stage = k.write_stage(t)
-        key = (first + j) * k.ROWS
+        key = walk.tile(walk.entry(j)) * k.ROWS
         k.acquire(stage)
         k.load(stage, work.batch, kv_head, work.first_k + key)
         mods.load(t, work, work.block * (q.SLOTS * 64), key)

@@ -229,9 +229,10 @@ class ScoreMods:
                 return gl.expand_dims(gl.expand_dims(gl.expand_dims(slope, 1), 2), 3)
 
     @jit
-    def apply(self, s, inner, slope, t, work, row, key, CID: gl.constexpr, FIRST: gl.constexpr = False):
+    def apply(self, s, inner, slope, t, work, row, key, partial, CID: gl.constexpr, FIRST: gl.constexpr = False):
         """Scores [64, KEYS] of rows from `row` on and keys from `key` on, KV tile number t.  With ALiBi, a bias or a score_mod
-        they come out scaled, else softmax scales them.  FIRST: of the query tile, which may have no key."""
+        they come out scaled, else softmax scales them.  partial: may mask_mods hide some?  FIRST: of the query tile, which may
+        have no key."""
         if self.SOFTCAP:
             s = softcap(s, inner, self.SOFTCAP)
         scale = self.cap if self.SOFTCAP else self.scale
@@ -242,9 +243,8 @@ class ScoreMods:
             self.bias.release(t, CID)  # behind the sum, so that not all of the tile has to be in registers at a time
         if self.Slopes is not None or self.bias.ROWS:
             scale = 1.0
-        if self.score_mods is not None or self.mask_mods is not None:
-            place, kv_index = self.place(s, work, row, key)
         if self.score_mods is not None:
+            place, kv_index = self.place(s, work, row, key)
             s = s * scale
             if not (FIRST and reads_memory(self.score_mods)) or work.seq_k > 0:
                 s = modify(s, place, kv_index, self.score_mods).to(gl.float32)
@@ -253,8 +253,10 @@ class ScoreMods:
             s = gl.where(self.mask.read(t, s, CID) != 0, s, float("-inf"))
             self.mask.release(t, CID)
         if self.mask_mods is not None:
-            if not (FIRST and reads_memory(self.mask_mods)) or work.seq_k > 0:
-                s = hide(s, scale, place, kv_index, self.mask_mods)
+            if partial:
+                if not (FIRST and reads_memory(self.mask_mods)) or work.seq_k > 0:
+                    place, kv_index = self.place(s, work, row, key)
+                    s = hide(s, scale, place, kv_index, self.mask_mods)
         return s
 
     @jit

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from ...device.mods import mask
+from ...device.ranges import range_of_tile
 
 RUNTIME = ["seq_q", "seq_k", "heads", "q_blocks", "kv_blocks"]
 EMPTY, PARTIAL, FULL = (tl.constexpr(kind) for kind in range(3))
@@ -33,3 +34,28 @@ def classify_blocks(
             some = tl.maximum(some, tl.max(tl.max(seen, 1), 0))
             whole = tl.minimum(whole, tl.min(tl.min(seen, 1), 0))
     tl.store(Kinds + i, (some + (some & whole)).to(tl.uint8))
+
+
+@triton.jit(do_not_specialize=["seq_q", "seq_k", "left", "right", "q_blocks", "kv_blocks"])
+def list_tiles(
+    Kinds, Lists, seq_q, seq_k, left, right, q_blocks, kv_blocks,
+    KIND: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """Lists [rows, 1 + kv_blocks] int32 contiguous of Kinds [rows, kv_blocks], rows = batch * heads * q_blocks: how many entries,
+    and the entries in ascending order, twice a block's number, plus 1 if it is full.  Only blocks in the range of the band
+    (device.ranges) count.  A row without any gets block 0 as a partial one: a kernel folds at least one.  Grid (rows,)."""
+    row = tl.program_id(0).to(tl.int64)
+    kinds = Kinds + row * kv_blocks
+    entries = Lists + row * (kv_blocks + 1) + 1
+    first, _, _, end = range_of_tile((row % q_blocks).to(tl.int32), seq_q, seq_k, left, right, KIND, Q_BLOCK, KV_BLOCK)
+    count = 0
+    for start in range(first, end, ENTRIES):
+        block = start + tl.arange(0, ENTRIES)
+        kind = tl.load(kinds + block, mask=block < end, other=EMPTY)
+        seen = (kind != EMPTY).to(tl.int32)
+        place = count + tl.cumsum(seen, 0) - seen
+        tl.store(entries + place, block * 2 + (kind == FULL).to(tl.int32), mask=seen > 0)
+        count += tl.sum(seen, 0)
+    if count == 0:
+        tl.store(entries, 0)
+    tl.store(entries - 1, tl.maximum(count, 1))

@@ -8,6 +8,7 @@ import torch
 from ..bound import Bound, Slot, attribute, runtime_ints
 from ..call import Call
 from ..hopper import WORK_COUNTER, box_of, require
+from ..sparse.classify import TileLists
 from .attention_parts import GIVEN, Prepared, hooks_of, kind_of, mask_mods_of, option_values, shared_values
 from .attention_tiles import bytes_of, steps_of, tile_box, tiles_of
 
@@ -49,6 +50,7 @@ def bind(
         **_user_mods(call, mods),
         **_boxes(q, k, v, call, plan, pack),
         **_mod_values(call, plan),
+        **_list_values(call, plan, window, mods, q.device),
         "Counter": WORK_COUNTER,
         "q_blocks": blocks,
         "items": items,
@@ -137,6 +139,23 @@ def _user_mods(call: Call, mods: Any) -> dict[str, Any]:
         first = int(call.mask is not None)
         made["mask_mods"] = Slot("call", lambda given: mask_mods_of(mods, given)[first:])
     return made
+
+
+def _list_values(
+    call: Call, plan: "AttentionPlan", window: tuple[int, int], mods: Any, device: torch.device
+) -> dict[str, Any]:
+    """The lists of KV tiles, and their strides."""
+    if "lists" not in plan.options:
+        return dict.fromkeys(("Lists", "lists_b", "lists_h", "lists_q"))
+    n = plan.problem
+    sizes, tile = (n.batch, n.heads, n.seq_q, n.seq_k), (plan.block_m, plan.block_n)
+    lists = TileLists(call.mask_mod, sizes, tile, window, device, "anew" in plan.options)
+    steps = zip(("lists_b", "lists_h", "lists_q"), lists.strides, strict=True)
+    user = int(call.mask is not None)  # where the user's stand among the mask_mods
+    return {
+        "Lists": Slot("call", lambda given: lists.of(mask_mods_of(mods, given)[user:], given.mask_args)),
+        **dict(steps),
+    }
 
 
 def _tile_of(name: str, box: "Box") -> Callable[[Call], Any]:

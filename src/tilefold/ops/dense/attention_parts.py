@@ -99,6 +99,7 @@ def problem_of(
 ) -> "AttentionProblem":
     """The problem of a call; band: of `band_of`, where the kernels have it."""
     from ...plan import AttentionProblem
+    from ..sparse.classify import reads
     from .attention_tiles import tiles_of
 
     score = [n for n, used in (("softcap", call.softcap > 0), ("alibi", call.alibi_slopes is not None),
@@ -120,6 +121,7 @@ def problem_of(
         query_descriptors=boxable(q),
         bias_descriptors=tiles_of(call.bias),
         mask_descriptors=tiles_of(call.mask),
+        mask_by_place=ruled and not reads(call.mask_mod).score,
     )
 
 

@@ -1,20 +1,27 @@
-"""The launch that says of each block of a mask whether it is empty, partial or full."""
+"""The launches that say of each block of a mask whether it is empty, partial or full, and list those that are not empty."""
 
 import ast
 import functools
 import inspect
+import math
 import textwrap
-from typing import Any
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ...errors import DtypeError, Unsupported
+from ...types import Rules
 from ..bound import runtime_ints
-from ..call import Call, check_hooks, check_mod_args
+from ..call import UNBOUNDED, Call, check_hooks, check_mod_args
 from ..device import device_of
 
-__all__ = ["block_kinds", "reads"]
+if TYPE_CHECKING:
+    from ..launch import Launch
 
+__all__ = ["TileLists", "block_kinds", "blocks_of", "reads"]
+
+KEPT = 4  # lists of a call's shapes and mask_mod: layers may take turns with their args
 TILE = 32, 128  # queries and keys that are looked at at a time, at most
 
 
@@ -33,33 +40,122 @@ def block_kinds(
         )
     device_of(device)
     check_hooks(Call(mask_mod=mask_mod, mask_args=args), device)
-    from ...kernels.sparse.classify import classify_blocks
-    from ..launch import Launch
-
-    batch, heads, seq_q, seq_k = grid
-    blocks = -(-seq_q // block[0]), -(-seq_k // block[1])
-    kinds = torch.empty((batch, heads, *blocks), dtype=torch.uint8, device=device)
-    if kinds.numel() == 0:
-        return kinds
-    constants = {
-        "Q_BLOCK": block[0],
-        "KV_BLOCK": block[1],
-        "BLOCK_M": min(block[0], TILE[0]),
-        "BLOCK_N": min(block[1], TILE[1]),
-    }
-    launch = Launch(classify_blocks, (kinds.numel(), 1, 1), constants, {"num_warps": 4}, device.index or 0)
-    launch((kinds, seq_q, seq_k, heads, *blocks, ((mask_mod, runtime_ints(args)),)))
+    kinds = torch.empty((*grid[:2], *blocks_of(grid[2:], block)), dtype=torch.uint8, device=device)
+    if kinds.numel() > 0:
+        _classify(kinds.numel(), block, device)((kinds, *_sizes(kinds, grid), ((mask_mod, runtime_ints(args)),)))
     return kinds
 
 
+def blocks_of(lengths: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:
+    """How many blocks queries and keys have."""
+    return -(-lengths[0] // block[0]), -(-lengths[1] // block[1])
+
+
+def _sizes(kinds: torch.Tensor, grid: tuple[int, int, int, int]) -> tuple[int, ...]:
+    return grid[2], grid[3], grid[1], *kinds.shape[2:]
+
+
+def _classify(blocks: int, block: tuple[int, int], device: torch.device) -> "Launch":
+    from ...kernels.sparse.classify import classify_blocks
+    from ..launch import Launch
+
+    at_once = {"BLOCK_M": min(block[0], TILE[0]), "BLOCK_N": min(block[1], TILE[1])}
+    constants = {"Q_BLOCK": block[0], "KV_BLOCK": block[1], **at_once}
+    return Launch(classify_blocks, (blocks, 1, 1), constants, {"num_warps": 4}, device.index or 0)
+
+
+class TileLists:
+    """The lists of KV tiles of a mask_mod's calls: for each query tile, which it shows, and which of those whole (list_tiles).
+
+    sizes: batch, heads, seq_q, seq_k.  One list serves all batch entries, heads that the source of mask_mod does not name.  The
+    result is kept until an arg changes: another tensor, another version of it (in-place operations of torch count), another
+    number; and made anew in a graph that is captured, for tensors without versions, and for `anew`."""
+
+    def __init__(
+        self,
+        mask_mod: Any,
+        sizes: tuple[int, int, int, int],
+        tile: tuple[int, int],
+        window: tuple[int, int],
+        device: torch.device,
+        anew: bool,
+    ) -> None:
+        from ...kernels.sparse.classify import list_tiles
+        from ..dense.attention_parts import kind_of
+        from ..launch import Launch
+
+        read = reads(mask_mod)
+        batch, heads = sizes[0] if read.batch else 1, sizes[1] if read.head else 1
+        self.grid, self.device, self.anew = (batch, heads, *sizes[2:]), device, anew
+        self.shape = batch, heads, *blocks_of(sizes[2:], tile)
+        row = self.shape[3] + 1
+        self.strides = self.shape[2] * heads * row * (batch > 1), self.shape[2] * row * (heads > 1), row
+        self.band = [UNBOUNDED if side < 0 else side for side in window]
+        self.classify = _classify(math.prod(self.shape), tile, device)
+        constants = {"KIND": kind_of(window), "Q_BLOCK": tile[0], "KV_BLOCK": tile[1], "ENTRIES": 128}
+        self.list = Launch(
+            list_tiles, (math.prod(self.shape[:3]), 1, 1), constants, {"num_warps": 4}, device.index or 0
+        )
+        self._kept: dict[Any, tuple[list[Any], torch.Tensor]] = {}
+
+    def of(self, mods: tuple[Any, ...], args: tuple[Any, ...]) -> torch.Tensor:
+        """[batch or 1, heads or 1, query tiles, 1 + KV tiles] int32; mods: the mask_mods with their args as kernels take them."""
+        if self.device.type == "meta":
+            return self._empty(torch.int32, 1)
+        stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
+        if stream and torch.cuda.is_current_stream_capturing():
+            return self._make(mods)
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        if self.anew or any(t.is_inference() for t in tensors):
+            return self._make(mods)
+        numbers = tuple([arg for arg in args if not isinstance(arg, torch.Tensor)])
+        key = stream, numbers, *[(id(t), t._version) for t in tensors]
+        found = self._kept.get(key)
+        if found is None or any(kept() is not t for kept, t in zip(found[0], tensors, strict=True)):
+            found = [weakref.ref(t) for t in tensors], self._make(mods)
+            self._kept.pop(key, None)
+            self._kept[key] = found
+            if len(self._kept) > KEPT:
+                del self._kept[next(iter(self._kept))]
+        return found[1]
+
+    def _make(self, mods: tuple[Any, ...]) -> torch.Tensor:
+        kinds, lists = self._empty(torch.uint8, 0), self._empty(torch.int32, 1)
+        sizes = _sizes(kinds, self.grid)
+        self.classify((kinds, *sizes, mods))
+        self.list((kinds, lists, *sizes[:2], *self.band, *sizes[3:]))
+        return lists
+
+    def _empty(self, dtype: torch.dtype, more: int) -> torch.Tensor:
+        return torch.empty((*self.shape[:3], self.shape[3] + more), dtype=dtype, device=self.device)
+
+
+class Reads(NamedTuple):
+    """Which of its arguments a mod may look at."""
+
+    score: bool
+    batch: bool
+    head: bool
+
+
 @functools.lru_cache(maxsize=256)
-def reads(mask_mod: Any) -> tuple[bool, bool]:
-    """Whether a mod looks at batch and head: whether its source has the names.  True where the source cannot be read."""
+def reads(mask_mod: Any) -> Reads:
+    """What the source of a mod names.  All of it where the source cannot be read."""
+    if isinstance(mask_mod, Rules):
+        parts = [_read_of(rule.function) for rule in mask_mod.rules]
+        return Reads(*[any(which) for which in zip(*parts, strict=True)])
     function = getattr(mask_mod, "fn", mask_mod)
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-        _, batch, head, *_ = inspect.signature(function).parameters
+        parameters = list(inspect.signature(function).parameters)[:3]
     except (OSError, TypeError, ValueError, SyntaxError):
-        return True, True
+        return Reads(True, True, True)
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    return batch in names, head in names
+    return Reads(*[name in names for name in parameters])
+
+
+def _read_of(function: Any) -> Reads:
+    """Of a rule; names are those of device.mods."""
+    if not isinstance(function, str):
+        return reads(function)
+    return Reads(False, function in ("keys", "prefix_each", "keep"), function == "keep")

@@ -56,11 +56,13 @@ RATE = {64: {64: 0.92, 128: 0.86, 192: 1.0}, 128: {64: 0.90, 128: 1.0}}
 LAZY_FROM = {"full": 2048, "causal": 4096}  # keys
 PAIRS_UNTIL = 640  # keys up to which pairs win at a head dim of 128 under a causal mask
 POLYNOMIALS = tuple(f"polynomial {n}" for n in range(1, 17))
-OPTIONS = ("fence", "late", "turns", "skip", "lazy", "tanh", "pack", *POLYNOMIALS)
+LISTS_FROM = 1 << 20  # scores of a head from which on a mask_mod's tiles are listed
+OPTIONS = ("fence", "late", "turns", "skip", "lazy", "tanh", "pack", "lists", "anew", *POLYNOMIALS)
 """Versions of the kernel, all of the same results but for rounding. fence: the wait for a product stays behind the softmax;
 late: a tile's K is given back with its V; turns: the warpgroups issue their products in turns; skip: sums are rescaled only
 when a maximum has grown by 2^8; lazy, with skip: or a sum, and no maxima are looked for; tanh: softcap by the instruction;
-pack: the query heads of a KV head are rows of one block;
+pack: the query heads of a KV head are rows of one block; lists: tiles that a mask_mod hides are left out, and it is not asked
+about those that it shows whole; the lists are kept until its args change, or, with anew, made in every call;
 polynomial n: n sixteenths of the exponentials on the FMA units."""
 
 
@@ -108,6 +110,7 @@ def hopper_options(problem: AttentionProblem, tile: Tile) -> tuple[str, ...]:
         and n.dtype == "bfloat16",  # fp16's own rounding is finer than the instruction's
         "pack": _pack_fault(n) is None
         and (width_of(n.dim_v) <= 128 or n.seq_q < 128),  # beyond, its numbers spill in the loop
+        "lists": _lists_fault(n) is None and n.seq_q * n.seq_k >= LISTS_FROM,
     }
     return tuple(name for name, taken in chosen.items() if taken)
 
@@ -245,7 +248,8 @@ def hopper_violation(
 def _option_fault(problem: AttentionProblem, tile: Tile, options: tuple[str, ...]) -> str | None:
     for option in options:
         if option not in OPTIONS:
-            return f"must be among fence, late, turns, skip, lazy, tanh, pack, polynomial 1 to 16, got {option!r}"
+            named = ", ".join(option for option in OPTIONS if option not in POLYNOMIALS)
+            return f"must be among {named}, polynomial 1 to 16, got {option!r}"
     if sum(option in POLYNOMIALS for option in options) > 1 or len(set(options)) < len(options):
         return f"must name each version once, got {options!r}"
     if "tanh" in options and "softcap" not in problem.score_mods:
@@ -254,6 +258,10 @@ def _option_fault(problem: AttentionProblem, tile: Tile, options: tuple[str, ...
         return "turns need two warpgroups that fold, 64 queries a block make one"
     if "lazy" in options and (fault := _lazy_fault(problem, options)):
         return fault
+    if "lists" in options and (fault := _lists_fault(problem)):
+        return fault
+    if "anew" in options and "lists" not in options:
+        return "anew is a version of lists"
     return _pack_fault(problem) if "pack" in options else None
 
 
@@ -288,6 +296,12 @@ def _pack_fault(problem: AttentionProblem) -> str | None:
     if problem.group == 1 or MAX_PACKED % problem.group:
         return f"pack needs a number of query heads a KV head that divides {MAX_PACKED}, got {problem.group}"
     return None
+
+
+def _lists_fault(problem: AttentionProblem) -> str | None:
+    if not problem.mask_by_place:
+        return "lists are of a mask_mod that looks at indices alone, which the problem does not have"
+    return "lists need sequences of one length, this is a packed batch" if problem.varlen else None
 
 
 def _three_pay(problem: AttentionProblem, device: Device) -> bool:

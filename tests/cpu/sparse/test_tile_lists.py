@@ -1,0 +1,175 @@
+"""Lists of the KV tiles that a mask_mod shows (ops.sparse.classify.TileLists), against the dense mask."""
+
+import gc
+import inspect
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import tilefold
+from tilefold.device import mods
+from tilefold.ops.bound import runtime_ints
+from tilefold.ops.sparse import classify
+from tilefold.ops.sparse.classify import Reads, TileLists, reads
+from tilefold.plan import device_named, plan_attention
+from tilefold.types import Rule, Rules
+
+TILE = 32, 16
+LENGTHS = 150, 230
+
+
+@triton.jit
+def same(score, batch, head, q_index, kv_index, args):
+    numbers, seq_q, seq_k = args
+    return load(numbers, q_index + (seq_k - seq_q)) == load(numbers, kv_index)
+
+
+@triton.jit
+def load(numbers, index):
+    return tl.load(numbers + index)
+
+
+@triton.jit
+def of_head(score, batch, head, q_index, kv_index, args):
+    return kv_index >= 40 * head
+
+
+@triton.jit
+def of_sequence(score, batch, head, q_index, kv_index, args):
+    return kv_index < 64 * batch
+
+
+@triton.jit
+def of_score(score, batch, head, q_index, kv_index, args):
+    return score > 0
+
+
+def numbers_of(length=LENGTHS[1], documents=5):
+    return (torch.arange(length) * documents // length).int()
+
+
+def want_of(seen, band):
+    """Entries of each query tile by [B, H, Sq, Sk]; band: [Sq, Sk], what the window lets it see."""
+    found = []
+    for rows, cut in zip(seen.split(TILE[0], 2), band.split(TILE[0], 0), strict=True):
+        pairs = list(zip(rows.split(TILE[1], 3), cut.split(TILE[1], 1), strict=True))
+        found.append(pairs)
+    batch, heads = seen.shape[:2]
+    made = {}
+    for b in range(batch):
+        for h in range(heads):
+            for i, pairs in enumerate(found):
+                entries = [
+                    2 * n + bool(tile[b, h].all())
+                    for n, (tile, cut) in enumerate(pairs)
+                    if bool(tile[b, h].any()) and bool(cut.any())
+                ]
+                made[b, h, i] = entries or [0]
+    return made
+
+
+def entries_of(lists):
+    return [row[1 : 1 + row[0]] for row in lists.flatten(0, 2).tolist()]
+
+
+WINDOWS = [(-1, -1), (-1, 0), (40, 3), (5, -1)]
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("name", ["same", "of_head", "of_sequence", "rules"])
+def test_entries_are_those_of_the_dense_mask(name, window):
+    batch, heads, (seq_q, seq_k) = 2, 3, LENGTHS
+    mod, args = {
+        "same": (same, (numbers_of(),)),
+        "of_head": (of_head, ()),
+        "of_sequence": (of_sequence, ()),
+        "rules": (None, ()),
+    }[name]
+    i, j = torch.arange(seq_q)[:, None] + seq_k - seq_q, torch.arange(seq_k)
+    b, h = torch.arange(batch)[:, None, None, None], torch.arange(heads)[:, None, None]
+    seen = {
+        "same": (numbers_of()[i] == numbers_of()[j])[None, None],
+        "of_head": j >= 40 * h,
+        "of_sequence": j < 64 * b,
+        "rules": ((j < 50) | (j <= i))[None, None],
+    }[name]
+    if mod is None:
+        mod, args = Rules(("all", Rule("prefix", 1))), (50,)
+    bound = mod.bound(mods, runtime_ints(args)) if isinstance(mod, Rules) else ((mod, runtime_ints(args)),)
+    made = TileLists(mod, (batch, heads, seq_q, seq_k), TILE, window, torch.device("cpu"), False)
+    got = made.of(bound, args)
+    left, right = window
+    band = ((j >= i - left) | (left < 0)) & ((j <= i + right) | (right < 0))
+    shape = 2 if name == "of_sequence" else 1, 3 if name == "of_head" else 1
+    assert got.shape == (*shape, -(-seq_q // TILE[0]), 1 + -(-seq_k // TILE[1]))
+    steps = [n * (size > 1) for n, size in zip(got.stride()[:2], shape, strict=True)]
+    assert made.strides == (*steps, got.stride(2))
+    want = want_of(seen.expand(*shape, seq_q, seq_k), band)
+    for (at_b, at_h, at_q), entries in want.items():
+        row = got[at_b, at_h, at_q].tolist()
+        assert row[0] == len(entries)
+        assert row[1 : 1 + row[0]] == entries
+
+
+@pytest.mark.interpreter
+def test_lists_are_kept_until_an_argument_changes(monkeypatch):
+    made = TileLists(same, (1, 1, *LENGTHS), TILE, (-1, -1), torch.device("cpu"), False)
+    count = []
+    make = made._make
+    monkeypatch.setattr(TileLists, "_make", lambda self, bound: count.append(1) or make(bound))
+    numbers = numbers_of()
+
+    def ask(t=numbers, lists=made):
+        return lists.of(((same, (t,)),), (t,))
+
+    first = ask()
+    assert ask() is first and len(count) == 1
+    numbers[100:] = 9
+    changed = ask()
+    assert len(count) == 2 and entries_of(changed) != entries_of(first)
+    assert ask(numbers.clone()) is not changed and len(count) == 3
+    gc.collect()
+    fresh = [numbers_of(documents=n) for n in range(1, 9)]
+    for t in fresh:
+        assert entries_of(ask(t)) == entries_of(make(((same, (t,)),)))
+    assert len(made._kept) <= classify.KEPT
+    with torch.inference_mode():
+        unversioned = numbers_of()
+    before = len(count)
+    assert entries_of(ask(unversioned)) == entries_of(ask(unversioned)) and len(count) == before + 2
+    anew = TileLists(same, (1, 1, *LENGTHS), TILE, (-1, -1), torch.device("cpu"), True)
+    assert ask(lists=anew) is not ask(lists=anew)
+
+
+def test_what_a_mod_reads():
+    assert reads(same) == Reads(False, False, False)
+    assert reads(of_head) == Reads(False, False, True)
+    assert reads(of_sequence) == Reads(False, True, False)
+    assert reads(of_score).score
+    for name in ("causal", "window", "between", "prefix", "prefix_each", "keys", "keep"):
+        source = inspect.getsource(getattr(mods, name).fn)
+        source = source.replace("prefix(score, batch, head, q_index", "prefix(score")  # which looks at neither
+        named = [source.count(word) > 1 for word in ("batch", "head")]  # once among the parameters
+        assert reads(Rules(("all", ("not", Rule(name, 1))))) == Reads(False, *named), name
+    both = Rules(("any", Rule(of_head, 0), Rule("keys", 1)))
+    assert reads(both) == Reads(False, True, True)
+
+
+def test_plans_take_lists_where_a_mask_mod_looks_at_places_alone():
+    device = device_named("h200")
+
+    def problem_of(mod):
+        return tilefold.plan.AttentionProblem(
+            1, 4096, 4096, 4, 4, 128, 128, mask_mods=("user",), mask_by_place=not reads(mod).score
+        )
+
+    taken = plan_attention(problem_of(of_head), device)
+    assert "lists" in taken.options
+    assert "lists" not in plan_attention(problem_of(of_score), device).options
+    with pytest.raises(tilefold.PlanError, match="anew is a version of lists"):
+        taken.with_tile(options=("skip", "anew"))
+    with pytest.raises(tilefold.PlanError, match="indices alone"):
+        plan_attention(problem_of(of_score), device).with_tile(options=("skip", "lists"))
