@@ -56,11 +56,50 @@ def documents(score, batch, head, q_index, kv_index, args):
     return tl.load(numbers + q_index) == tl.load(numbers + kv_index)
 
 
+@triton.jit
+def sliding(score, batch, head, q_index, kv_index, args):
+    reach = args[0]
+    return (kv_index <= q_index) & (q_index - kv_index < reach)
+
+
+@triton.jit
+def dilated(score, batch, head, q_index, kv_index, args):
+    reach = args[0]
+    return (kv_index <= q_index) & (q_index - kv_index < reach) & ((q_index - kv_index) % 2 == 0)
+
+
+@triton.jit
+def prefix(score, batch, head, q_index, kv_index, args):
+    length = args[0]
+    return (kv_index < length) | (kv_index <= q_index)
+
+
+@triton.jit
+def neighbourhood(score, batch, head, q_index, kv_index, args):
+    """2-D, NATTEN's without its shift at the edges: args = (width of the image, reach)."""
+    width, reach = args[0], args[1]
+    rows = tl.abs(q_index // width - kv_index // width)
+    columns = tl.abs(q_index % width - kv_index % width)
+    return (rows <= reach) & (columns <= reach)
+
+
+@triton.jit
+def transfusion(score, batch, head, q_index, kv_index, args):
+    """Causal, and both ways within an image: args = (the image's number at each place, 0 for text)."""
+    numbers = args[0]
+    image = tl.load(numbers + q_index)
+    return (kv_index <= q_index) | ((image > 0) & (image == tl.load(numbers + kv_index)))
+
+
 def cases(heads: int, tokens: int) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """-> name: (tilefold's options, FlexAttention's functions)."""
     slopes = torch.tensor([2.0 ** (-8 * (i + 1) / heads) for i in range(heads)], device="cuda")
     table = torch.randn(heads, 2 * REACH + 1, device="cuda")
     numbers = (torch.arange(tokens, device="cuda") * DOCUMENTS // tokens).int()
+    images = torch.where(
+        torch.arange(tokens, device="cuda") % 1024 < 256, torch.arange(tokens, device="cuda") // 1024 + 1, 0
+    ).int()
+    window, width = tokens // 8, 1 << (tokens.bit_length() // 2)
     return {
         "none": ({}, {}),
         "alibi_slopes": ({"alibi_slopes": slopes}, {}),
@@ -78,6 +117,30 @@ def cases(heads: int, tokens: int) -> dict[str, tuple[dict[str, Any], dict[str, 
             {"score_mod": lambda s, b, h, i, j: CAP * torch.tanh(s / CAP)},
         ),
         "causal mask_mod": ({"mask_mod": causal}, {"mask_mod": lambda b, h, i, j: j <= i}),
+        "sliding": (
+            {"mask_mod": sliding, "mask_args": (window,)},
+            {"mask_mod": lambda b, h, i, j: (j <= i) & (i - j < window)},
+        ),
+        "dilated": (
+            {"mask_mod": dilated, "mask_args": (window,)},
+            {"mask_mod": lambda b, h, i, j: (j <= i) & (i - j < window) & ((i - j) % 2 == 0)},
+        ),
+        "prefix": (
+            {"mask_mod": prefix, "mask_args": (window,)},
+            {"mask_mod": lambda b, h, i, j: (j < window) | (j <= i)},
+        ),
+        "neighbourhood": (
+            {"mask_mod": neighbourhood, "mask_args": (width, 6)},
+            {
+                "mask_mod": lambda b, h, i, j: (
+                    ((i // width - j // width).abs() <= 6) & ((i % width - j % width).abs() <= 6)
+                )
+            },
+        ),
+        "transfusion": (
+            {"mask_mod": transfusion, "mask_args": (images,)},
+            {"mask_mod": lambda b, h, i, j: (j <= i) | ((images[i] > 0) & (images[i] == images[j]))},
+        ),
         "causal and documents": (
             {"mask_mod": documents, "mask_args": (numbers,), "causal": True},
             {"mask_mod": lambda b, h, i, j: (j <= i) & (numbers[i] == numbers[j])},
@@ -94,6 +157,9 @@ def candidates(
         "portable": lambda: tilefold.attention(q, k, v, plan=portable, **ours),
         plan.kernel: lambda: tilefold.attention(q, k, v, **ours),
     }
+    if "lists" in plan.options:
+        bare = plan.with_tile(options=tuple(option for option in plan.options if option != "lists"))
+        made["without lists"] = lambda: tilefold.attention(q, k, v, plan=bare, **ours)
     if flex:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
