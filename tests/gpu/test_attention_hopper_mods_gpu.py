@@ -428,7 +428,7 @@ def test_lists_behind_the_others(options):
 
 def test_lists_follow_their_arguments():
     """By default, eager, in a graph and compiled: what changes in place changes the lists."""
-    q, k, v = qkv(1, 2048, 2048, 4, 2, 128, dtype=BF, device=DEVICE)
+    q, k, v = qkv(1, 2048, 2048, 16, 2, 128, dtype=BF, device=DEVICE)
     numbers = torch.zeros(2048, dtype=torch.int32, device=DEVICE)
     options = {"mask_mod": alone, "mask_args": (numbers,)}
     plan = tilefold.attention_plan(q, k, v, **options)

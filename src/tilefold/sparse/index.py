@@ -396,13 +396,19 @@ class BlockIndex:
         score.  args: its mask_args.  batch, heads: those of the call; lists are shared over what the source of mask_mod does not
         name.
 
-        Memory while it runs: a byte a map element, and a `from_map`; nothing of tokens, nothing read on the host.  Give
+        Memory while it runs: a byte a map element; nothing of tokens, nothing read on the host.  Give
         mask_mod and args to the call, too: the record holds neither.  masked: None: True (check=True: where a block is listed
         that is not seen whole).  capacity as in `from_map`.  device: torch's default if None; where kernels run.  Unsupported
         inside torch.compile."""
+        from ..ops.sparse.classify import lists_of_kinds
+
         lengths, blocks = (seq_q, seq_k), (block_q, block_k)
         kinds, cut = kinds_of_mask_mod(mask_mod, args, (batch, heads), lengths, blocks, device, check)
-        return cls._of_mask(kinds > 0, blocks, lengths, cut if masked is None else masked, capacity, check)
+        room = kinds.shape[3] if capacity is None else check_whole("capacity", capacity)
+        indices, counts, wanted = lists_of_kinds(kinds, room)
+        if check:
+            check_within_capacity("mask_mod", wanted, room)
+        return cls(indices, counts, *blocks, *lengths, masked=cut if masked is None else masked)
 
     @classmethod
     def _of_mask(

@@ -172,7 +172,7 @@ def create_block_mask(
         return _create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, where, BLOCK_SIZE, **own)
     grid = (1 if B is None else B, 1 if H is None else H, Q_LEN, KV_LEN)
     made = translated(mask_mod, grid, where, "mask_mod")
-    batch, heads = (n if read else min(n, 1) for n, read in zip(grid, reads(made.function)[1:], strict=True))
+    batch, heads = (n if read else min(n, 1) for n, read in zip(grid, reads(made.function)[1:], strict=False))
     kinds = block_kinds(made.function, made.args, (batch, heads, Q_LEN, KV_LEN), sizes, where)
     for dim, (length, size) in enumerate(zip((Q_LEN, KV_LEN), sizes, strict=True), 2):
         if length % size and kinds.numel():  # torch counts what is past the end as not seen

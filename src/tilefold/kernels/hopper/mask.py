@@ -12,7 +12,7 @@ from .structs import Value, struct
 class TileWalk:
     """The KV tiles of a query tile in the order in which they are folded: `count` from `first` on, or those that a list names.
 
-    entries: a list's (kernels.sparse.classify.list_tiles), twice a tile's number, plus 1 where no mask_mod hides any of it."""
+    entries: a list's (kernels.sparse.classify.list_blocks), twice a tile's number, plus 1 where no mask_mod hides any of it."""
 
     first: Value
     count: gl.tensor
@@ -67,7 +67,12 @@ class Mask:
     @constexpr_function
     def __init__(self, left, right, KIND, ROWS, KEYS, PACK, Lists=None, lists_b=None, lists_h=None, lists_q=None):
         self.left, self.right = left, right
-        self.Lists, self.lists_b, self.lists_h, self.lists_q = field(Lists), field(lists_b), field(lists_h), field(lists_q)
+        self.Lists, self.lists_b, self.lists_h, self.lists_q = (
+            field(Lists),
+            field(lists_b),
+            field(lists_h),
+            field(lists_q),
+        )
         self.KIND, self.ROWS = gl.constexpr(KIND), gl.constexpr(ROWS)
         self.KEYS, self.PACK = gl.constexpr(KEYS), gl.constexpr(PACK)
 

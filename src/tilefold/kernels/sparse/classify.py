@@ -3,7 +3,6 @@
 import triton
 import triton.language as tl
 
-from ...device.mods import mask
 from ...device.ranges import range_of_tile
 
 RUNTIME = ["seq_q", "seq_k", "heads", "q_blocks", "kv_blocks"]
@@ -22,31 +21,47 @@ def classify_blocks(
     i_m = (i // kv_blocks % q_blocks).to(tl.int32)
     i_bh = i // kv_blocks // q_blocks
     i_b, i_h = (i_bh // heads).to(tl.int32), (i_bh % heads).to(tl.int32)
-    some, whole = 0, 1
+    seen, looked = tl.zeros((BLOCK_M, BLOCK_N), tl.int32), 0
     for first_q in range(i_m * Q_BLOCK, tl.minimum((i_m + 1) * Q_BLOCK, seq_q), BLOCK_M):
         # Lanes past the end look at the last query or key again, which changes nothing.
         q_index = tl.minimum(first_q + tl.arange(0, BLOCK_M), seq_q - 1)[:, None]
-        place = (i_b, i_h, q_index, (seq_q, seq_k))
         for first_k in range(i_n * KV_BLOCK, tl.minimum((i_n + 1) * KV_BLOCK, seq_k), BLOCK_N):
             kv_index = tl.minimum(first_k + tl.arange(0, BLOCK_N), seq_k - 1)[None, :]
-            score = mask(tl.zeros((BLOCK_M, BLOCK_N), tl.float32), place, kv_index, mask_mods)
-            seen = (score == 0.0).to(tl.int32)
-            some = tl.maximum(some, tl.max(tl.max(seen, 1), 0))
-            whole = tl.minimum(whole, tl.min(tl.min(seen, 1), 0))
-    tl.store(Kinds + i, (some + (some & whole)).to(tl.uint8))
+            seen += shown((i_b, i_h, q_index, (seq_q, seq_k)), kv_index, mask_mods, BLOCK_M, BLOCK_N)
+            looked += BLOCK_M * BLOCK_N
+    count = tl.sum(tl.sum(seen, 1), 0)
+    kind = tl.where(count == looked, FULL, tl.where(count > 0, PARTIAL, EMPTY))
+    tl.store(Kinds + i, kind.to(tl.uint8))
 
 
-@triton.jit(do_not_specialize=["seq_q", "seq_k", "left", "right", "q_blocks", "kv_blocks"])
-def list_tiles(
-    Kinds, Lists, seq_q, seq_k, left, right, q_blocks, kv_blocks,
-    KIND: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, ENTRIES: tl.constexpr,
+@triton.jit
+def shown(place, kv_index, mods, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """int32 [BLOCK_M, BLOCK_N]: 1 where every mask_mod is true."""
+    batch, head, q_index, extent = place
+    score = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    found = tl.full((BLOCK_M, BLOCK_N), 1, tl.int1)
+    for i in tl.static_range(len(mods)):
+        keep = mods[i][0](score, batch, head, q_index, kv_index, mods[i][1] + extent)
+        tl.static_assert(keep.dtype == tl.int1, "a mask_mod has to return booleans (a comparison), not scores")
+        found = found & keep
+    return found.to(tl.int32)
+
+
+@triton.jit(
+    do_not_specialize=["seq_q", "seq_k", "left", "right", "q_blocks", "kv_blocks", "capacity", "stride_i", "stride_c"]
+)
+def list_blocks(
+    Kinds, Index, Count, seq_q, seq_k, left, right, q_blocks, kv_blocks, capacity, stride_i, stride_c,
+    KIND: tl.constexpr, MARKED: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Lists [rows, 1 + kv_blocks] int32 contiguous of Kinds [rows, kv_blocks], rows = batch * heads * q_blocks: how many entries,
-    and the entries in ascending order, twice a block's number, plus 1 if it is full.  Only blocks in the range of the band
-    (device.ranges) count.  A row without any gets block 0 as a partial one: a kernel folds at least one.  Grid (rows,)."""
+    """Lists of Kinds [rows, kv_blocks], rows = batch * heads * q_blocks: Index [rows, capacity] by stride_i, ascending, of which
+    Count [rows] by stride_c count, int32; the last block stands behind them.  Only blocks in the range of the band
+    (device.ranges) count.  Grid (rows,).
+
+    MARKED: entries are twice a block's number, plus 1 if it is full, and a row without any gets block 0 as a partial one: a
+    kernel folds at least one."""
     row = tl.program_id(0).to(tl.int64)
-    kinds = Kinds + row * kv_blocks
-    entries = Lists + row * (kv_blocks + 1) + 1
+    kinds, entries = Kinds + row * kv_blocks, Index + row * stride_i
     first, _, _, end = range_of_tile((row % q_blocks).to(tl.int32), seq_q, seq_k, left, right, KIND, Q_BLOCK, KV_BLOCK)
     count = 0
     for start in range(first, end, ENTRIES):
@@ -54,8 +69,15 @@ def list_tiles(
         kind = tl.load(kinds + block, mask=block < end, other=EMPTY)
         seen = (kind != EMPTY).to(tl.int32)
         place = count + tl.cumsum(seen, 0) - seen
-        tl.store(entries + place, block * 2 + (kind == FULL).to(tl.int32), mask=seen > 0)
+        entry = block * 2 + (kind == FULL).to(tl.int32) if MARKED else block
+        tl.store(entries + place, entry, mask=(seen > 0) & (place < capacity))
         count += tl.sum(seen, 0)
-    if count == 0:
-        tl.store(entries, 0)
-    tl.store(entries - 1, tl.maximum(count, 1))
+    if MARKED:
+        if count == 0:
+            tl.store(entries, 0)
+        count = tl.maximum(count, 1)
+    else:
+        for start in range(count, capacity, ENTRIES):
+            place = start + tl.arange(0, ENTRIES)
+            tl.store(entries + place, kv_blocks - 1, mask=place < capacity)
+    tl.store(Count + row * stride_c, count)

@@ -19,9 +19,10 @@ from ..device import device_of
 if TYPE_CHECKING:
     from ..launch import Launch
 
-__all__ = ["TileLists", "block_kinds", "blocks_of", "reads"]
+__all__ = ["TileLists", "block_kinds", "blocks_of", "lists_of_kinds", "reads"]
 
 KEPT = 4  # lists of a call's shapes and mask_mod: layers may take turns with their args
+ENTRIES = 128  # that are written at a time
 TILE = 32, 128  # queries and keys that are looked at at a time, at most
 
 
@@ -64,8 +65,29 @@ def _classify(blocks: int, block: tuple[int, int], device: torch.device) -> "Lau
     return Launch(classify_blocks, (blocks, 1, 1), constants, {"num_warps": 4}, device.index or 0)
 
 
+def lists_of_kinds(kinds: torch.Tensor, capacity: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(indices, counts, wanted) of blocks that are not empty, as `map_to_lists` has them; nothing is read on the host."""
+    wanted = torch.empty(kinds.shape[:3], dtype=torch.int32, device=kinds.device)
+    indices = torch.empty((*kinds.shape[:3], capacity), dtype=torch.int32, device=kinds.device)
+    if wanted.numel() > 0 and kinds.shape[3] > 0:
+        sizes = 1, kinds.shape[3], UNBOUNDED, UNBOUNDED, *kinds.shape[2:], capacity, capacity, 1
+        _list(wanted.numel(), 0, False, (1, 1), kinds.device)((kinds, indices, wanted, *sizes))
+    else:
+        wanted.zero_()
+        indices.zero_()
+    return indices, wanted.clamp(max=capacity), wanted
+
+
+def _list(rows: int, kind: int, marked: bool, block: tuple[int, int], device: torch.device) -> "Launch":
+    from ...kernels.sparse.classify import list_blocks
+    from ..launch import Launch
+
+    constants = {"KIND": kind, "MARKED": marked, "Q_BLOCK": block[0], "KV_BLOCK": block[1], "ENTRIES": ENTRIES}
+    return Launch(list_blocks, (rows, 1, 1), constants, {"num_warps": 4}, device.index or 0)
+
+
 class TileLists:
-    """The lists of KV tiles of a mask_mod's calls: for each query tile, which it shows, and which of those whole (list_tiles).
+    """The lists of KV tiles of a mask_mod's calls: for each query tile, which it shows, and which of those whole (list_blocks).
 
     sizes: batch, heads, seq_q, seq_k.  One list serves all batch entries, heads that the source of mask_mod does not name.  The
     result is kept until an arg changes: another tensor, another version of it (in-place operations of torch count), another
@@ -80,9 +102,7 @@ class TileLists:
         device: torch.device,
         anew: bool,
     ) -> None:
-        from ...kernels.sparse.classify import list_tiles
         from ..dense.attention_parts import kind_of
-        from ..launch import Launch
 
         read = reads(mask_mod)
         batch, heads = sizes[0] if read.batch else 1, sizes[1] if read.head else 1
@@ -92,10 +112,7 @@ class TileLists:
         self.strides = self.shape[2] * heads * row * (batch > 1), self.shape[2] * row * (heads > 1), row
         self.band = [UNBOUNDED if side < 0 else side for side in window]
         self.classify = _classify(math.prod(self.shape), tile, device)
-        constants = {"KIND": kind_of(window), "Q_BLOCK": tile[0], "KV_BLOCK": tile[1], "ENTRIES": 128}
-        self.list = Launch(
-            list_tiles, (math.prod(self.shape[:3]), 1, 1), constants, {"num_warps": 4}, device.index or 0
-        )
+        self.list = _list(math.prod(self.shape[:3]), kind_of(window), True, tile, device)
         self._kept: dict[Any, tuple[list[Any], torch.Tensor]] = {}
 
     def of(self, mods: tuple[Any, ...], args: tuple[Any, ...]) -> torch.Tensor:
@@ -123,7 +140,8 @@ class TileLists:
         kinds, lists = self._empty(torch.uint8, 0), self._empty(torch.int32, 1)
         sizes = _sizes(kinds, self.grid)
         self.classify((kinds, *sizes, mods))
-        self.list((kinds, lists, *sizes[:2], *self.band, *sizes[3:]))
+        row = lists.shape[3]
+        self.list((kinds, lists[..., 1:], lists, *sizes[:2], *self.band, *sizes[3:], row - 1, row, row))
         return lists
 
     def _empty(self, dtype: torch.dtype, more: int) -> torch.Tensor:
