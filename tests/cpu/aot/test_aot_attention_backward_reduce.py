@@ -8,6 +8,7 @@ from tilefold.plan.backward.attention_backward import AttentionBackwardPlan, pla
 from tilefold.plan.backward.attention_backward_reduce import KERNEL, ReduceOptions, reduce_shared
 
 ORDERED = ReduceOptions(ordered=True)
+LATE = ReduceOptions(ordered=True, late=True)
 USER = {"score_mods": ("user",), "mask_mods": ("user",)}
 CASES = {
     "d128": (problem(128), ReduceOptions()),
@@ -22,25 +23,25 @@ CASES = {
     "d64 ordered": (problem(64), ORDERED),
     "d64 causal ordered": (problem(64, causal=True), ORDERED),
     "d64 window fp16 ordered": (problem(64, window=(256, 100), dtype="float16"), ORDERED),
-    "d128 softcap": (problem(128, score_mods=("softcap",)), ORDERED),
-    "d128 causal softcap fp16": (problem(128, causal=True, score_mods=("softcap",), dtype="float16"), ORDERED),
-    "d128 alibi": (problem(128, score_mods=("alibi",)), ORDERED),
-    "d128 causal alibi": (problem(128, causal=True, score_mods=("alibi",)), ReduceOptions()),
-    "d128 score_mod": (problem(128, score_mods=("user",)), ORDERED),
-    "d128 causal mask_mod": (problem(128, causal=True, mask_mods=("user",)), ORDERED),
-    "d128 mods that load": (problem(128, **USER), ORDERED),
-    "d128 causal mods that load": (problem(128, causal=True, **USER), ORDERED),
+    "d128 softcap": (problem(128, score_mods=("softcap",)), LATE),
+    "d128 causal softcap fp16": (problem(128, causal=True, score_mods=("softcap",), dtype="float16"), LATE),
+    "d128 alibi": (problem(128, score_mods=("alibi",)), LATE),
+    "d128 causal alibi": (problem(128, causal=True, score_mods=("alibi",)), ReduceOptions(late=True)),
+    "d128 score_mod": (problem(128, score_mods=("user",)), LATE),
+    "d128 causal mask_mod": (problem(128, causal=True, mask_mods=("user",)), LATE),
+    "d128 mods that load": (problem(128, **USER), LATE),
+    "d128 causal mods that load": (problem(128, causal=True, **USER), LATE),
     "d128 window all mods fp16": (
         problem(128, window=(256, 100), dtype="float16", score_mods=("softcap", "alibi", "user"), mask_mods=("user",)),
-        ReduceOptions(),
+        ReduceOptions(late=True),
     ),
-    "d64 softcap": (problem(64, score_mods=("softcap",)), ORDERED),
-    "d64 causal alibi": (problem(64, causal=True, score_mods=("alibi",)), ORDERED),
-    "d64 score_mod fp16": (problem(64, score_mods=("user",), dtype="float16"), ReduceOptions()),
-    "d64 mods that load": (problem(64, **USER), ORDERED),
+    "d64 softcap": (problem(64, score_mods=("softcap",)), LATE),
+    "d64 causal alibi": (problem(64, causal=True, score_mods=("alibi",)), LATE),
+    "d64 score_mod fp16": (problem(64, score_mods=("user",), dtype="float16"), ReduceOptions(late=True)),
+    "d64 mods that load": (problem(64, **USER), LATE),
     "d64 window all mods": (
         problem(64, window=(256, 100), score_mods=("softcap", "alibi", "user"), mask_mods=("user",)),
-        ORDERED,
+        LATE,
     ),
 }
 

@@ -80,6 +80,8 @@ def step(dk, dv, own, batch, head, tile, pipe, mods, recompute, sums, i, CID: gl
         wait for dq, hand it over                  dk
         wait for dk: the slot is free
 
+    LATE: dP is issued behind P, since changes of scores have no registers beside it.
+
     Source: the order of the products is FlashAttention-4's (https://github.com/Dao-AILab/flash-attention, flash_bwd_sm90.py)."""
     config = pipe.config
     stage = pipe.stage(i)
@@ -87,14 +89,19 @@ def step(dk, dv, own, batch, head, tile, pipe, mods, recompute, sums, i, CID: gl
     slope = mods.slope(batch, head)
     s_flying = pipe.issue_scores(stage, CID)
     statistics = recompute.row(stage.slot)
-    dp_flying = pipe.issue_dp(stage, CID)
-    s = wgmma_wait(1, deps=(s_flying,))
+    if config.LATE:
+        s = wgmma_wait(0, deps=(s_flying,))
+    else:
+        dp_flying = pipe.issue_dp(stage, CID)
+        s = wgmma_wait(1, deps=(s_flying,))
     if mods.ON:
         s, steep = mods.apply(s, slope, batch, head, tile * config.QUERIES, own.tile * UNIT, own.lengths)
     p = recompute.probabilities(own.cut(s, tile), statistics)
     p16 = narrowed(p, config.DTYPE)
     if mods.STEEP:
         p = p * steep
+    if config.LATE:
+        dp_flying = pipe.issue_dp(stage, CID)
     schedule_fence_16(p16)
     if config.ROUNDED:
         short = narrowed(p, config.DTYPE) if mods.STEEP else p16
@@ -146,7 +153,7 @@ def attention_backward_reduce(
     stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh,
     cap, Slopes, slope_b, slope_h, score_mods, score_grads, mask_mods,
     SOFTCAP: gl.constexpr, KIND: gl.constexpr, D: gl.constexpr, QUERIES: gl.constexpr, SLOTS: gl.constexpr, ORDERED: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    LATE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q_desc, do_desc [B, H, Sq, D], boxes [1, 1, QUERIES, 64]; k_desc, v_desc [B, H/group, Sk, D], boxes [1, 1, 128, 64].  D is
     64 with QUERIES 128, or 128 with QUERIES 64.  stat_desc: statistics (`recompute`, of QUERIES queries) as one dimension, box
@@ -158,10 +165,10 @@ def attention_backward_reduce(
     QUERIES queries, blocks of 128 keys of a head.  KIND: FULL, CAUSAL or WINDOW (left, right).
 
     What changes the scores (`backward_mods`): SOFTCAP with cap, Slopes of ALiBi [B, H] by their strides or None; score_mods with
-    their derivatives score_grads, mask_mods: the user's, see device.mods; () for none.
+    their derivatives score_grads, mask_mods: the user's, see device.mods; () for none.  LATE: see `step`.
 
     Grid: B * H/group * blocks, heads_at_once KV heads at a time."""
-    config = ReduceConfig(q_desc.dtype, D, QUERIES, SLOTS)
+    config = ReduceConfig(q_desc.dtype, D, QUERIES, SLOTS, LATE)
     pipe = make_reduce_pipeline(q_desc, do_desc, k_desc, v_desc, stat_desc, config)
     ADDERS: gl.constexpr = 2 if ORDERED and D == 128 else 1
     sums = make_dq_sums(sum_desc, Progress, QUERIES * D, ORDERED, ADDERS)

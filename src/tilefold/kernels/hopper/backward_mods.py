@@ -1,7 +1,7 @@
 """What changes scores in the backward kernels: softcap, ALiBi, the user's score_mod and mask_mods.  See `score_mods`.
 
-Scores are transposed here, [64 keys, QUERIES].  A mod works element by element, so it takes them as they lie: q_index [1, QUERIES],
-kv_index [64, 1] (device.mods).
+Scores are transposed here, [64 keys, QUERIES].  A mod works element by element, so it takes them as they lie: q_index
+[1, QUERIES], kv_index [64, 1] (device.mods).
 
 dS = P (dP - delta) is by the changed score.  The gradient by the product is that times the changes' derivative.  P takes the
 derivative on before dP is there, so that it has no registers of its own while dP is in flight.
@@ -70,7 +70,9 @@ class BackwardMods:
             s = softcap(s, self.scale / self.cap, self.SOFTCAP)
             scale = self.cap
             steep = 1.0 - s * s
-        if self.Slopes is not None:  # rows and columns, and so the distance's sign, are those of the forward pass turned
+        if (
+            self.Slopes is not None
+        ):  # rows are keys here: a distance without a sign is that of the forward pass, else its opposite
             sign: gl.constexpr = -1.0 if self.KIND == CAUSAL else 1.0
             s = subtract_distance(s, scale, slope * sign, key, query, lengths.seq_q - lengths.seq_k, self.KIND, 1)
             scale = 1.0

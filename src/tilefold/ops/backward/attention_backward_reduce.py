@@ -112,6 +112,7 @@ def _main(plan: "AttentionBackwardPlan", call: Call, device: int) -> "Launch":
         "QUERIES": rules.queries_of(n),
         "SLOTS": plan.keys.num_stages,
         "ORDERED": options.ordered,
+        "LATE": options.late,
         "CONSUMER_REGISTERS": rules.REGISTERS[1],
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
     }

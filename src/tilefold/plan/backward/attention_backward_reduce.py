@@ -56,12 +56,16 @@ SHARED = 768  # barriers, and what the compiler keeps to start the partitions
 class ReduceOptions:
     """Which version of the kernel.
 
-    ordered: each tile of queries gets its additions in the order of the keys' blocks, so the bits are the same every run."""
+    ordered: each tile of queries gets its additions in the order of the keys' blocks, so the bits are the same every run.
+    late: with changes of scores, dP is issued behind them: the two do not run side by side, but nothing has to leave registers
+    for the other."""
 
     ordered: bool = False
+    late: bool = False
 
     def __str__(self) -> str:
-        return "dq added in memory, " + ("in the order of the keys" if self.ordered else "in any order")
+        late = ", dP behind the changes of scores" if self.late else ""
+        return "dq added in memory, " + ("in the order of the keys" if self.ordered else "in any order") + late
 
 
 ANY_ORDER = ReduceOptions()
@@ -103,7 +107,7 @@ def options_for(problem: AttentionProblem, device: Device, deterministic: bool) 
     if not n.plain:
         if min(n.seq_q, n.seq_k) < LEAST_CHANGED:
             return f"with fewer than {LEAST_CHANGED} queries or keys it was not measured with changes of scores"
-        return ReduceOptions(ordered=deterministic or not _any_order_pays(n))
+        return ReduceOptions(ordered=deterministic or not _any_order_pays(n), late=True)
     if min(n.sides) >= 0:
         return "it was not measured with a window"
     causal, tokens, least = max(n.sides) >= 0, min(n.seq_q, n.seq_k), LEAST_TOKENS[n.dim_qk]
@@ -195,6 +199,8 @@ def reduce_violation(
         return "kernel", f"{KERNEL} cannot be used: {refusal}"
     if fault := options_violation(options):
         return fault
+    if n.plain and options is not None and options.late:
+        return "options.late", "is a version of changes of scores, which the problem does not have"
     fixed = {"block_m": queries_of(n), "block_n": KEYS, "num_warps": 4}
     if fault := tile_fault(KERNEL, tile, fixed, reduce_shared(n, tile.num_stages), device):
         return fault
@@ -212,7 +218,8 @@ def options_violation(options: object) -> tuple[str, str] | None:
     """As reduce_violation, of the options alone."""
     if not isinstance(options, ReduceOptions):
         return "options", f"must be ReduceOptions with {KERNEL}, got {options!r}"
-    ordered: Any = options.ordered
-    if type(ordered) is not bool:
-        return "options.ordered", f"must be a bool, got {ordered!r}"
+    for name in ("ordered", "late"):
+        given: Any = getattr(options, name)
+        if type(given) is not bool:
+            return f"options.{name}", f"must be a bool, got {given!r}"
     return None
