@@ -10,8 +10,8 @@ from tilefold.plan.backward import attention_backward_packed as packed
 from tilefold.plan.backward import attention_backward_reduce as reduced
 from tilefold.plan.backward import attention_backward_spans as spans
 from tilefold.plan.backward.attention_backward_hopper import KERNEL as HOPPER
-from tilefold.plan.backward.attention_backward_reduce import ReduceOptions
 from tilefold.plan.backward.attention_backward_reduce import KERNEL as REDUCE
+from tilefold.plan.backward.attention_backward_reduce import ReduceOptions
 from tilefold.plan.backward.backward import backward_box_refusal, backward_tile_violation, first_fit, not_a_tile
 from tilefold.plan.backward.backward_time import RATES, features
 from tilefold.plan.base import Plan, changed, require_device, require_fit
@@ -243,11 +243,11 @@ def plan_attention_backward(
     options = reduced.options_for(problem, device, deterministic)
     if isinstance(options, ReduceOptions):
         return _reduce(problem, device, bias, options)
+    if problem.score_mods or problem.mask_mods:
+        return _refusing(_portable(problem, device, bias), REDUCE, options)
     if not deterministic:
         plan = plan_attention_backward(problem, device, bias)
         return replace(plan, reason=f"{plan.reason} {REDUCE} is not taken: {options}.")
-    if problem.score_mods or problem.mask_mods:
-        return _refusing(_portable(problem, device, bias), REDUCE, options)
     refusal = (packed.packed_refusal if problem.varlen else spans.hopper_backward_refusal)(problem, device)
     if not refusal:
         return _hopper(problem, device, bias)
