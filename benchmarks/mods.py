@@ -1,12 +1,14 @@
-"""Forward attention with the user's own score_mod or mask_mod: on sm_90, in a portable kernel and by FlexAttention, in turns.
+"""Attention with the user's own score_mod or mask_mod, or its gradients: on sm_90, in a portable kernel and by FlexAttention, in
+turns.
 
-    PYTHONPATH=src python benchmarks/mods.py [--only relative] [--dim 128] [--tokens 4096] [--rounds 5]
+    PYTHONPATH=src python benchmarks/mods.py [--backward] [--only relative] [--dim 128] [--tokens 4096] [--rounds 5]
 
-Milliseconds and TFLOP/s as if every query saw every key, or half of them with causal.  Results are held to the portable kernel's
-before anything is timed."""
+Milliseconds and TFLOP/s as if every query saw every key, or half of them with causal; of the backward pass alone.  Results are
+held to the portable kernel's before anything is timed."""
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from tilefold.bench import timers
 from tilefold.plan import plan_attention
 
 DOCUMENTS, REACH, CAP = 8, 128, 30.0
-Call = Callable[[], torch.Tensor]
+Call = Callable[[], torch.Tensor | tuple[torch.Tensor, ...]]
 
 
 @triton.jit
@@ -116,6 +118,7 @@ def cases(heads: int, tokens: int) -> dict[str, tuple[dict[str, Any], dict[str, 
             {"score_mod": softcap, "score_args": (CAP,)},
             {"score_mod": lambda s, b, h, i, j: CAP * torch.tanh(s / CAP)},
         ),
+        "softcap, built in": ({"softcap": CAP}, {"score_mod": lambda s, b, h, i, j: CAP * torch.tanh(s / CAP)}),
         "causal mask_mod": ({"mask_mod": causal}, {"mask_mod": lambda b, h, i, j: j <= i}),
         "sliding": (
             {"mask_mod": sliding, "mask_args": (window,)},
@@ -173,9 +176,30 @@ def candidates(
     return made
 
 
+def gradients(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ours: dict[str, Any], flex: dict[str, Any]
+) -> dict[str, Call]:
+    """Backward passes, which give dq, dk and dv."""
+    inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+    dout = torch.randn_like(q)
+    plan = tilefold.attention_backward_plan(*inputs, **ours)
+    plans = {"portable": plan.with_tiles(kernel="attention_backward_box"), plan.kernel: plan}
+    if plan.options is not None and plan.options.late:
+        plans["dP beside the changes"] = plan.with_tiles(options=replace(plan.options, late=False))
+    outs: dict[str, Any] = {n: tilefold.attention(*inputs, **ours, backward_plan=one) for n, one in plans.items()}
+    if flex:
+        outs["flex"] = candidates(*inputs, ours, flex)["flex"]()
+    return {n: lambda out=out: torch.autograd.grad(out, inputs, dout, retain_graph=True) for n, out in outs.items()}
+
+
+def flat(made: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return torch.cat([t.detach().float().flatten() for t in ((made,) if isinstance(made, torch.Tensor) else made)])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--backward", action="store_true", help="the gradients instead")
     for name, size in (("batch", 4), ("heads", 16), ("tokens", 4096), ("dim", 128), ("rounds", 5)):
         parser.add_argument(f"--{name}", type=int, default=size)
     o = parser.parse_args()
@@ -183,10 +207,10 @@ def main() -> None:
     for name, (ours, flex) in cases(o.heads, o.tokens).items():
         if o.only not in name:
             continue
-        calls = candidates(q, k, v, ours, flex)
-        wanted = calls["portable"]().float()
-        wrong = {each: float((call().float() - wanted).norm() / wanted.norm()) for each, call in calls.items()}
-        flops = 4 * o.batch * o.heads * o.tokens**2 * o.dim / (2 if "causal" in ours else 1)
+        calls = (gradients if o.backward else candidates)(q, k, v, ours, flex)
+        wanted = flat(calls["portable"]())
+        wrong = {each: float((flat(call()) - wanted).norm() / wanted.norm()) for each, call in calls.items()}
+        flops = (10 if o.backward else 4) * o.batch * o.heads * o.tokens**2 * o.dim / (2 if "causal" in ours else 1)
         samplers = {each: (lambda call=call: timers.queued_samples(call, 4)) for each, call in calls.items()}
         failed: dict[str, Exception] = {}
         print(f"\n{name}", flush=True)

@@ -5,6 +5,7 @@ The functions are the kernel's own, but for masks, views of buffers and addresse
 
 from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 
 from simulated import Anything, Number, Ring, Turn, barriers, run_threads
 from simulated.backward import FULL, GRADIENTS, WINDOW, Backward, Panel, Value, View
@@ -79,8 +80,13 @@ class Product(Value):
     permute = reshape
 
 
+UNCHANGED = SimpleNamespace(
+    ON=False, STEEP=False, scale=1.0, slope=lambda *head: 0.0, to_base_2=lambda: 1.0
+)  # BackwardMods
+
+
 class Run(Backward):
-    """sizes: queries, keys, heads of queries, how many share a KV head; dim 64 or 128."""
+    """sizes: queries, keys, heads of queries, how many share a KV head; dim 64 or 128.  late: dP behind P."""
 
     functions = (
         (parts, ("load_panels",)),
@@ -100,9 +106,9 @@ class Run(Backward):
     )
     pairs = 2  # of barriers at which the warpgroups meet, in turns
 
-    def __init__(self, seed, kind, sizes, dim=128, ordered=False, heads_at_once=1, slots=2):
+    def __init__(self, seed, kind, sizes, dim=128, ordered=False, heads_at_once=1, slots=2, late=False):
         super().__init__(seed)
-        self.kind, self.dim, self.ordered = kind, dim, ordered
+        self.kind, self.dim, self.ordered, self.late_dp = kind, dim, ordered, late
         self.seq_q, self.seq_k, self.heads, self.group = sizes
         self.queries, self.slots, self.heads_at_once = 8192 // dim, slots, heads_at_once
         self.q_tiles, self.blocks = -(-self.seq_q // self.queries), -(-self.seq_k // KEYS)
@@ -255,7 +261,7 @@ class Run(Backward):
         ends = barriers(memory, sum_full=(2 * adders, 1), sum_empty=(2, 1))
         sums = names["DqSums"]("sums", 0, buffers, *ends, self.queries * self.dim, self.ordered, adders)
         turns = [Turn(memory, f"meeting {i}") for i in range(4)]
-        config = names["ReduceConfig"](None, self.dim, self.queries, slots)
+        config = names["ReduceConfig"](None, self.dim, self.queries, slots, self.late_dp)
         pipe = names["ReducePipeline"]("q", "do", "k", "v", "stat", q, do, k, v, ds, statistics, *bars, config)
         lengths = names["Lengths"](self.seq_q, self.seq_k, -(-self.seq_q // 64), -(-self.seq_k // 64))
         mask = names["BackwardMask"](*BAND, self.kind)
@@ -278,7 +284,7 @@ class Run(Backward):
             begin()
             block = scheduler.block()
             self.local.place = int(block.head), int(block.tile), half
-            names["consume"](half, scheduler, pipe, sums, *gradients, 1.0)
+            names["consume"](half, scheduler, pipe, UNCHANGED, sums, *gradients)
 
         return [produce, *(partial(add, own) for own in range(adders)), *(partial(consume, half) for half in (0, 1))]
 

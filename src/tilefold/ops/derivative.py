@@ -86,8 +86,8 @@ class Derivative(ast.NodeVisitor):
         return triton.jit(made)
 
     def full(self, like: str, value: float) -> Node:
-        """A number as a tile."""
-        return expression(f"{OWN}.full({like}.shape, {value}, {OWN}.float32)")
+        """A number as a tile, which takes its shape from another: one of its own would have no layout in Gluon."""
+        return expression(f"{OWN}.where({like} == {like}, {value}, {value})")
 
     def refuse(self, node: ast.AST, why: str) -> NoReturn:
         """Unsupported, naming the function and the expression."""

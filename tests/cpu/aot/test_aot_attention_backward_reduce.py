@@ -8,6 +8,8 @@ from tilefold.plan.backward.attention_backward import AttentionBackwardPlan, pla
 from tilefold.plan.backward.attention_backward_reduce import KERNEL, ReduceOptions, reduce_shared
 
 ORDERED = ReduceOptions(ordered=True)
+LATE = ReduceOptions(ordered=True, late=True)
+USER = {"score_mods": ("user",), "mask_mods": ("user",)}
 CASES = {
     "d128": (problem(128), ReduceOptions()),
     "d128 causal": (problem(128, causal=True), ReduceOptions()),
@@ -21,6 +23,26 @@ CASES = {
     "d64 ordered": (problem(64), ORDERED),
     "d64 causal ordered": (problem(64, causal=True), ORDERED),
     "d64 window fp16 ordered": (problem(64, window=(256, 100), dtype="float16"), ORDERED),
+    "d128 softcap": (problem(128, score_mods=("softcap",)), LATE),
+    "d128 causal softcap fp16": (problem(128, causal=True, score_mods=("softcap",), dtype="float16"), LATE),
+    "d128 alibi": (problem(128, score_mods=("alibi",)), LATE),
+    "d128 causal alibi": (problem(128, causal=True, score_mods=("alibi",)), ReduceOptions(late=True)),
+    "d128 score_mod": (problem(128, score_mods=("user",)), LATE),
+    "d128 causal mask_mod": (problem(128, causal=True, mask_mods=("user",)), LATE),
+    "d128 mods that load": (problem(128, **USER), LATE),
+    "d128 causal mods that load": (problem(128, causal=True, **USER), LATE),
+    "d128 window all mods fp16": (
+        problem(128, window=(256, 100), dtype="float16", score_mods=("softcap", "alibi", "user"), mask_mods=("user",)),
+        ReduceOptions(late=True),
+    ),
+    "d64 softcap": (problem(64, score_mods=("softcap",)), LATE),
+    "d64 causal alibi": (problem(64, causal=True, score_mods=("alibi",)), LATE),
+    "d64 score_mod fp16": (problem(64, score_mods=("user",), dtype="float16"), ReduceOptions(late=True)),
+    "d64 mods that load": (problem(64, **USER), LATE),
+    "d64 window all mods": (
+        problem(64, window=(256, 100), score_mods=("softcap", "alibi", "user"), mask_mods=("user",)),
+        LATE,
+    ),
 }
 
 
@@ -37,6 +59,7 @@ JOBS = {
         plan=plan_attention(made, device_named("h200")),
         backward_plan=plan_of(name),
         part="first" if part == "statistics" else part,
+        **({"reads": True} if "load" in name else {}),
     )
     for name, (made, _) in CASES.items()
     for part in ("statistics", "main", "last")

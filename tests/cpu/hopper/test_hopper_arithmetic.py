@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from simulated.arrays import Array, Pointer, array, arrays, class_of, functions
-from tilefold.kernels.hopper import parts, score_mods, softmax
+from tilefold.kernels.hopper import backward_mods, parts, score_mods, softmax
 
 NEG_INF = np.float32(-np.inf)
 CONSTANTS = {name: np.float32(getattr(softmax, name).value) for name in ("P1", "P2", "P3", "ROUNDS", "GROWTH")}
@@ -108,3 +108,95 @@ def test_distances(kind, pack):
         seen = distance >= 0 if kind == 1 else np.ones_like(distance, bool)
         assert seen.any()
         assert np.max(np.abs(got - exact)[seen]) < 2e-5
+
+
+def backward_changes(**given):
+    """BackwardMods of 64 x 64 scores, whose functions are Python's; given: what is not None."""
+    more = {"static_range": range, "static_assert": lambda *x: None, "int1": bool, "tensor": Pointer}
+    hidden = arrays(**more)
+    found = (parts, "columns_of"), *((score_mods, name) for name in ("subtract_distance", "softcap", "hide"))
+    names = {"LOG2E": np.float32(np.log2(np.e)), "quick_reciprocal": lambda x: np.float32(1) / x}
+    fields = (
+        "scale",
+        "cap",
+        "Slopes",
+        "stride_b",
+        "stride_h",
+        "score_mods",
+        "score_grads",
+        "mask_mods",
+        "SOFTCAP",
+        "KIND",
+    )
+    chosen = {
+        **dict.fromkeys(fields),
+        "score_mods": (),
+        "score_grads": (),
+        "mask_mods": (),
+        "SOFTCAP": 0,
+        "KIND": 0,
+        **given,
+    }
+    return class_of(hidden, backward_mods, "BackwardMods", *found, **names)(*(chosen[name] for name in fields))
+
+
+def lengthened(score, batch, head, q_index, kv_index, args):
+    """Of both indices, of the head and of an argument; NaN past the last query or key."""
+    rate, seq_q, seq_k = args
+    assert (q_index.shape, kv_index.shape) == ((1, 64), (64, 1))
+    return score * score * rate * np.sqrt((seq_q - 1 - q_index) + 2 * (seq_k - 1 - kv_index)) + head
+
+
+def lengthened_grad(score, batch, head, q_index, kv_index, args):
+    rate, seq_q, seq_k = args
+    return 2 * score * rate * np.sqrt((seq_q - 1 - q_index) + 2 * (seq_k - 1 - kv_index))
+
+
+def near_keys(score, batch, head, q_index, kv_index, args):
+    return kv_index <= q_index + args[0]
+
+
+CHANGES = {
+    "softcap": {"cap": np.float32(2.0), "SOFTCAP": 1},
+    "alibi": {"Slopes": Pointer(np.array([0.5, 0.25, -0.1, 2.0**-6], np.float32)), "stride_b": 2, "stride_h": 1},
+    "score_mod": {"score_mods": ((lengthened, (0.3,)),), "score_grads": ((lengthened_grad, ()),)},
+    "mask_mod": {"mask_mods": ((near_keys, (60,)),)},
+}
+
+
+EACH = [*((name,) for name in CHANGES), ("softcap", "mask_mod"), ("alibi", "score_mod"), tuple(CHANGES)]
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+@pytest.mark.parametrize("names", EACH, ids="-".join)
+def test_changes_of_the_backward_pass(names, kind):
+    """Scores and derivatives as device.mods has them, of the product in fp64; queries and keys past the end are the last ones."""
+    given = {key: value for name in names for key, value in CHANGES[name].items()}
+    scale, batch, head = np.float32(0.3), np.array(1).view(Array), np.array(1).view(Array)
+    lengths = types.SimpleNamespace(seq_q=100, seq_k=180)
+    query, key = 64, 128
+    s = array(np.random.default_rng(0).standard_normal((64, 64)) * 5)
+    mods = backward_changes(scale=scale, KIND=kind, **given)
+    assert mods.ON and bool({"softcap", "score_mod"} & {*names}) == mods.STEEP
+    got, steep = mods.apply(s, mods.slope(batch, head), batch, head, query, key, lengths)
+    natural = np.asarray(got, np.float64) * float(mods.to_base_2()) / np.log2(np.e)
+    q_index = np.arange(query, query + 64)[None]
+    kv_index = np.arange(key, key + 64)[:, None]
+    inside = (q_index < 100) & (kv_index < 180) & ((kv_index <= q_index + 80) | (kind == 0))  # the rest is cut
+    assert inside.any() and not inside.all()
+    place = 1, 1, np.minimum(q_index, 99), np.minimum(kv_index, 179)
+    exact, slope = s.astype(np.float64) * float(scale), np.ones((64, 64))
+    if "softcap" in names:
+        exact = 2.0 * np.tanh(exact / 2.0)
+        slope = 1 - (exact / 2.0) ** 2
+    if "alibi" in names:
+        exact = exact - float(CHANGES["alibi"]["Slopes"].values[3]) * np.abs(q_index + 80 - kv_index)
+    if "score_mod" in names:
+        slope = slope * lengthened_grad(exact, *place, (0.3, 100, 180))
+        exact = lengthened(exact, *place, (0.3, 100, 180))
+    if "mask_mod" in names:
+        exact = np.where(near_keys(exact, *place, (60,)), exact, -np.inf)
+        assert np.isinf(exact).any() and np.isfinite(exact).any()
+    assert np.allclose(natural[inside], exact[inside], rtol=1e-5, atol=1e-5)
+    assert np.allclose(np.broadcast_to(steep, (64, 64))[inside], slope[inside], rtol=1e-5, atol=1e-5)
+    assert not np.isnan(natural).any() and not np.isnan(steep).any()

@@ -27,11 +27,13 @@ NARROW = replace(LONG, heads=32, kv_heads=32, dim_qk=64, dim_v=64)
 DETERMINISTIC = "attention_backward_hopper"
 MEASURED = Path(__file__).parents[3] / "benchmarks" / "results" / "backward_versions.jsonl"
 ORDERED = rules.ReduceOptions(ordered=True)
+LATE = rules.ReduceOptions(ordered=True, late=True)
 LENGTHS = st.sampled_from([1, 63, 512, 1024, 4096, 8192, 16383, 16384, 16385, 65536]) | st.integers(1, 1 << 17)
 CHANGES = st.sampled_from(
     [{}, {}, {}, {"causal": True}, {"causal": True}, {"window": (4095, 0)}, {"window": (-1, 512)}, {"sinks": True},
-     {"dropout": True}, {"score_mods": ("bias",)}, {"mask_mods": ("mask",)}, {"varlen": True}, {"descriptors": False},
-     {"query_descriptors": False}, {"dtype": "float16"}, {"dtype": "float32"}]
+     {"dropout": True}, {"score_mods": ("bias",)}, {"mask_mods": ("mask",)}, {"score_mods": ("softcap",), "causal": True},
+     {"score_mods": ("alibi", "user"), "window": (4095, 0)}, {"mask_mods": ("user",)}, {"mask_mods": ("prefix", "user")},
+     {"varlen": True}, {"descriptors": False}, {"query_descriptors": False}, {"dtype": "float16"}, {"dtype": "float32"}]
 )  # fmt: skip
 
 
@@ -97,8 +99,10 @@ def test_slow_memory() -> None:
         ({"dim_qk": 256, "dim_v": 256}, "not 256 and 256"),
         ({"sinks": True}, "no sinks"),
         ({"dropout": True}, "no dropout"),
-        ({"mask_mods": ("mask",)}, "no masks but causal and window"),
-        ({"score_mods": ("bias",)}, "no changes of scores"),
+        ({"mask_mods": ("mask",)}, "it has no mask"),
+        ({"mask_mods": ("prefix",)}, "it has no prefix"),
+        ({"score_mods": ("alibi", "bias")}, "it has no bias"),
+        ({"score_mods": ("alibi",), "seq_q": 0}, "there are no queries"),
         ({"varlen": True}, "it has no packed batches"),
         ({"query_descriptors": False}, "strides of Q are not multiples of 16 bytes"),
         ({"descriptors": False}, "strides of K or V are not multiples of 16 bytes"),
@@ -129,6 +133,15 @@ def test_other_chips_and_short_keys() -> None:
         other = plan_attention_backward(NARROW, device_named("a100"), deterministic=deterministic)
         assert other.options is None
         assert deterministic or f"{rules.KERNEL} is not taken: it is written for sm_90" in other.reason
+
+
+def changed_and_served(problem: AttentionProblem, device: str) -> bool:
+    """What the kernel alone serves on sm_90: changes of scores, of 512 queries and keys on, in the order that was asked for."""
+    n = problem
+    whole = device in ("h100", "h200") and n.dtype != "float32" and n.descriptors and n.query_descriptors
+    whole = whole and not (n.varlen or n.sinks or n.dropout) and n.dim_qk == n.dim_v and n.dim_qk in (64, 128)
+    changes = {*n.score_mods, *n.mask_mods}
+    return whole and bool(changes) and changes <= {"softcap", "alibi", "user"} and min(n.seq_q, n.seq_k) >= 512
 
 
 def plain_and_long(problem: AttentionProblem, device: str) -> bool:
@@ -168,6 +181,12 @@ def test_being_allowed_more_changes_nothing_but_the_kernel(
     chip = device_named(device)
     problem = AttentionProblem(batch, *lengths, kv_heads * group, kv_heads, *dims, **changes)
     kept, other = (plan_attention_backward(problem, chip, deterministic=d) for d in (True, False))
+    if problem.score_mods or problem.mask_mods:
+        served = changed_and_served(problem, device)
+        assert [plan.kernel == rules.KERNEL for plan in (kept, other)] == [served, served]
+        assert kept.options == (LATE if served else None)
+        assert kept == other or other.options == replace(LATE, ordered=False)
+        return
     if kept.kernel == rules.KERNEL:
         assert plain_and_long(problem, device) and kept.options == ORDERED
     if other.kernel == rules.KERNEL:
@@ -227,6 +246,27 @@ def test_options_are_checked() -> None:
     plan = free(NARROW)
     with pytest.raises(PlanError, match="options.ordered: must be a bool, got 1"):
         plan.with_tiles(options=rules.ReduceOptions(ordered=1))  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="options.late: must be a bool, got 'no'"):
+        plan.with_tiles(options=rules.ReduceOptions(late="no"))  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="options.late: is a version of changes of scores"):
+        plan.with_tiles(options=LATE)
+
+
+def test_changes_of_scores() -> None:
+    """Late by itself, however the plan is asked for; no time, since none was measured; gradients of score_args are portable."""
+    for dim, changes in ((64, {"score_mods": ("softcap",)}), (128, {"mask_mods": ("user",), "causal": True})):
+        problem = replace(LONG, seq_q=4096, seq_k=4096, dim_qk=dim, dim_v=dim, **changes)
+        plan = plan_attention_backward(problem, H200)
+        assert (plan.kernel, plan.options, plan.seconds) == (rules.KERNEL, LATE, None)
+        assert "dP behind the changes of scores" in str(plan)
+        assert AttentionBackwardPlan.from_json(plan.to_json()) == plan
+        assert plan.with_tiles(kernel=rules.KERNEL, options=ORDERED).options == ORDERED
+        portable = plan.with_tiles(kernel="attention_backward_box")
+        assert portable.with_tiles(kernel=rules.KERNEL).options == rules.ReduceOptions(late=True)
+        short = plan_attention_backward(replace(problem, seq_q=511), H200)
+        assert "fewer than 512 queries or keys it was not measured with changes of scores" in short.reason
+    loads = plan_attention_backward(replace(LONG, score_mods=("user",)), H200, loads=(16,))
+    assert f"{rules.KERNEL} is not taken: it makes no gradients of score_args" in loads.reason
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from .backward_config import UNIT
 from .backward_consumer import zero_gradient
 from .backward_epilogue import Gradient
 from .backward_mask import BackwardMask, Lengths
+from .backward_mods import BackwardMods
 from .backward_pipeline import first_stage, next_stage
 from .dq_sums import make_dq_sums
 from .gluon import (
@@ -31,13 +32,13 @@ from .gluon import (
     wgmma_wait,
     widened,
 )
-from .parts import LOG2E
 from .recompute import Recompute
 from .reduce_pipeline import ReduceConfig, make_reduce_pipeline
 from .reduce_scheduler import BlockScheduler, own_keys
 
 RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_units", "kv_units", "q_tiles", "blocks", "left", "right",
-           "heads_at_once", "no_tile", "stride_xb", "stride_xn", "stride_xh", "stride_yb", "stride_yn", "stride_yh"]  # fmt: skip
+           "heads_at_once", "no_tile", "stride_xb", "stride_xn", "stride_xh", "stride_yb", "stride_yn", "stride_yh", "cap",
+           "slope_b", "slope_h"]  # fmt: skip
 
 
 # ---------------------------------------------------------------- the partitions
@@ -69,8 +70,8 @@ def add(ADDER: gl.constexpr, scheduler, sums):
 
 
 @jit
-def step(dk, dv, own, tile, pipe, recompute, sums, i, CID: gl.constexpr):
-    """The i-th query tile, number `tile`, and this consumer's own 64 keys.  What is in flight behind each line:
+def step(dk, dv, own, batch, head, tile, pipe, mods, recompute, sums, i, CID: gl.constexpr):
+    """The i-th query tile, number `tile` of a head, and this consumer's own 64 keys.  What is in flight behind each line:
 
         issue S, dP; wait for S; P                 dP
         wait for dP; dS; publish dS; issue dv      dv
@@ -79,19 +80,31 @@ def step(dk, dv, own, tile, pipe, recompute, sums, i, CID: gl.constexpr):
         wait for dq, hand it over                  dk
         wait for dk: the slot is free
 
+    LATE: dP is issued behind P, since changes of scores have no registers beside it.
+
     Source: the order of the products is FlashAttention-4's (https://github.com/Dao-AILab/flash-attention, flash_bwd_sm90.py)."""
     config = pipe.config
     stage = pipe.stage(i)
     ds = pipe.ds.index(i & 1)
+    slope = mods.slope(batch, head)
     s_flying = pipe.issue_scores(stage, CID)
     statistics = recompute.row(stage.slot)
-    dp_flying = pipe.issue_dp(stage, CID)
-    s = wgmma_wait(1, deps=(s_flying,))
+    if config.LATE:
+        s = wgmma_wait(0, deps=(s_flying,))
+    else:
+        dp_flying = pipe.issue_dp(stage, CID)
+        s = wgmma_wait(1, deps=(s_flying,))
+    if mods.ON:
+        s, steep = mods.apply(s, slope, batch, head, tile * config.QUERIES, own.tile * UNIT, own.lengths)
     p = recompute.probabilities(own.cut(s, tile), statistics)
     p16 = narrowed(p, config.DTYPE)
+    if mods.STEEP:
+        p = p * steep
+    if config.LATE:
+        dp_flying = pipe.issue_dp(stage, CID)
     schedule_fence_16(p16)
     if config.ROUNDED:
-        short = p16
+        short = narrowed(p, config.DTYPE) if mods.STEEP else p16
     p16 = gl.convert_layout(p16, config.LEFT)
     dp = wgmma_wait(0, deps=(dp_flying,))
     if config.ROUNDED:
@@ -113,7 +126,7 @@ def step(dk, dv, own, tile, pipe, recompute, sums, i, CID: gl.constexpr):
 
 
 @jit
-def consume(CID: gl.constexpr, scheduler, pipe, sums, dk_out, dv_out, scale):
+def consume(CID: gl.constexpr, scheduler, pipe, mods, sums, dk_out, dv_out):
     """dk and dv of 64 keys, over all query heads of their KV head, and half of every query tile's dq."""
     config = pipe.config
     block = scheduler.block()
@@ -123,13 +136,14 @@ def consume(CID: gl.constexpr, scheduler, pipe, sums, dk_out, dv_out, scale):
     mbarrier.wait(pipe.kv_full.index(0), 0)
     visit = scheduler.first_visit(block)
     for i in range(block.visits):
-        recompute = Recompute(pipe.statistics, scale * LOG2E, config.SCORES, config.QUERIES)
-        dk, dv = step(dk, dv, own, visit.tile, pipe, recompute, sums, i, CID)
+        recompute = Recompute(pipe.statistics, mods.to_base_2(), config.SCORES, config.QUERIES)
+        head = block.head * scheduler.group + visit.head
+        dk, dv = step(dk, dv, own, block.batch, head, visit.tile, pipe, mods, recompute, sums, i, CID)
         visit = scheduler.next_visit(visit, block)
     n = own.tile.to(gl.int64) * UNIT
     rows = own.lengths.seq_k - own.tile * UNIT
     dv_out.store(dv, block, n, rows)
-    dk_out.store(dk * scale, block, n, rows)
+    dk_out.store(dk * mods.scale, block, n, rows)
 
 
 @jit(do_not_specialize=RUNTIME)
@@ -137,8 +151,9 @@ def attention_backward_reduce(
     q_desc, do_desc, k_desc, v_desc, stat_desc, sum_desc, Progress, DK, DV,
     scale, seq_q, seq_k, heads, group, q_units, kv_units, q_tiles, blocks, left, right, heads_at_once, no_tile,
     stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh,
-    KIND: gl.constexpr, D: gl.constexpr, QUERIES: gl.constexpr, SLOTS: gl.constexpr, ORDERED: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    cap, Slopes, slope_b, slope_h, score_mods, score_grads, mask_mods,
+    SOFTCAP: gl.constexpr, KIND: gl.constexpr, D: gl.constexpr, QUERIES: gl.constexpr, SLOTS: gl.constexpr, ORDERED: gl.constexpr,
+    LATE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q_desc, do_desc [B, H, Sq, D], boxes [1, 1, QUERIES, 64]; k_desc, v_desc [B, H/group, Sk, D], boxes [1, 1, 128, 64].  D is
     64 with QUERIES 128, or 128 with QUERIES 64.  stat_desc: statistics (`recompute`, of QUERIES queries) as one dimension, box
@@ -149,8 +164,11 @@ def attention_backward_reduce(
     DK, DV [B, Sk, H/group, D] by strides.  scale > 0.  q_units, kv_units: tiles of 64 queries and keys; q_tiles, blocks: tiles of
     QUERIES queries, blocks of 128 keys of a head.  KIND: FULL, CAUSAL or WINDOW (left, right).
 
+    What changes the scores (`backward_mods`): SOFTCAP with cap, Slopes of ALiBi [B, H] by their strides or None; score_mods with
+    their derivatives score_grads, mask_mods: the user's, see device.mods; () for none.  LATE: see `step`.
+
     Grid: B * H/group * blocks, heads_at_once KV heads at a time."""
-    config = ReduceConfig(q_desc.dtype, D, QUERIES, SLOTS)
+    config = ReduceConfig(q_desc.dtype, D, QUERIES, SLOTS, LATE)
     pipe = make_reduce_pipeline(q_desc, do_desc, k_desc, v_desc, stat_desc, config)
     ADDERS: gl.constexpr = 2 if ORDERED and D == 128 else 1
     sums = make_dq_sums(sum_desc, Progress, QUERIES * D, ORDERED, ADDERS)
@@ -158,13 +176,14 @@ def attention_backward_reduce(
     lengths = Lengths(seq_q, seq_k, q_units, kv_units)
     mask = BackwardMask(left, right, KIND)
     scheduler = BlockScheduler(lengths, heads, group, q_tiles, blocks, heads_at_once, no_tile, mask, QUERIES, ORDERED)
+    mods = BackwardMods(scale, cap, Slopes, slope_b, slope_h, score_mods, score_grads, mask_mods, SOFTCAP, KIND)
     dk = Gradient(DK, stride_xb, stride_xn, stride_xh, config.DTYPE)
     dv = Gradient(DV, stride_yb, stride_yn, stride_yh, config.DTYPE)
     if ADDERS == 2:
         gl.warp_specialize(
             [
-                (consume, (0, scheduler, pipe, sums, dk, dv, scale)),
-                (consume, (1, scheduler, pipe, sums, dk, dv, scale)),
+                (consume, (0, scheduler, pipe, mods, sums, dk, dv)),
+                (consume, (1, scheduler, pipe, mods, sums, dk, dv)),
                 (produce, (scheduler, pipe)),
                 (add, (0, scheduler, sums)),
                 (add, (1, scheduler, sums)),
@@ -175,8 +194,8 @@ def attention_backward_reduce(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, scheduler, pipe, sums, dk, dv, scale)),
-                (consume, (1, scheduler, pipe, sums, dk, dv, scale)),
+                (consume, (0, scheduler, pipe, mods, sums, dk, dv)),
+                (consume, (1, scheduler, pipe, mods, sums, dk, dv)),
                 (produce, (scheduler, pipe)),
                 (add, (0, scheduler, sums)),
             ],

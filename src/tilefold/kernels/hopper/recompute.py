@@ -6,15 +6,15 @@ row is that of a tile without queries: what KV tiles meet that nobody sees.
 """
 
 from .gluon import gl, jit
-from .structs import struct
+from .structs import Value, struct
 
 
 @struct
 class Recompute:
-    """statistics [slots, 2 * QUERIES] in shared memory; scale: of scores, to base 2; SCORES: layout of [keys, QUERIES]."""
+    """statistics [slots, 2 * QUERIES] in shared memory; scale: of the scores, to base 2; SCORES: layout of [keys, QUERIES]."""
 
     statistics: gl.shared_memory_descriptor
-    scale: gl.tensor
+    scale: Value
     SCORES: gl.constexpr
     QUERIES: gl.constexpr
 

@@ -31,15 +31,17 @@ class ReduceConfig:
     QUERIES: gl.constexpr  # of a tile
     SLOTS: gl.constexpr  # of the rings of q and of dout
     ROUNDED: gl.constexpr
+    LATE: gl.constexpr  # issue dP behind P
     SCORES: gl.constexpr  # layouts: of S, P, dP and dS [64, QUERIES],
     OUT: gl.constexpr  # of dk and dv [64, D],
     LEFT: gl.constexpr  # of P and dS as left operands,
     DQ: gl.constexpr  # and of a consumer's part of dq, [64, 64]
 
     @constexpr_function
-    def __init__(self, DTYPE, D, QUERIES, SLOTS):
+    def __init__(self, DTYPE, D, QUERIES, SLOTS, LATE):
         self.DTYPE, self.D, self.QUERIES = gl.constexpr(DTYPE), gl.constexpr(D), gl.constexpr(QUERIES)
         self.SLOTS, self.ROUNDED = gl.constexpr(SLOTS), gl.constexpr(D == 64)
+        self.LATE = gl.constexpr(LATE)
         self.SCORES, self.OUT = gl.constexpr(accumulator(QUERIES)), gl.constexpr(accumulator(D))
         self.LEFT = gl.constexpr(gl.DotOperandLayout(0, accumulator(D), k_width=2))
         self.DQ = gl.constexpr(accumulator(64))

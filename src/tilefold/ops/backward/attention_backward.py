@@ -295,12 +295,16 @@ def _bind(
 
 
 def example_launch(
-    problem: "AttentionProblem", plan: "AttentionPlan", backward_plan: "AttentionBackwardPlan", part: str
+    problem: "AttentionProblem",
+    plan: "AttentionPlan",
+    backward_plan: "AttentionBackwardPlan",
+    part: str,
+    reads: bool = False,
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """(kernel, args, kwargs) of a part of the backward pass of a call that has these plans, on tensors without memory, to compile
     ahead: "delta", "queries", "keys", "bias", "sinks" or "weights"; of a Gluon kernel "first", "main" (of several spans that of
-    the last) or "last"."""
-    (q, k, v), call, _, out, lse = attention.example_call(problem, plan)
+    the last) or "last".  reads: the user's functions load from their arguments."""
+    (q, k, v), call, _, out, lse = attention.example_call(problem, plan, reads=reads)
     tensors = q, k, v, out
     if backward_plan.kernel in (HOPPER, REDUCE):
         bound = _gluon(call, backward_plan).bound_launches(1.0, tensors, out, call, backward_plan)

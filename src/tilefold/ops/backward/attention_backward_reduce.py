@@ -6,9 +6,10 @@ import torch
 
 from ..bound import Bound, Slot, meta
 from ..call import UNBOUNDED, Call, window_of
+from ..dense.attention_hopper import slope_values, user_mods
 from ..dense.attention_parts import kind_of
 from ..hopper import box_of
-from .backward_parts import side_strides
+from .backward_parts import score_slope, side_strides
 from .hopper_backward import SIDES, GluonBound, Scratch, boxed_sides, gradients_of, statistics_bound, statistics_box
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ def bound_launches(
         "right": right,
         "heads_at_once": plan.heads_at_once,
         "no_tile": rows - 1,
+        **_mod_values(call),
         **side_strides(call.layout, g=meta(*q.shape), x=meta(*k.shape), y=meta(*v.shape)),
     }
     scratch = (
@@ -74,6 +76,14 @@ def bound_launches(
         Bound(_main(plan, call, q.device.index or 0), GIVEN, values),
         Bound(last, GIVEN, values),
     )
+
+
+def _mod_values(call: Call) -> dict[str, Any]:
+    """What changes the scores; None and () for what the call does not have."""
+    from ...device import mods
+
+    grads = () if call.score_mod is None else ((score_slope(call.score_mod, call.score_grad), ()),)
+    return {**slope_values(call), **user_mods(call, mods), "cap": float(call.softcap) or None, "score_grads": grads}
 
 
 def _sum_box(numbers: int) -> Any:
@@ -96,11 +106,13 @@ def _main(plan: "AttentionBackwardPlan", call: Call, device: int) -> "Launch":
     n, options = plan.problem, plan.options
     assert options is not None  # of this kernel's plans
     constants = {
+        "SOFTCAP": 0 if "softcap" not in n.score_mods else 2 if n.dtype == "bfloat16" else 1,
         "KIND": kind_of(window_of(call.window, call.causal)),
         "D": n.dim_qk,
         "QUERIES": rules.queries_of(n),
         "SLOTS": plan.keys.num_stages,
         "ORDERED": options.ordered,
+        "LATE": options.late,
         "CONSUMER_REGISTERS": rules.REGISTERS[1],
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
     }

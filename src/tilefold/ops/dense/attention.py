@@ -282,6 +282,7 @@ def example_call(
 ) -> tuple[Any, Call, Prepared, Any, Any]:
     """((q, k, v), call, prepared, out, lse) of such a call."""
     from ...device import mods
+    from ..derivative import derivative_of
 
     def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -298,7 +299,9 @@ def example_call(
     bias_dtype = getattr(torch, bias or n.dtype)
     mask_mod, mask_args = _example_rules(n, tensor(n.batch, dtype=torch.int32), reads)
     score_mod, score_grad, score_args = (
-        (mods.alibi, mods.unit_slope, (tensor(n.heads), 0, 1)) if reads else (mods.softcap, mods.softcap_slope, (30.0,))
+        (mods.alibi, derivative_of(mods.alibi), (tensor(n.heads), 0, 1))
+        if reads
+        else (mods.softcap, mods.softcap_slope, (30.0,))
     )
     call = Call(
         causal=n.causal,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ...plan import AttentionPlan
     from ..launch import Box
 
-__all__ = ["bind", "compile"]
+__all__ = ["bind", "compile", "slope_values", "user_mods"]
 
 
 def bind(
@@ -47,7 +47,7 @@ def bind(
     values = {
         **shared_values(sizes, scale, q, k, v, shapes[0], call.layout),
         **option_values(call, window, mods, 0.0, q.dtype),
-        **_user_mods(call, mods),
+        **user_mods(call, mods),
         **_boxes(q, k, v, call, plan, pack),
         **_mod_values(call, plan),
         **_list_values(call, plan, window, mods, q.device),
@@ -125,12 +125,17 @@ def _mod_values(call: Call, plan: "AttentionPlan") -> dict[str, Any]:
         steps = (None, None) if t is None else steps_of(t)
         box = None if t is None else Slot("call", _tile_of(name, tile_box(t, plan.block_n)))
         made |= {f"{name}_desc": box, f"{name}_b": steps[0], f"{name}_h": steps[1]}
+    return made | slope_values(call)
+
+
+def slope_values(call: Call) -> dict[str, Any]:
+    """The slopes of ALiBi, by their strides."""
     slopes = call.alibi_slopes
     steps = (None, None) if slopes is None else (slopes.stride(0) if slopes.dim() == 2 else 0, slopes.stride(-1))
-    return {**made, "Slopes": attribute("call", "alibi_slopes", slopes), "slope_b": steps[0], "slope_h": steps[1]}
+    return {"Slopes": attribute("call", "alibi_slopes", slopes), "slope_b": steps[0], "slope_h": steps[1]}
 
 
-def _user_mods(call: Call, mods: Any) -> dict[str, Any]:
+def user_mods(call: Call, mods: Any) -> dict[str, Any]:
     """The user's score_mod and mask_mods; () for none."""
     made: dict[str, Any] = {"score_mods": (), "mask_mods": ()}
     if call.score_mod is not None:

@@ -10,8 +10,8 @@ from tilefold.plan.backward import attention_backward_packed as packed
 from tilefold.plan.backward import attention_backward_reduce as reduced
 from tilefold.plan.backward import attention_backward_spans as spans
 from tilefold.plan.backward.attention_backward_hopper import KERNEL as HOPPER
-from tilefold.plan.backward.attention_backward_reduce import ANY_ORDER, ReduceOptions
 from tilefold.plan.backward.attention_backward_reduce import KERNEL as REDUCE
+from tilefold.plan.backward.attention_backward_reduce import ReduceOptions
 from tilefold.plan.backward.backward import backward_box_refusal, backward_tile_violation, first_fit, not_a_tile
 from tilefold.plan.backward.backward_time import RATES, features
 from tilefold.plan.base import Plan, changed, require_device, require_fit
@@ -235,21 +235,30 @@ def plan_attention_backward(
     deterministic: leave those alone that add in memory in any order.  loads: the elements of each tensor of score_args that gets
     a gradient, which the portable kernels make.  Unsupported if no tile fits."""
     require_supported(problem, device)
-    if portable or loads:
+    if portable:
         return _portable(problem, device, bias, loads, (2 if deterministic else 1) if loads else 0)
+    if loads:
+        plan = plan_attention_backward(problem, device, bias, True, deterministic, loads)
+        return _refusing(plan, REDUCE, "it makes no gradients of score_args")
     options = reduced.options_for(problem, device, deterministic)
     if isinstance(options, ReduceOptions):
         return _reduce(problem, device, bias, options)
+    if problem.score_mods or problem.mask_mods:
+        return _refusing(_portable(problem, device, bias), REDUCE, options)
     if not deterministic:
         plan = plan_attention_backward(problem, device, bias)
         return replace(plan, reason=f"{plan.reason} {REDUCE} is not taken: {options}.")
     refusal = (packed.packed_refusal if problem.varlen else spans.hopper_backward_refusal)(problem, device)
     if not refusal:
         return _hopper(problem, device, bias)
-    plan = _portable(problem, device, bias)
-    if device.architecture is not SM_90:
+    return _refusing(_portable(problem, device, bias), HOPPER, refusal)
+
+
+def _refusing(plan: AttentionBackwardPlan, kernel: str, why: str) -> AttentionBackwardPlan:
+    """The portable plan, which says on sm_90 why a kernel for it is not taken."""
+    if plan.device.architecture is not SM_90:
         return plan
-    return replace(plan, reason=f"{plan.reason} {HOPPER} is not taken: {refusal}.")
+    return replace(plan, reason=f"{plan.reason} {kernel} is not taken: {why}.")
 
 
 def _portable(
@@ -300,8 +309,9 @@ def _hopper(problem: AttentionProblem, device: Device, bias: tuple[int, ...]) ->
 
 
 def _reduce(
-    problem: AttentionProblem, device: Device, bias: tuple[int, ...], options: ReduceOptions = ANY_ORDER
+    problem: AttentionProblem, device: Device, bias: tuple[int, ...], options: ReduceOptions | None = None
 ) -> AttentionBackwardPlan:
+    options = options or ReduceOptions(late=not problem.plain)
     if refusal := reduced.reduce_refusal(problem, device):
         raise PlanError(f"plan field kernel: {REDUCE} cannot be used: {refusal}")
     tile, heads = reduced.reduce_tile(problem), reduced.heads_at_once(problem)

@@ -33,6 +33,9 @@ __all__ = [
 KERNEL = "attention_backward_reduce"
 KEYS = 128  # of a program
 REGISTERS = (168, 240)  # of a thread at launch, of a folding thread
+CHANGES = ("softcap", "alibi", "user")  # of scores
+LEAST_CHANGED = 512
+"""Queries and keys from which on it is taken with changes of scores, which of these kernels it alone has: not measured."""
 LEAST_TOKENS = {64: 2048, 128: 65536}
 """Queries and keys of a head dim from which on it was faster than the kernel that keeps dS; at D=128 in any order still faster
 than in one."""
@@ -53,12 +56,16 @@ SHARED = 768  # barriers, and what the compiler keeps to start the partitions
 class ReduceOptions:
     """Which version of the kernel.
 
-    ordered: each tile of queries gets its additions in the order of the keys' blocks, so the bits are the same every run."""
+    ordered: each tile of queries gets its additions in the order of the keys' blocks, so the bits are the same every run.
+    late: with changes of scores, dP is issued behind them: the two do not run side by side, but nothing has to leave registers
+    for the other."""
 
     ordered: bool = False
+    late: bool = False
 
     def __str__(self) -> str:
-        return "dq added in memory, " + ("in the order of the keys" if self.ordered else "in any order")
+        late = ", dP behind the changes of scores" if self.late else ""
+        return "dq added in memory, " + ("in the order of the keys" if self.ordered else "in any order") + late
 
 
 ANY_ORDER = ReduceOptions()
@@ -73,8 +80,12 @@ def reduce_refusal(problem: AttentionProblem, device: Device) -> str | None:
         return "it has no packed batches"
     if refusal := box_refusal(n, device):
         return refusal
-    if not n.plain:
-        return "it has no changes of scores, no masks but causal and window, no sinks and no dropout"
+    if n.sinks or n.dropout:
+        return "it has no sinks and no dropout"
+    if others := [name for name in (*n.score_mods, *n.mask_mods) if name not in CHANGES]:
+        return f"it has no {others[0]}"
+    if not n.plain and n.seq_q == 0:
+        return "there are no queries"
     if not n.query_descriptors:
         return "the base or the strides of Q are not multiples of 16 bytes"
     if n.seq_k == 0:
@@ -87,10 +98,16 @@ def reduce_refusal(problem: AttentionProblem, device: Device) -> str | None:
 
 
 def options_for(problem: AttentionProblem, device: Device, deterministic: bool) -> ReduceOptions | str:
-    """The version that was measured to be the fastest kernel for this problem, or why there is none."""
+    """The version that was measured to be the fastest kernel for this problem, or why there is none.
+
+    With changes of scores it is that without, wherever the kernel serves: the other kernels for sm_90 have no changes."""
     n = problem
     if refusal := reduce_refusal(n, device):
         return refusal
+    if not n.plain:
+        if min(n.seq_q, n.seq_k) < LEAST_CHANGED:
+            return f"with fewer than {LEAST_CHANGED} queries or keys it was not measured with changes of scores"
+        return ReduceOptions(ordered=deterministic or not _any_order_pays(n), late=True)
     if min(n.sides) >= 0:
         return "it was not measured with a window"
     causal, tokens, least = max(n.sides) >= 0, min(n.seq_q, n.seq_k), LEAST_TOKENS[n.dim_qk]
@@ -101,11 +118,15 @@ def options_for(problem: AttentionProblem, device: Device, deterministic: bool) 
         return f"with fewer than {least} queries or keys it was not faster than keeping dS"
     if waits := _order_refusal(n, causal, slow):
         return waits if deterministic else ANY_ORDER
+    return ReduceOptions(ordered=deterministic or not _any_order_pays(n))
+
+
+def _any_order_pays(n: AttentionProblem) -> bool:
+    """Whether any order is faster than the keys'."""
+    tokens, causal = min(n.seq_q, n.seq_k), max(n.sides) >= 0
     if n.dim_qk == 128:
-        free = tokens >= LEAST_TOKENS[128]
-    else:
-        free = rows(n) - 1 < max(LEAST_TILES) or tokens < ORDER_PAYS[causal]
-    return ReduceOptions(ordered=deterministic or not free)
+        return tokens >= LEAST_TOKENS[128]
+    return rows(n) - 1 < max(LEAST_TILES) or tokens < ORDER_PAYS[causal]
 
 
 def _order_refusal(n: AttentionProblem, causal: bool, slow: bool) -> str | None:
@@ -178,6 +199,8 @@ def reduce_violation(
         return "kernel", f"{KERNEL} cannot be used: {refusal}"
     if fault := options_violation(options):
         return fault
+    if n.plain and options is not None and options.late:
+        return "options.late", "is a version of changes of scores, which the problem does not have"
     fixed = {"block_m": queries_of(n), "block_n": KEYS, "num_warps": 4}
     if fault := tile_fault(KERNEL, tile, fixed, reduce_shared(n, tile.num_stages), device):
         return fault
@@ -195,7 +218,8 @@ def options_violation(options: object) -> tuple[str, str] | None:
     """As reduce_violation, of the options alone."""
     if not isinstance(options, ReduceOptions):
         return "options", f"must be ReduceOptions with {KERNEL}, got {options!r}"
-    ordered: Any = options.ordered
-    if type(ordered) is not bool:
-        return "options.ordered", f"must be a bool, got {ordered!r}"
+    for name in ("ordered", "late"):
+        given: Any = getattr(options, name)
+        if type(given) is not bool:
+            return f"options.{name}", f"must be a bool, got {given!r}"
     return None

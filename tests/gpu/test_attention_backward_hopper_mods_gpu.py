@@ -1,0 +1,190 @@
+"""Gradients of dense attention on sm_90 with changes of scores, by the Gluon kernel that adds dq in memory, against the fp64
+oracle and the portable kernels.
+
+`-k first` runs every change once, in seconds."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tilefold
+from cases import qkv, rand, same
+from cases.backward_kernels import RoundedTwice, compiled_once
+from cases.device import DEVICE, SM_90, captured, near
+from cases.gradient import BOX_BACKWARD, gradients, judged, oracle, upstream
+from cases.mods import filled, users
+from tilefold.plan.backward.attention_backward_reduce import KERNEL, ReduceOptions
+
+pytestmark = [pytest.mark.no_poison, SM_90]
+BF = torch.bfloat16
+MASKS = [{}, {"causal": True}, {"window": (200, 50)}]
+LENGTHS = ((1, 1), (127, 129), (128, 128), (333, 1001), (1001, 333), (64, 2000), (2000, 63))
+LATE, EARLY = ReduceOptions(ordered=True, late=True), ReduceOptions(ordered=True)
+USERS = ("slanted", "relative", "squashed", "numbered", "dilated", "sliding")
+EACH = [("softcap",), ("alibi",), *((name,) for name in USERS)]
+TOGETHER = [
+    ("softcap", "alibi"),
+    ("softcap", "numbered"),
+    ("alibi", "squashed", "sliding"),
+    ("softcap", "alibi", "relative", "dilated"),
+]
+
+
+def changes(names, q, k):
+    """-> options, and the Python twins of users' functions."""
+    heads = q.shape[2]
+    options, twins = {}, {}
+    for name in names:
+        if name == "softcap":
+            options["softcap"] = 5.0
+        elif name == "alibi":
+            options["alibi_slopes"] = torch.tensor([2.0 ** -(i % 8 + 1) for i in range(heads)], device=DEVICE)
+        else:
+            mod, twin, _ = users(name, q.shape[1], k.shape[1], q.shape[0], heads)
+            options, twins = options | mod, twins | twin
+    return options, twins
+
+
+def plan_of(tensors, version, **options):
+    return tilefold.attention_backward_plan(*tensors, **options).with_tiles(kernel=KERNEL, options=version)
+
+
+def held(names, tensors, version=LATE, **options):
+    """Hold the kernel to the oracle; at D=64 P, and P times the changes' derivative, are rounded to 16 bits before dS is made."""
+    made, twins = changes(names, *tensors[:2])
+    options = options | made
+    dout, dlse = upstream(tensors[0], tensors[2])
+    python = options | twins
+    twice = {}
+    if tensors[0].shape[-1] == 64:
+        own = twins.get("score_mod")
+        twice = {"score_mod": lambda s, *rest: RoundedTwice.apply(s if own is None else own(s, *rest))}
+    want = oracle(tensors, dout, dlse, torch.float64, **python)
+    plain = oracle(tensors, dout, dlse, tensors[0].dtype, **{**python, **twice})
+    got = gradients(tensors, dout, dlse, backward_plan=plan_of(tensors, version, **options), **options)
+    judged(
+        got, want, plain, f"{names} {[tuple(t.shape) for t in tensors]} {tensors[0].dtype} {version} {sorted(options)}"
+    )
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("names", EACH, ids="-".join)
+def test_first(names, dim):
+    """Two blocks of keys, a few tiles of queries."""
+    held(names, qkv(1, 200, 250, 2, 1, dim, dtype=BF, device=DEVICE))
+
+
+@pytest.mark.parametrize("dtype", [BF, torch.float16])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("options", MASKS, ids=str)
+@pytest.mark.parametrize("names", EACH, ids="-".join)
+def test_lengths(names, options, dim, dtype):
+    for sq, sk in LENGTHS:
+        held(names, qkv(2, sq, sk, 4, 2, dim, dtype=dtype, device=DEVICE), **options)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("options", MASKS, ids=str)
+@pytest.mark.parametrize("names", TOGETHER, ids="-".join)
+def test_together(names, options, dim):
+    for sq, sk in ((333, 1001), (1001, 333)):
+        held(names, qkv(2, sq, sk, 4, 2, dim, dtype=BF, device=DEVICE), **options)
+
+
+@pytest.mark.parametrize("version", [EARLY, replace(LATE, ordered=False), replace(EARLY, ordered=False)], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("names", [*EACH, TOGETHER[-1]], ids="-".join)
+def test_versions(names, dim, version):
+    for options in MASKS:
+        held(names, qkv(2, 333, 500, 4, 2, dim, dtype=BF, device=DEVICE), version, **options)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (12, 12), (12, 3), (7, 1)], ids=str)
+@pytest.mark.parametrize("names", [("alibi",), ("slanted",), ("numbered",)], ids="-".join)
+def test_heads(names, heads):
+    for options in MASKS:
+        held(names, qkv(3, 400, 700, *heads, 128, dtype=BF, device=DEVICE), **options)
+
+
+def test_slopes_of_each_sequence_and_strides():
+    fused = rand(2, 500, 3, 4, 128, dtype=BF, device=DEVICE).unbind(2)
+    held(("relative", "sliding"), fused)
+    slopes = torch.rand(4, 2, device=DEVICE).t()
+    held(("softcap",), fused, alibi_slopes=slopes, causal=True)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (1000, 0)}], ids=str)
+@pytest.mark.parametrize("names", [("softcap",), ("alibi",), ("slanted",), ("squashed",), ("numbered",)], ids="-".join)
+def test_many_runs_and_the_portable_kernel(names, options, dim):
+    """The plan takes it by itself; the same bits every run; what the portable kernels make, to rounding."""
+    tensors = qkv(2, 4096, 4096, 16, 8, dim, dtype=BF, device=DEVICE)
+    made, _ = changes(names, *tensors[:2])
+    options = options | made
+    plan = tilefold.attention_backward_plan(*tensors, **options)
+    assert (plan.kernel, plan.options) == (KERNEL, LATE)
+    dout, dlse = upstream(tensors[0], tensors[2])
+    first = gradients(tensors, dout, dlse, **options)
+    assert all(same(first, gradients(tensors, dout, dlse, **options)) for _ in range(20))
+    assert near(first, gradients(tensors, dout, dlse, backward_plan=plan.with_tiles(kernel=BOX_BACKWARD), **options))
+
+
+def test_rows_without_keys():
+    """Queries that see nothing get 0, and give nothing."""
+    q, k, v = qkv(1, 600, 600, 2, 2, 128, dtype=BF, device=DEVICE)
+    documents = (
+        torch.zeros(1, 600, dtype=torch.int32, device=DEVICE),
+        torch.ones(1, 600, dtype=torch.int32, device=DEVICE),
+    )
+    documents[0][:, 300:] = 1
+    options = users("numbered", 600, 600, 1, 2)[0] | {"mask_args": documents}
+    dout, _ = upstream(q, v)
+    dq, dk, dv = gradients((q, k, v), dout, None, backward_plan=plan_of((q, k, v), LATE, **options), **options)
+    assert not dq[:, :300].any() and dq[:, 300:].any()
+    assert all(t.isfinite().all() for t in (dq, dk, dv))
+    later = gradients((q[:, 300:], k, v), dout[:, 300:], None, causal=True)
+    assert near((dq[:, 300:], dk, dv), later)
+
+
+def test_graph():
+    q, k, v = (t.requires_grad_() for t in qkv(1, 1024, 1024, 8, 2, 128, dtype=BF, device=DEVICE))
+    options = changes(("softcap", "alibi", "relative", "numbered"), q, k)[0]
+    dout = rand(1, 1024, 8, 128, dtype=BF, device=DEVICE)
+
+    def step():
+        return torch.autograd.grad(tilefold.attention(q, k, v, **options), (q, k, v), dout)
+
+    assert tilefold.attention_backward_plan(q, k, v, **options).kernel == KERNEL
+    graph, got = captured(step)
+    for _ in range(3):
+        with torch.no_grad():
+            q.copy_(rand(*q.shape, dtype=q.dtype, device=DEVICE))
+            options["score_args"][0].normal_()
+        graph.replay()
+        assert same(step(), got)
+
+
+def test_one_compilation_serves_all_lengths_and_numbers():
+    from tilefold.kernels.hopper.attention_backward_reduce import attention_backward_reduce as function
+
+    def run(b, sq, sk, h, hk, reach, cap):
+        tensors = qkv(b, sq, sk, h, hk, 64, dtype=BF, device=DEVICE)
+        options = users("sliding", sq, sk)[0] | {"mask_args": (reach,), "softcap": cap}
+        plan = plan_of(tensors, LATE, **options)
+        gradients(tensors, *upstream(tensors[0], tensors[2]), backward_plan=plan, **options)
+
+    sizes = (1, 320, 300, 2, 1, 7, 5.0), (2, 640, 1024, 16, 2, 1, 30.0), (3, 17, 777, 5, 5, 500, 20.0)
+    compiled_once(function, [lambda at=at: run(*at) for at in sizes])
+
+
+def test_what_does_not_compile_runs_in_the_portable_kernel():
+    """A score_mod that makes a tensor of its own: a warning names the fault, and the gradients are the portable kernel's."""
+    tensors = qkv(1, 777, 555, 2, 2, 128, dtype=BF, device=DEVICE)
+    dout, dlse = upstream(tensors[0], tensors[2])
+    plan = tilefold.attention_backward_plan(*tensors, score_mod=filled)
+    assert plan.kernel == KERNEL
+    with pytest.warns(RuntimeWarning, match="does not compile"):
+        got = gradients(tensors, dout, dlse, score_mod=filled)
+    other = gradients(tensors, dout, dlse, score_mod=filled, backward_plan=plan.with_tiles(kernel=BOX_BACKWARD))
+    assert same(got, other)
