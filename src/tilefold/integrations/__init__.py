@@ -19,6 +19,7 @@ NAME = "tilefold"
 _LIBRARIES = {
     "transformers": ("hf_register", (4, 56)),
     "diffusers": ("diffusers_backend", (0, 35)),
+    "torch": ("torch_flash", (2, 11)),
 }
 
 
