@@ -120,23 +120,22 @@ def _forward(
     """(out, lse, random state, nothing, nothing) of aten::_flash_attention_forward.
 
     q, k, v: [batch, seq, heads, dim] or, with cu_q and cu_k, packed.  lse as here: of a row without a live key it is -inf."""
-    device = q.device
-    if numbers[2]:  # two uint64, as torch's kernel leaves; the first is the seed of what is dropped
-        state = torch.randint(-SEEDS, SEEDS, (2,), dtype=torch.int64, device=device).view(torch.uint64)
-    else:
-        state = torch.empty_strided((2,), (1,), dtype=torch.uint64, device=device)
-    made = _attend(q, k, v, cu_q, cu_k, numbers, options, state)
+    made = _attend(q, k, v, cu_q, cu_k, numbers, options)
     if type(made) is str:
         return handle.keep(FORWARD, made, q, k, v, cu_q, cu_k, *numbers, **options)
+    out, lse, state = made
+    device = q.device
+    if state is None:
+        state = torch.empty_strided((2,), (1,), dtype=torch.uint64, device=device)
     unused = torch.empty_strided((), (), dtype=torch.uint64, device=device)
-    return *made, state, unused, torch.empty_strided((0,), (1,), dtype=q.dtype, device=device)
+    return out, lse, state, unused, torch.empty_strided((0,), (1,), dtype=q.dtype, device=device)
 
 
 def _inplace(
     handle: Handle, out: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_q: Maybe, cu_k: Maybe, *numbers: Any, **options: Any
 ) -> Any:  # fmt: skip
     """lse of aten::_flash_attention_forward_no_dropout_inplace, which writes into out, by a copy."""
-    made = _attend(q, k, v, cu_q, cu_k, numbers, options, None)
+    made = _attend(q, k, v, cu_q, cu_k, numbers, options)
     if type(made) is str:
         return handle.keep(INPLACE, made, out, q, k, v, cu_q, cu_k, *numbers, **options)
     out.copy_(made[0])
@@ -148,11 +147,13 @@ def _backward(
     max_k: int, dropout_p: float, causal: bool, state: Maybe, unused: Maybe, **options: Any,
 ) -> Any:  # fmt: skip
     """(dq, dk, dv) of aten::_flash_attention_backward, in the memory layouts of q, k and v."""
-    found = _found(q, k, v, cu_q, cu_k, (max_q, max_k, dropout_p, causal, False), options, state)
+    numbers = max_q, max_k, dropout_p, causal, False
+    found = _found(q, k, v, cu_q, cu_k, numbers, options)
     if isinstance(found, Served):
+        call = _filled(found.call, cu_q, cu_k, numbers, state)
         tensors = [t.transpose(1, 2) for t in (q, k, v, out, dout)] if found.turned else (q, k, v, out, dout)
         try:
-            made: Any = backward((*tensors[:4], lse), tensors[4], None, found.call, WANTED)
+            made: Any = backward((*tensors[:4], lse), tensors[4], None, call, WANTED)
         except TilefoldError as error:
             if dropout_p:  # what was dropped was chosen here
                 raise
@@ -172,63 +173,51 @@ WANTED = (True, True, True, False, False)  # gradients of q, k, v, and of what t
 
 
 class Served(NamedTuple):
-    """A call that is served, with its record.  turned: heads come before rows in memory, so q, k and v are turned first, and out
-    has the strides that compiled code expects."""
+    """A call that is served, with its record and without its tensors.
+
+    turned: heads come before rows in memory, so q, k and v are turned first; out then has the strides that it should."""
 
     call: Call
     turned: bool
 
 
 def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Maybe,
-    cu_k: Maybe,
-    numbers: tuple[Any, ...],
-    options: dict[str, Any],
-    state: Maybe,
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Maybe, cu_k: Maybe, numbers: tuple[Any, ...], options: dict[str, Any]
 ) -> Any:
-    """(out in q's memory layout, lse); or why not."""
-    found = _found(q, k, v, cu_q, cu_k, numbers, options, state)
+    """(out in q's memory layout, lse, random state if something is dropped); or why not."""
+    found = _found(q, k, v, cu_q, cu_k, numbers, options)
     if type(found) is str:
         return found
-    call, turned = found
+    (call, turned), state = found, None
+    if numbers[2]:  # two uint64, as torch's kernel leaves; the first is the seed of what is dropped
+        state = torch.randint(-SEEDS, SEEDS, (2,), dtype=torch.int64, device=q.device).view(torch.uint64)
+    if cu_q is not None or numbers[2]:
+        call = _filled(call, cu_q, cu_k, numbers, state)
     if turned:
         out, lse = forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), call)
         out = out.transpose(1, 2)
     else:
         out, lse = forward(q, k, v, call)
     CALLS.forward += 1
-    return _laid_out(out, q), lse
+    return _laid_out(out, q), lse, state
 
 
 def _found(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Maybe,
-    cu_k: Maybe,
-    numbers: tuple[Any, ...],
-    options: dict[str, Any],
-    state: Maybe,
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Maybe, cu_k: Maybe, numbers: tuple[Any, ...], options: dict[str, Any]
 ) -> Any:
-    """A `Served` with the tensors of this call; or why torch's own kernel takes it."""
+    """A `Served`; or why torch's own kernel takes the call."""
     if not options.keys() <= SERVED:
         for name in options.keys() - SERVED:
             if options[name] is not None:
                 return name
         options = {name: options[name] for name in options.keys() & SERVED}
-    found = _served(q, k, v, cu_q, cu_k, (*numbers, *options.items()), state)
-    if (cu_q is None and not numbers[2]) or isinstance(found, str):
-        return found
-    return found._replace(call=_filled(found.call, cu_q, cu_k, numbers, state))
+    return _served(q, k, v, cu_q, cu_k, (*numbers, *options.items()))
 
 
 SERVED = {"scale", "window_size_left", "window_size_right"}
 
 
-def _key(q: Tensor, k: Tensor, v: Tensor, cu_q: Maybe, cu_k: Maybe, numbers: tuple[Any, ...], state: Maybe) -> Any:
+def _key(q: Tensor, k: Tensor, v: Tensor, cu_q: Maybe, cu_k: Maybe, numbers: tuple[Any, ...]) -> Any:
     """Everything that `_served` depends on.  No type of a tensor, no negation: the dispatcher has dealt with these."""
     return (
         q.shape, q.stride(), q.dtype, q.device, q.data_ptr() & 15 == 0, k.shape, k.stride(), k.dtype, k.device,
@@ -238,9 +227,7 @@ def _key(q: Tensor, k: Tensor, v: Tensor, cu_q: Maybe, cu_k: Maybe, numbers: tup
 
 
 @recorded("torch's flash attention", _key)
-def _served(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Maybe, cu_k: Maybe, numbers: tuple[Any, ...], state: Maybe
-) -> Served | str:
+def _served(q: Tensor, k: Tensor, v: Tensor, cu_q: Maybe, cu_k: Maybe, numbers: tuple[Any, ...]) -> Served | str:
     """The call and its record, without tensors; or why torch's own kernel takes it.  The same for both passes, so that both drop
     the same; numbers: with the options behind them."""
     _, _, dropout_p, causal, debug = numbers[:5]
@@ -260,6 +247,7 @@ def _served(
     if turned:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     try:
+        state = torch.empty((2,), dtype=torch.uint64, device=q.device) if dropout_p else None
         whole = _filled(call, cu_q, cu_k, numbers, state)
         prepared = differentiable(q, k, v, whole) if dropout_p else prepare(q, k, v, whole)
     except TilefoldError as error:

@@ -112,6 +112,16 @@ def test_shapes_and_windows(door, sq, sk, heads, kv, dim, options):
     judged((out, lse, *grads), given, grad, reference.attention, window=sides, **options)
 
 
+@pytest.mark.parametrize("memory", ["rows first", "heads first"])
+def test_usual_memory_layouts_are_not_copied(door, monkeypatch, memory):
+    """What SDPA is given by models: views of projections, and tensors with heads first."""
+    monkeypatch.setattr(torch, "empty_like", None)
+    q, k, v = leaves(*(MEMORY[memory](t) for t in qkv(2, 9, 9, 2, 2, 16, dtype=torch.float16)))
+    out = flash(q, k, v)[0]
+    torch.autograd.grad(out, (q, k, v), rand(2, 9, 2, 16, dtype=torch.float16))
+    assert out.stride() == q.stride()
+
+
 def test_nothing_to_do(door):
     q = torch.empty(0, 5, 2, 16, dtype=torch.float16, requires_grad=True)
     out, lse, *_ = flash(q, q, q)
@@ -285,6 +295,13 @@ def test_gradients_that_torch_keeps(original, door):
     assert all((t == 7).all() for t in made)
     assert CALLS.kept == {"backward: torch.float32": 1}
     assert original[0][-1] == {"scale": 0.5}
+
+
+def test_what_torch_keeps_draws_no_number(original, door):
+    q, k, v = qkv(1, 6, 6, 2, 2, 16, dtype=torch.float32)
+    before = torch.get_rng_state()
+    flash(q, k, v, dropout_p=0.5)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.skipif(
