@@ -166,6 +166,24 @@ def test_varlen_attn_out(door):
     assert torch.equal(out, varlen.varlen_attn(q, k, v, *place, enable_gqa=True))
 
 
+def test_jagged_tensors(door, monkeypatch):
+    """As torch takes them apart where it chooses flash attention, which it does for CUDA."""
+    sdpa = pytest.importorskip("torch.nested._internal.sdpa")
+    monkeypatch.setattr(sdpa, "_select_sdp_backend", lambda *_: registry.SDPBackend.FLASH_ATTENTION)
+    lengths = [19, 1, 40]
+    (q, k, v), place = packed(lengths, lengths, h=4, hk=4, dtype=torch.bfloat16)
+    nested = [torch.nested.nested_tensor_from_jagged(t, place[0].long()).detach().requires_grad_() for t in (q, k, v)]
+    heads = [t.transpose(1, 2) for t in nested]
+    out = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)
+    grad = rand(*q.shape, dtype=torch.bfloat16)
+    grads = torch.autograd.grad(out, nested, torch.nested.nested_tensor_from_jagged(grad, nested[0].offsets()))
+    assert (CALLS.forward, CALLS.backward, CALLS.kept.total()) == (1, 1, 0)
+    mine = leaves(q, k, v)
+    want = tilefold.attention_varlen(*mine, *place, causal=True)
+    assert torch.equal(out.values(), want)
+    assert same([t.values() for t in grads], torch.autograd.grad(want, mine, grad))
+
+
 @pytest.mark.parametrize("packing", [False, True])
 def test_dropout_is_the_same_in_both_passes(door, packing):
     """By the seed that the state holds, as `attention` drops by it."""
