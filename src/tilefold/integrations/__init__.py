@@ -19,6 +19,7 @@ NAME = "tilefold"
 _LIBRARIES = {
     "transformers": ("hf_register", (4, 56)),
     "diffusers": ("diffusers_backend", (0, 35)),
+    "torch": ("torch_flash", (2, 11)),
 }
 
 
@@ -28,7 +29,9 @@ def register(library: str = "transformers") -> None:
     Args:
         library: "transformers" (4.56 or newer): models then load with `attn_implementation="tilefold"`, or change to it by
             `model.set_attn_implementation("tilefold")`; or "diffusers" (0.35 or newer), whose models change to it by
-            `model.set_attention_backend("tilefold")`.
+            `model.set_attention_backend("tilefold")`; or "torch" (2.11 or newer), where
+            `torch.nn.attention.activate_flash_attention_impl("tilefold")` then makes it the flash attention of
+            scaled_dot_product_attention and varlen_attn (docs/compat/torch.md).
 
     With transformers 5.23 its continuous batching takes the name too.  Calling it again does nothing more.
 
@@ -36,12 +39,13 @@ def register(library: str = "transformers") -> None:
         ValueRangeError for another library, Unsupported if the library is not installed or too old: both say what is needed.
 
     Source: transformers' AttentionInterface and AttentionMaskInterface (https://github.com/huggingface/transformers), diffusers'
-    attention dispatcher (https://github.com/huggingface/diffusers)."""
+    attention dispatcher (https://github.com/huggingface/diffusers), torch.nn.attention.register_flash_attention_impl."""
     _module(library).register(NAME)
 
 
 def unregister(library: str = "transformers") -> None:
-    """Take back what `register(library)` did; nothing if it was not called.  Models that use it cannot run afterwards."""
+    """Take back what `register(library)` did; nothing if it was not called.  Models that chose it by name cannot run afterwards;
+    torch's functions are torch's own again."""
     _module(library).unregister(NAME)
 
 

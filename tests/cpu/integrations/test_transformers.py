@@ -251,7 +251,7 @@ def test_autocast(device):
 
 
 def test_register_says_what_is_missing(monkeypatch):
-    with pytest.raises(ValueRangeError, match="'transformers', 'diffusers', got 'jax'"):
+    with pytest.raises(ValueRangeError, match="'transformers', 'diffusers', 'torch', got 'jax'"):
         tilefold.register("jax")
     with monkeypatch.context() as patched:
         patched.setattr(importlib.metadata, "version", lambda name: "4.55.4")
