@@ -43,7 +43,7 @@ CLASSES = (
     (config, ("Problem",)),
     (pipeline, ("Stage", "Pipeline")),
     (scheduler, ("WorkCounter", "WorkTile", "TileScheduler")),
-    (mask, ("Mask",)),
+    (mask, ("TileWalk", "Mask")),
     (score_mods, ("ModPipeline", "ScoreMods")),
     (epilogue, ("Epilogue",)),
     (ping_pong, ("PingPong",)),
@@ -174,7 +174,9 @@ class Run(Launch):
         names["Pipeline"].clear_tail = lambda pipe, stage, live: run.clear(pipe.panels, stage.slot, live, pipe.ROWS)
         names["Mask"].cuts, names["Mask"].cut = lambda *args: False, lambda mask, s, *args: s
         names["Epilogue"]._store_columns = lambda epilogue, *args: run.store(*args)
-        self.mask_of = lambda: names["Mask"](self.left, self.right, self.kind, self.rows, self.keys, self.pack)
+        self.mask_of = lambda: names["Mask"](
+            self.left, self.right, self.kind, self.rows, self.keys, self.pack, *self.lists()
+        )
         return names
 
     @staticmethod
@@ -214,11 +216,15 @@ class Run(Launch):
         self.local.item, self.local.open, self.local.tiles = item, [], {}
         return item
 
-    def first_tile(self, sequence, block):
-        """The first tile of keys that a block of queries sees."""
+    def lists(self):
+        """The lists of KV tiles, and their strides: none."""
+        return ()
+
+    def kv_tile(self, sequence, head, block, j):
+        """The j-th tile of keys that a block of queries sees."""
         seq_q, seq_k = self.lengths[sequence]
         work = types.SimpleNamespace(block=block, seq_q=seq_q, seq_k=seq_k, shift=seq_k - seq_q)
-        return self.mask_of().tiles(work)[0]
+        return self.mask_of().tiles(work)[0] + j
 
     def judge(self, item):
         """Now and then a query tile that was not checked has to be folded again."""
@@ -269,8 +275,8 @@ class Run(Launch):
         sequence, head, block = self.place(self.local.item)
         j = self.local.tiles.get((side, part), 0)
         self.local.tiles[side, part] = j + 1
-        first = self.first_tile(sequence, block) + j
-        self.check(tile, side, head // self.group, self.first[1][sequence] + first * self.keys)
+        at = self.kv_tile(sequence, head, block, j)
+        self.check(tile, side, head // self.group, self.first[1][sequence] + at * self.keys)
         if side == "k":
             self.check(a, "q", head, self.first[0][sequence] + block * self.rows + self.local.consumer * 64)
             if part == 0:
@@ -337,6 +343,28 @@ class Run(Launch):
         assert self.counter == 0
         if self.turns and programs == 1:
             assert self.order == [i % self.consumers for i in range(len(self.order))]
+
+
+class Listed(Run):
+    """A launch over random lists of KV tiles, of which each query tile has one or, with `shared`, all heads' the same."""
+
+    def __init__(self, seed, kind, *rest, shared=False, **version):
+        super().__init__(seed, kind, *rest, **version)
+        tiles = range(-(-self.seq_k // self.keys))
+        rows = self.q_blocks * (1 if shared else self.heads)
+        pick = self.memory.random
+        self.listed = [sorted(pick.sample(tiles, pick.randint(1, len(tiles)))) for _ in range(rows)]
+        self.width, self.shared = len(tiles) + 1, shared
+
+    def lists(self):
+        rows = [
+            [len(row), *(2 * tile + tile % 2 for tile in row), *[-1] * self.width][: self.width] for row in self.listed
+        ]
+        step = 0 if self.shared else self.q_blocks * self.width
+        return Offsets([n for row in rows for n in row]), 0, step, self.width
+
+    def kv_tile(self, sequence, head, block, j):
+        return self.listed[block if self.shared else head * self.q_blocks + block][j]
 
 
 class Eight(Run):
@@ -430,7 +458,7 @@ class Changed(Run):
         sequence, head, block = self.place(self.local.item)
         rows, desc = (self.bias, self.sources[0]) if tile.buffers.name == "bias" else (self.mask, self.sources[1])
         row = block * self.rows + self.local.consumer * 64 if rows > 1 else 0
-        key = (self.first_tile(sequence, block) + self.local.tiles["k", 0] - 1) * self.keys
+        key = self.kv_tile(sequence, 0, block, self.local.tiles["k", 0] - 1) * self.keys
         place = desc, sequence * desc.steps[0], head * desc.steps[1], row
         wanted = [(*place, key + column) for column in tile.buffers.columns]
         if tile.held() != wanted:

@@ -14,7 +14,7 @@ import pytest
 from simulated import Barrier, Memory, Turn, backward_dense, backward_packed, backward_sparse, matmul
 from simulated.backward import CAUSAL, FULL, WINDOW
 from simulated.backward_reduce import Run as Reduce
-from simulated.forward import Changed, Eight, Run
+from simulated.forward import Changed, Eight, Listed, Run
 from simulated.sparse_forward import Run as Sparse
 from tilefold.kernels.hopper import backward_scheduler
 
@@ -128,6 +128,14 @@ def test_dense(kind, slots, programs):
 def test_versions(version, programs):
     Run(4, CAUSAL, [(400, 700)], 2, 1, 2, **version)(programs)
     Run(5, WINDOW, [(300, 100)], 4, 2, 3, **version)(programs)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("version", [{}, {"consumers": 3, "turns": True}, {"dims": (192, 192), "keys": 64}], ids=str)
+@pytest.mark.parametrize("programs", [1, 3])
+def test_lists_of_tiles(version, programs, shared):
+    for seed, kind in enumerate((FULL, CAUSAL)):
+        Listed(seed, kind, [(400, 1000)], 4, 2, 2, shared=shared, **version)(programs)
 
 
 @pytest.mark.parametrize("version", [{}, {"outside": False, "turns": True}, {"consumers": 3, "turns": True}], ids=str)
