@@ -22,12 +22,12 @@ MASKS = [{}, {"causal": True}, {"window": (200, 50)}]
 LENGTHS = ((1, 1), (127, 129), (128, 128), (333, 1001), (1001, 333), (64, 2000), (2000, 63))
 LATE, EARLY = ReduceOptions(ordered=True, late=True), ReduceOptions(ordered=True)
 USERS = ("slanted", "relative", "squashed", "numbered", "dilated", "sliding")
-EACH = [("softcap",), ("alibi",), *((name,) for name in USERS)]
+EACH = [("softcap",), ("alibi",), ("mask",), ("mask of heads",), ("mask of keys",), *((name,) for name in USERS)]
 TOGETHER = [
     ("softcap", "alibi"),
     ("softcap", "numbered"),
     ("alibi", "squashed", "sliding"),
-    ("softcap", "alibi", "relative", "dilated"),
+    ("softcap", "alibi", "mask of heads", "relative", "dilated"),
 ]
 
 
@@ -38,6 +38,12 @@ def changes(names, q, k):
     for name in names:
         if name == "softcap":
             options["softcap"] = 5.0
+        elif name.startswith("mask"):  # a third of the rows sees nothing
+            rows = 1 if name == "mask of keys" else q.shape[1]
+            shared = 1 if name == "mask" else heads
+            mask = torch.rand(q.shape[0], shared, rows, -(-k.shape[1] // 16) * 16, device=DEVICE) < 0.5
+            mask &= torch.rand(rows, 1, device=DEVICE) < (0.7 if rows > 1 else 2.0)
+            options["mask"] = mask[..., : k.shape[1]]
         elif name == "alibi":
             options["alibi_slopes"] = torch.tensor([2.0 ** -(i % 8 + 1) for i in range(heads)], device=DEVICE)
         else:
@@ -116,14 +122,14 @@ def test_slopes_of_each_sequence_and_strides():
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (1000, 0)}], ids=str)
-@pytest.mark.parametrize("names", [("softcap",), ("alibi",), ("slanted",), ("squashed",), ("numbered",)], ids="-".join)
+@pytest.mark.parametrize("names", [("softcap",), ("alibi",), ("mask",), ("slanted",), ("numbered",)], ids="-".join)
 def test_many_runs_and_the_portable_kernel(names, options, dim):
     """The plan takes it by itself; the same bits every run; what the portable kernels make, to rounding."""
     tensors = qkv(2, 4096, 4096, 16, 8, dim, dtype=BF, device=DEVICE)
     made, _ = changes(names, *tensors[:2])
     options = options | made
     plan = tilefold.attention_backward_plan(*tensors, **options)
-    assert (plan.kernel, plan.options) == (KERNEL, LATE)
+    assert (plan.kernel, plan.options) == (KERNEL, EARLY if names == ("mask",) else LATE)
     dout, dlse = upstream(tensors[0], tensors[2])
     first = gradients(tensors, dout, dlse, **options)
     assert all(same(first, gradients(tensors, dout, dlse, **options)) for _ in range(20))
@@ -149,7 +155,7 @@ def test_rows_without_keys():
 
 def test_graph():
     q, k, v = (t.requires_grad_() for t in qkv(1, 1024, 1024, 8, 2, 128, dtype=BF, device=DEVICE))
-    options = changes(("softcap", "alibi", "relative", "numbered"), q, k)[0]
+    options = changes(("softcap", "alibi", "mask", "relative", "numbered"), q, k)[0]
     dout = rand(1, 1024, 8, 128, dtype=BF, device=DEVICE)
 
     def step():

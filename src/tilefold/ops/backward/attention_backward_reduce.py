@@ -8,9 +8,19 @@ from ..bound import Bound, Slot, meta
 from ..call import UNBOUNDED, Call, window_of
 from ..dense.attention_hopper import slope_values, user_mods
 from ..dense.attention_parts import kind_of
+from ..dense.attention_tiles import bytes_of, steps_of, tile_box, tiles_of
 from ..hopper import box_of
 from .backward_parts import score_slope, side_strides
-from .hopper_backward import SIDES, GluonBound, Scratch, boxed_sides, gradients_of, statistics_bound, statistics_box
+from .hopper_backward import (
+    SIDES,
+    UNIT,
+    GluonBound,
+    Scratch,
+    boxed_sides,
+    gradients_of,
+    statistics_bound,
+    statistics_box,
+)
 
 if TYPE_CHECKING:
     from ...plan.backward.attention_backward import AttentionBackwardPlan
@@ -61,7 +71,7 @@ def bound_launches(
         "right": right,
         "heads_at_once": plan.heads_at_once,
         "no_tile": rows - 1,
-        **_mod_values(call),
+        **_mod_values(call, queries),
         **side_strides(call.layout, g=meta(*q.shape), x=meta(*k.shape), y=meta(*v.shape)),
     }
     scratch = (
@@ -78,12 +88,25 @@ def bound_launches(
     )
 
 
-def _mod_values(call: Call) -> dict[str, Any]:
+def _mod_values(call: Call, queries: int) -> dict[str, Any]:
     """What changes the scores; None and () for what the call does not have."""
     from ...device import mods
 
     grads = () if call.score_mod is None else ((score_slope(call.score_mod, call.score_grad), ()),)
-    return {**slope_values(call), **user_mods(call, mods), "cap": float(call.softcap) or None, "score_grads": grads}
+    box = None if call.mask is None else tile_box(call.mask, UNIT, queries)
+    steps = (None, None) if call.mask is None else steps_of(call.mask)
+    mask = {
+        "mask_desc": None if box is None else Slot("call", lambda given: box.over(bytes_of(given.mask))),
+        "mask_b": steps[0],
+        "mask_h": steps[1],
+    }
+    return {
+        **slope_values(call),
+        **mask,
+        **user_mods(call, mods),
+        "cap": float(call.softcap) or None,
+        "score_grads": grads,
+    }
 
 
 def _sum_box(numbers: int) -> Any:
@@ -107,6 +130,7 @@ def _main(plan: "AttentionBackwardPlan", call: Call, device: int) -> "Launch":
     assert options is not None  # of this kernel's plans
     constants = {
         "SOFTCAP": 0 if "softcap" not in n.score_mods else 2 if n.dtype == "bfloat16" else 1,
+        "MASK": {"": 0, "tiles": rules.queries_of(n), "keys": 1}[tiles_of(call.mask)],
         "KIND": kind_of(window_of(call.window, call.causal)),
         "D": n.dim_qk,
         "QUERIES": rules.queries_of(n),

@@ -311,7 +311,7 @@ def _hopper(problem: AttentionProblem, device: Device, bias: tuple[int, ...]) ->
 def _reduce(
     problem: AttentionProblem, device: Device, bias: tuple[int, ...], options: ReduceOptions | None = None
 ) -> AttentionBackwardPlan:
-    options = options or ReduceOptions(late=not problem.plain)
+    options = options or ReduceOptions(late=reduced.is_late(problem))
     if refusal := reduced.reduce_refusal(problem, device):
         raise PlanError(f"plan field kernel: {REDUCE} cannot be used: {refusal}")
     tile, heads = reduced.reduce_tile(problem), reduced.heads_at_once(problem)
