@@ -62,6 +62,8 @@ def cases(heads: int, tokens: int) -> dict[str, tuple[dict[str, Any], dict[str, 
     """-> name: (tilefold's options, FlexAttention's functions)."""
     slopes = torch.tensor([2.0 ** (-8 * (i + 1) / heads) for i in range(heads)], device="cuda")
     table = torch.randn(heads, 2 * REACH + 1, device="cuda")
+    mask = torch.rand(1, 1, tokens, tokens, device="cuda") < 0.5
+    bias = torch.randn(1, heads, tokens, tokens, device="cuda").bfloat16()
     numbers = (torch.arange(tokens, device="cuda") * DOCUMENTS // tokens).int()
     return {
         "none": ({}, {}),
@@ -80,6 +82,8 @@ def cases(heads: int, tokens: int) -> dict[str, tuple[dict[str, Any], dict[str, 
             {"score_mod": lambda s, b, h, i, j: CAP * torch.tanh(s / CAP)},
         ),
         "softcap, built in": ({"softcap": CAP}, {"score_mod": lambda s, b, h, i, j: CAP * torch.tanh(s / CAP)}),
+        "boolean mask": ({"mask": mask}, {}),
+        "bias": ({"bias": bias}, {"score_mod": lambda s, b, h, i, j: s + bias[0, h, i, j]}),
         "causal mask_mod": ({"mask_mod": causal}, {"mask_mod": lambda b, h, i, j: j <= i}),
         "causal and documents": (
             {"mask_mod": documents, "mask_args": (numbers,), "causal": True},

@@ -22,12 +22,13 @@ MASKS = [{}, {"causal": True}, {"window": (200, 50)}]
 LENGTHS = ((1, 1), (127, 129), (128, 128), (333, 1001), (1001, 333), (64, 2000), (2000, 63))
 LATE, EARLY = ReduceOptions(ordered=True, late=True), ReduceOptions(ordered=True)
 USERS = ("slanted", "relative", "squashed", "numbered", "dilated", "sliding")
-EACH = [("softcap",), ("alibi",), ("mask",), ("mask of heads",), ("mask of keys",), *((name,) for name in USERS)]
+BUILT_IN = ("softcap", "alibi", "bias", "bias of keys", "mask", "mask of heads", "mask of keys", "odd mask")
+EACH = [(name,) for name in (*BUILT_IN, *USERS)]
 TOGETHER = [
     ("softcap", "alibi"),
     ("softcap", "numbered"),
     ("alibi", "squashed", "sliding"),
-    ("softcap", "alibi", "mask of heads", "relative", "dilated"),
+    ("softcap", "alibi", "bias", "mask of heads", "relative", "dilated"),
 ]
 
 
@@ -38,6 +39,12 @@ def changes(names, q, k):
     for name in names:
         if name == "softcap":
             options["softcap"] = 5.0
+        elif name.startswith("bias"):
+            shape = (1, heads, 1, k.shape[1]) if name == "bias of keys" else (q.shape[0], 1, q.shape[1], k.shape[1])
+            dtype = torch.float32 if name == "bias of keys" else q.dtype
+            options["bias"] = rand(*shape, dtype=dtype, device=DEVICE)
+        elif name == "odd mask":  # no box reads it
+            options["mask"] = torch.rand(1, heads, q.shape[1], k.shape[1] + 3, device=DEVICE)[..., 3:] < 0.5
         elif name.startswith("mask"):  # a third of the rows sees nothing
             rows = 1 if name == "mask of keys" else q.shape[1]
             shared = 1 if name == "mask" else heads
@@ -122,7 +129,9 @@ def test_slopes_of_each_sequence_and_strides():
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (1000, 0)}], ids=str)
-@pytest.mark.parametrize("names", [("softcap",), ("alibi",), ("mask",), ("slanted",), ("numbered",)], ids="-".join)
+@pytest.mark.parametrize(
+    "names", [("softcap",), ("alibi",), ("bias",), ("mask",), ("slanted",), ("numbered",)], ids="-".join
+)
 def test_many_runs_and_the_portable_kernel(names, options, dim):
     """The plan takes it by itself; the same bits every run; what the portable kernels make, to rounding."""
     tensors = qkv(2, 4096, 4096, 16, 8, dim, dtype=BF, device=DEVICE)

@@ -100,9 +100,7 @@ def test_slow_memory() -> None:
         ({"dim_qk": 256, "dim_v": 256}, "not 256 and 256"),
         ({"sinks": True}, "no sinks"),
         ({"dropout": True}, "no dropout"),
-        ({"mask_mods": ("mask",)}, "strides of the mask are not multiples of 16 bytes"),
         ({"mask_mods": ("prefix",)}, "it has no prefix"),
-        ({"score_mods": ("alibi", "bias")}, "it has no bias"),
         ({"score_mods": ("alibi",), "seq_q": 0}, "there are no queries"),
         ({"varlen": True}, "it has no packed batches"),
         ({"query_descriptors": False}, "strides of Q are not multiples of 16 bytes"),
@@ -141,8 +139,7 @@ def changed_and_served(problem: AttentionProblem, device: str) -> bool:
     n = problem
     whole = device in ("h100", "h200") and n.dtype != "float32" and n.descriptors and n.query_descriptors
     whole = whole and not (n.varlen or n.sinks or n.dropout) and n.dim_qk == n.dim_v and n.dim_qk in (64, 128)
-    changes = {*n.score_mods, *n.mask_mods} - ({"mask"} if n.mask_descriptors else set())
-    return whole and changes <= {"softcap", "alibi", "user"} and min(n.seq_q, n.seq_k) >= 512
+    return whole and "prefix" not in n.mask_mods and min(n.seq_q, n.seq_k) >= 512
 
 
 def plain_and_long(problem: AttentionProblem, device: str) -> bool:
@@ -185,7 +182,8 @@ def test_being_allowed_more_changes_nothing_but_the_kernel(
     if problem.score_mods or problem.mask_mods:
         served = changed_and_served(problem, device)
         assert [plan.kernel == rules.KERNEL for plan in (kept, other)] == [served, served]
-        mine = LATE if problem.score_mods or "user" in problem.mask_mods else ORDERED
+        alone = (problem.score_mods, problem.mask_mods) == ((), ("mask",)) and problem.mask_descriptors
+        mine = ORDERED if alone else LATE
         assert kept.options == (mine if served else None)
         assert kept == other or other.options == replace(mine, ordered=False)
         return
@@ -272,6 +270,12 @@ def test_changes_of_scores() -> None:
     tile = replace(masked.keys, num_stages=3)
     with pytest.raises(PlanError, match="KiB of shared memory"):
         masked.with_tiles(tile, tile, tile)
+    biased = replace(LONG, score_mods=("bias",))
+    assert plan_attention_backward(biased, H200).options == LATE
+    learned = plan_attention_backward(biased, H200, (1, 1, 1))
+    assert f"{rules.KERNEL} is not taken: it makes no gradients of a bias" in learned.reason
+    with pytest.raises(PlanError, match=r"bias: must be \(\)"):
+        learned.with_tiles(kernel=rules.KERNEL)
     loads = plan_attention_backward(replace(LONG, score_mods=("user",)), H200, loads=(16,))
     assert f"{rules.KERNEL} is not taken: it makes no gradients of score_args" in loads.reason
 

@@ -237,9 +237,9 @@ def plan_attention_backward(
     require_supported(problem, device)
     if portable:
         return _portable(problem, device, bias, loads, (2 if deterministic else 1) if loads else 0)
-    if loads:
+    if loads or bias:
         plan = plan_attention_backward(problem, device, bias, True, deterministic, loads)
-        return _refusing(plan, REDUCE, "it makes no gradients of score_args")
+        return _refusing(plan, REDUCE, f"it makes no gradients of {'score_args' if loads else 'a bias'}")
     options = reduced.options_for(problem, device, deterministic)
     if isinstance(options, ReduceOptions):
         return _reduce(problem, device, bias, options)

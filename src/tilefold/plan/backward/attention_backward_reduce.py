@@ -34,7 +34,7 @@ __all__ = [
 KERNEL = "attention_backward_reduce"
 KEYS = 128  # of a program
 REGISTERS = (168, 240)  # of a thread at launch, of a folding thread
-CHANGES = ("softcap", "alibi", "mask", "user")  # of scores
+CHANGES = ("softcap", "alibi", "bias", "mask", "user")  # of scores
 LEAST_CHANGED = 512
 """Queries and keys from which on it is taken with changes of scores, which of these kernels it alone has: not measured."""
 LEAST_TOKENS = {64: 2048, 128: 65536}
@@ -85,8 +85,6 @@ def reduce_refusal(problem: AttentionProblem, device: Device) -> str | None:
         return "it has no sinks and no dropout"
     if others := [name for name in (*n.score_mods, *n.mask_mods) if name not in CHANGES]:
         return f"it has no {others[0]}"
-    if "mask" in n.mask_mods and not n.mask_descriptors:
-        return "the base or the strides of the mask are not multiples of 16 bytes, or its keys do not lie side by side"
     if not n.plain and n.seq_q == 0:
         return "there are no queries"
     if not n.query_descriptors:
@@ -125,8 +123,9 @@ def options_for(problem: AttentionProblem, device: Device, deterministic: bool) 
 
 
 def is_late(problem: AttentionProblem) -> bool:
-    """Whether dP is issued behind the changes of scores: all but a mask tensor would spill beside it."""
-    return bool(problem.score_mods or {*problem.mask_mods} - {"mask"})
+    """Whether dP is issued behind the changes of scores: all but a mask that boxes read would spill beside it."""
+    n = problem
+    return bool(n.score_mods or {*n.mask_mods} - {"mask"} or (n.mask_mods and not n.mask_descriptors))
 
 
 def _any_order_pays(n: AttentionProblem) -> bool:
