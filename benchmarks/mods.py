@@ -101,6 +101,10 @@ def candidates(
         "portable": lambda: tilefold.attention(q, k, v, plan=portable, **ours),
         plan.kernel: lambda: tilefold.attention(q, k, v, **ours),
     }
+    if "mask" in ours:
+        made["sdpa"] = lambda: torch.nn.functional.scaled_dot_product_attention(
+            *(t.transpose(1, 2) for t in (q, k, v)), attn_mask=ours["mask"]
+        ).transpose(1, 2)
     if flex:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -125,8 +129,7 @@ def gradients(
     if plan.options is not None and plan.options.late:
         plans["dP beside the changes"] = plan.with_tiles(options=replace(plan.options, late=False))
     outs: dict[str, Any] = {n: tilefold.attention(*inputs, **ours, backward_plan=one) for n, one in plans.items()}
-    if flex:
-        outs["flex"] = candidates(*inputs, ours, flex)["flex"]()
+    outs |= {n: call() for n, call in candidates(*inputs, ours, flex).items() if n in ("flex", "sdpa")}
     return {n: lambda out=out: torch.autograd.grad(out, inputs, dout, retain_graph=True) for n, out in outs.items()}
 
 

@@ -94,7 +94,7 @@ results = compiled(__name__, JOBS, NEWEST)
 @pytest.mark.parametrize("name", [name for name, _ in JOBS])
 def test_versions(results: Results, name: str) -> None:
     """wgmma, nothing in flight that is overwritten, no product made to wait for another; of D=128 a few loads in a round of 2500
-    cycles and more of numbers that have no register, of D=64 none; with changes of scores up to 24 of 500 instructions or more."""
+    cycles and more of numbers that have no register, of D=64 none; with changes of scores 24 at most."""
     found = results.of(name, "sm_90")
     part, case = name.split(maxsplit=1)
     if part != "main":
