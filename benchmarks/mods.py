@@ -97,6 +97,8 @@ def cases(heads: int, tokens: int) -> dict[str, tuple[dict[str, Any], dict[str, 
     """-> name: (tilefold's options, FlexAttention's functions)."""
     slopes = torch.tensor([2.0 ** (-8 * (i + 1) / heads) for i in range(heads)], device="cuda")
     table = torch.randn(heads, 2 * REACH + 1, device="cuda")
+    mask = torch.rand(1, 1, tokens, tokens, device="cuda") < 0.5
+    bias = torch.randn(1, heads, tokens, tokens, device="cuda").bfloat16()
     numbers = (torch.arange(tokens, device="cuda") * DOCUMENTS // tokens).int()
     images = torch.where(
         torch.arange(tokens, device="cuda") % 1024 < 256, torch.arange(tokens, device="cuda") // 1024 + 1, 0
@@ -119,6 +121,8 @@ def cases(heads: int, tokens: int) -> dict[str, tuple[dict[str, Any], dict[str, 
             {"score_mod": lambda s, b, h, i, j: CAP * torch.tanh(s / CAP)},
         ),
         "softcap, built in": ({"softcap": CAP}, {"score_mod": lambda s, b, h, i, j: CAP * torch.tanh(s / CAP)}),
+        "boolean mask": ({"mask": mask}, {}),
+        "bias": ({"bias": bias}, {"score_mod": lambda s, b, h, i, j: s + bias[0, h, i, j]}),
         "causal mask_mod": ({"mask_mod": causal}, {"mask_mod": lambda b, h, i, j: j <= i}),
         "sliding": (
             {"mask_mod": sliding, "mask_args": (window,)},
@@ -163,6 +167,10 @@ def candidates(
     if "lists" in plan.options:
         bare = plan.with_tile(options=tuple(option for option in plan.options if option != "lists"))
         made["without lists"] = lambda: tilefold.attention(q, k, v, plan=bare, **ours)
+    if "mask" in ours:
+        made["sdpa"] = lambda: torch.nn.functional.scaled_dot_product_attention(
+            *(t.transpose(1, 2) for t in (q, k, v)), attn_mask=ours["mask"]
+        ).transpose(1, 2)
     if flex:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -187,8 +195,7 @@ def gradients(
     if plan.options is not None and plan.options.late:
         plans["dP beside the changes"] = plan.with_tiles(options=replace(plan.options, late=False))
     outs: dict[str, Any] = {n: tilefold.attention(*inputs, **ours, backward_plan=one) for n, one in plans.items()}
-    if flex:
-        outs["flex"] = candidates(*inputs, ours, flex)["flex"]()
+    outs |= {n: call() for n, call in candidates(*inputs, ours, flex).items() if n in ("flex", "sdpa")}
     return {n: lambda out=out: torch.autograd.grad(out, inputs, dout, retain_graph=True) for n, out in outs.items()}
 
 

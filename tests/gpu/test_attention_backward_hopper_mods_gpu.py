@@ -22,12 +22,13 @@ MASKS = [{}, {"causal": True}, {"window": (200, 50)}]
 LENGTHS = ((1, 1), (127, 129), (128, 128), (333, 1001), (1001, 333), (64, 2000), (2000, 63))
 LATE, EARLY = ReduceOptions(ordered=True, late=True), ReduceOptions(ordered=True)
 USERS = ("slanted", "relative", "squashed", "numbered", "dilated", "sliding")
-EACH = [("softcap",), ("alibi",), *((name,) for name in USERS)]
+BUILT_IN = ("softcap", "alibi", "bias", "bias of keys", "mask", "mask of heads", "mask of keys", "odd mask")
+EACH = [(name,) for name in (*BUILT_IN, *USERS)]
 TOGETHER = [
     ("softcap", "alibi"),
     ("softcap", "numbered"),
     ("alibi", "squashed", "sliding"),
-    ("softcap", "alibi", "relative", "dilated"),
+    ("softcap", "alibi", "bias", "mask of heads", "relative", "dilated"),
 ]
 
 
@@ -38,6 +39,18 @@ def changes(names, q, k):
     for name in names:
         if name == "softcap":
             options["softcap"] = 5.0
+        elif name.startswith("bias"):
+            shape = (1, heads, 1, k.shape[1]) if name == "bias of keys" else (q.shape[0], 1, q.shape[1], k.shape[1])
+            dtype = torch.float32 if name == "bias of keys" else q.dtype
+            options["bias"] = rand(*shape, dtype=dtype, device=DEVICE)
+        elif name == "odd mask":  # no box reads it
+            options["mask"] = torch.rand(1, heads, q.shape[1], k.shape[1] + 3, device=DEVICE)[..., 3:] < 0.5
+        elif name.startswith("mask"):  # a third of the rows sees nothing
+            rows = 1 if name == "mask of keys" else q.shape[1]
+            shared = 1 if name == "mask" else heads
+            mask = torch.rand(q.shape[0], shared, rows, -(-k.shape[1] // 16) * 16, device=DEVICE) < 0.5
+            mask &= torch.rand(rows, 1, device=DEVICE) < (0.7 if rows > 1 else 2.0)
+            options["mask"] = mask[..., : k.shape[1]]
         elif name == "alibi":
             options["alibi_slopes"] = torch.tensor([2.0 ** -(i % 8 + 1) for i in range(heads)], device=DEVICE)
         else:
@@ -116,14 +129,16 @@ def test_slopes_of_each_sequence_and_strides():
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (1000, 0)}], ids=str)
-@pytest.mark.parametrize("names", [("softcap",), ("alibi",), ("slanted",), ("squashed",), ("numbered",)], ids="-".join)
+@pytest.mark.parametrize(
+    "names", [("softcap",), ("alibi",), ("bias",), ("mask",), ("slanted",), ("numbered",)], ids="-".join
+)
 def test_many_runs_and_the_portable_kernel(names, options, dim):
     """The plan takes it by itself; the same bits every run; what the portable kernels make, to rounding."""
     tensors = qkv(2, 4096, 4096, 16, 8, dim, dtype=BF, device=DEVICE)
     made, _ = changes(names, *tensors[:2])
     options = options | made
     plan = tilefold.attention_backward_plan(*tensors, **options)
-    assert (plan.kernel, plan.options) == (KERNEL, LATE)
+    assert (plan.kernel, plan.options) == (KERNEL, EARLY if names == ("mask",) else LATE)
     dout, dlse = upstream(tensors[0], tensors[2])
     first = gradients(tensors, dout, dlse, **options)
     assert all(same(first, gradients(tensors, dout, dlse, **options)) for _ in range(20))
@@ -149,7 +164,7 @@ def test_rows_without_keys():
 
 def test_graph():
     q, k, v = (t.requires_grad_() for t in qkv(1, 1024, 1024, 8, 2, 128, dtype=BF, device=DEVICE))
-    options = changes(("softcap", "alibi", "relative", "numbered"), q, k)[0]
+    options = changes(("softcap", "alibi", "mask", "relative", "numbered"), q, k)[0]
     dout = rand(1, 1024, 8, 128, dtype=BF, device=DEVICE)
 
     def step():

@@ -14,6 +14,7 @@ from tilefold.kernels.hopper import (
     backward_consumer,
     backward_epilogue,
     backward_mask,
+    backward_mods,
     backward_pipeline,
     dq_sums,
     parts,
@@ -80,13 +81,15 @@ class Product(Value):
     permute = reshape
 
 
-UNCHANGED = SimpleNamespace(
-    ON=False, STEEP=False, scale=1.0, slope=lambda *head: 0.0, to_base_2=lambda: 1.0
-)  # BackwardMods
+class Boxes(str):
+    """The descriptor of a mask."""
+
+    dtype = None
 
 
 class Run(Backward):
-    """sizes: queries, keys, heads of queries, how many share a KV head; dim 64 or 128.  late: dP behind P."""
+    """sizes: queries, keys, heads of queries, how many share a KV head; dim 64 or 128.  late: dP behind P.  mask: rows of a
+    tile of the mask that all heads share, 0 for none."""
 
     functions = (
         (parts, ("load_panels",)),
@@ -102,13 +105,14 @@ class Run(Backward):
         (reduce_pipeline, ("ReduceConfig", "ReducePipeline")),
         (dq_sums, ("DqSums",)),
         (recompute, ("Recompute",)),
+        (backward_mods, ("ModTiles",)),
         (backward_epilogue, ("Gradient",)),
     )
     pairs = 2  # of barriers at which the warpgroups meet, in turns
 
-    def __init__(self, seed, kind, sizes, dim=128, ordered=False, heads_at_once=1, slots=2, late=False):
+    def __init__(self, seed, kind, sizes, dim=128, ordered=False, heads_at_once=1, slots=2, late=False, mask=0):
         super().__init__(seed)
-        self.kind, self.dim, self.ordered, self.late_dp = kind, dim, ordered, late
+        self.kind, self.dim, self.ordered, self.late_dp, self.mask = kind, dim, ordered, late, mask
         self.seq_q, self.seq_k, self.heads, self.group = sizes
         self.queries, self.slots, self.heads_at_once = 8192 // dim, slots, heads_at_once
         self.q_tiles, self.blocks = -(-self.seq_q // self.queries), -(-self.seq_k // KEYS)
@@ -123,7 +127,7 @@ class Run(Backward):
             "KEYS": KEYS, "ROWS": 128, "STAGGER": 2, "narrowed": lambda x, dtype: x, "widened": lambda x: x,
             "schedule_fence_16": lambda x: None, "pair_barrier": self.pair_barrier,
             "tma_reduce_add": self.add_copy, "tma_store_wait": self.wait_reads, "await_counter": self.await_counter,
-            "count": self.count,
+            "count": self.count, "places_of_tile": lambda *shape: 1,
         }  # fmt: skip
 
     def namespace(self):
@@ -134,7 +138,9 @@ class Run(Backward):
         return names
 
     def bytes_of(self, desc):
-        return {"stat": 8 * self.queries, "k": KEYS * 128, "v": KEYS * 128}.get(desc, self.queries * 128)
+        return {"stat": 8 * self.queries, "mask": 64 * self.mask, "k": KEYS * 128, "v": KEYS * 128}.get(
+            desc, self.queries * 128
+        )
 
     def tiles(self, buffers, slots):
         each = self.dim // 64
@@ -214,6 +220,8 @@ class Run(Backward):
         statistics = frozenset([("stat", row * 2 * self.queries)])
         p = self.boxes("k", h // self.group, block * KEYS, f"r{half}") | statistics
         p |= self.boxes("q", h, tile * self.queries)
+        if self.mask:
+            p |= {("mask", 0, 0, tile * self.queries if self.mask > 1 else 0, block * KEYS + half * 64)}
         ds = p | self.boxes("v", h // self.group, block * KEYS, f"r{half}") | self.boxes("do", h, tile * self.queries)
         return p, ds
 
@@ -269,12 +277,14 @@ class Run(Backward):
                                             self.no_tile, mask, self.queries, self.ordered)  # fmt: skip
         gradients = [names["Gradient"](out, 0, 0, 0, None, None, None) for out in GRADIENTS[1:]]
 
+        mods = self.mods(names)
+
         def begin():
             self.local.program, self.local.open, self.local.turns = number, [], turns
 
         def produce():
             begin()
-            names["produce"](scheduler, pipe)
+            names["produce"](scheduler, pipe, mods)
 
         def add(own):
             begin()
@@ -284,9 +294,20 @@ class Run(Backward):
             begin()
             block = scheduler.block()
             self.local.place = int(block.head), int(block.tile), half
-            names["consume"](half, scheduler, pipe, UNCHANGED, sums, *gradients)
+            names["consume"](half, scheduler, pipe, mods, sums, *gradients)
 
         return [produce, *(partial(add, own) for own in range(adders)), *(partial(consume, half) for half in (0, 1))]
+
+    def mods(self, names):
+        """What stands for BackwardMods: changes leave scores what they are, but that a mask was read for them."""
+        tiles = Ring((Panel(self.memory, f"mask {i}", frozenset()) for i in range(2 * self.slots)), Anything())
+        mask = names["ModTiles"](Boxes("mask"), 1, 0, tiles, self.mask, 2 * 64 * self.mask)
+
+        def apply(s, slope, batch, head, query, key, lengths, slot, own):
+            return s._with(Value(tiles.index(slot * 2 + own).content)), 1.0
+
+        plain = {"scale": 1.0, "slope": lambda *head: 0.0, "to_base_2": lambda: 1.0, "STEEP": False}
+        return SimpleNamespace(ON=self.mask > 0, mask=mask, apply=apply, **plain)
 
     def __call__(self, places=1):
         """places: programs that run side by side; whenever one ends the next begins, as on a GPU."""

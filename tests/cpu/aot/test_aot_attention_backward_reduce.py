@@ -35,6 +35,12 @@ CASES = {
         problem(128, window=(256, 100), dtype="float16", score_mods=("softcap", "alibi", "user"), mask_mods=("user",)),
         ReduceOptions(late=True),
     ),
+    "d128 bias": (problem(128, score_mods=("bias",)), LATE),
+    "d64 causal bias": (problem(64, causal=True, score_mods=("bias",)), LATE),
+    "d128 odd mask": (problem(128, mask_mods=("mask",)), LATE),
+    "d128 mask": (problem(128, mask_mods=("mask",), mask_descriptors="tiles"), ORDERED),
+    "d128 causal mask of keys": (problem(128, causal=True, mask_mods=("mask",), mask_descriptors="keys"), ORDERED),
+    "d64 mask": (problem(64, mask_mods=("mask",), mask_descriptors="tiles"), ORDERED),
     "d64 softcap": (problem(64, score_mods=("softcap",)), LATE),
     "d64 causal alibi": (problem(64, causal=True, score_mods=("alibi",)), LATE),
     "d64 score_mod fp16": (problem(64, score_mods=("user",), dtype="float16"), ReduceOptions(late=True)),
@@ -66,6 +72,11 @@ JOBS = {
     if part == "main" or name in ("d128", "d64")
 }
 NEWEST = (
+    "main d128 softcap",
+    "main d128 causal alibi",
+    "main d128 mods that load",
+    "main d128 mask",
+    "main d64 score_mod fp16",
     "main d128",
     "main d128 causal",
     "main d128 ordered",
@@ -83,7 +94,7 @@ results = compiled(__name__, JOBS, NEWEST)
 @pytest.mark.parametrize("name", [name for name, _ in JOBS])
 def test_versions(results: Results, name: str) -> None:
     """wgmma, nothing in flight that is overwritten, no product made to wait for another; of D=128 a few loads in a round of 2500
-    cycles and more of numbers that have no register, of D=64 none."""
+    cycles and more of numbers that have no register, of D=64 none; with changes of scores 24 at most."""
     found = results.of(name, "sm_90")
     part, case = name.split(maxsplit=1)
     if part != "main":
@@ -94,8 +105,9 @@ def test_versions(results: Results, name: str) -> None:
     plan = plan_of(case)
     assert len(found.report.loops) == 2  # a warpgroup each
     few = 0 if plan.problem.dim_qk == 64 else 12 if found.report.triton.startswith("3.9") else 4
-    assert all(loop.spills <= few for loop in found.report.loops)
-    assert found.report.spill_store_bytes <= 64
+    changed = not plan.problem.plain
+    assert all(loop.spills <= (24 if changed else few) for loop in found.report.loops)
+    assert found.report.spill_store_bytes <= (192 if changed else 64)
     shared = reduce_shared(plan.problem, plan.keys.num_stages)
     assert 0 <= shared - found.report.shared_bytes < 512
     assert found.report.occupancy.programs == 1

@@ -116,7 +116,7 @@ def backward_changes(**given):
     hidden = arrays(**more)
     found = (parts, "columns_of"), *((score_mods, name) for name in ("subtract_distance", "softcap", "hide"))
     names = {"LOG2E": np.float32(np.log2(np.e)), "quick_reciprocal": lambda x: np.float32(1) / x}
-    fields = (
+    fields = [
         "scale",
         "cap",
         "Slopes",
@@ -124,17 +124,16 @@ def backward_changes(**given):
         "stride_h",
         "score_mods",
         "score_grads",
+        "mask",
         "mask_mods",
         "SOFTCAP",
         "KIND",
-    )
+    ]
+    unused = {"mask": types.SimpleNamespace(ROWS=0), "SOFTCAP": 0, "KIND": 0}
     chosen = {
         **dict.fromkeys(fields),
-        "score_mods": (),
-        "score_grads": (),
-        "mask_mods": (),
-        "SOFTCAP": 0,
-        "KIND": 0,
+        **dict.fromkeys(("score_mods", "score_grads", "mask_mods"), ()),
+        **unused,
         **given,
     }
     return class_of(hidden, backward_mods, "BackwardMods", *found, **names)(*(chosen[name] for name in fields))
@@ -178,7 +177,7 @@ def test_changes_of_the_backward_pass(names, kind):
     s = array(np.random.default_rng(0).standard_normal((64, 64)) * 5)
     mods = backward_changes(scale=scale, KIND=kind, **given)
     assert mods.ON and bool({"softcap", "score_mod"} & {*names}) == mods.STEEP
-    got, steep = mods.apply(s, mods.slope(batch, head), batch, head, query, key, lengths)
+    got, steep = mods.apply(s, mods.slope(batch, head), batch, head, query, key, lengths, 0, 0)
     natural = np.asarray(got, np.float64) * float(mods.to_base_2()) / np.log2(np.e)
     q_index = np.arange(query, query + 64)[None]
     kv_index = np.arange(key, key + 64)[:, None]

@@ -247,7 +247,9 @@ def test_packed_backward(kind, places, case):
 def test_reducing_backward(dim, places, ordered, kind, sizes):
     """However few programs run side by side, none of them waits for one that has not begun."""
     for heads_at_once in {1, sizes[2] // sizes[3]}:
-        Reduce(1, kind, sizes, dim, ordered, heads_at_once, late=heads_at_once > 1 or places == 2)(places)
+        Reduce(1, kind, sizes, dim, ordered, heads_at_once)(places)
+    for mask in (0, 1, 8192 // dim):
+        Reduce(places, kind, sizes, dim, ordered, late=mask != 1, mask=mask)(places)
 
 
 # ---------------------------------------------------------------- products

@@ -100,6 +100,7 @@ SHARED_BY_HOPPER = (
     "backward_epilogue",
     "backward_lists",
     "backward_mask",
+    "backward_mods",
     "backward_pipeline",
     "backward_producer",
     "backward_scheduler",
@@ -303,8 +304,8 @@ ATTENTION = ("attention_forward", "attention_fp8", "sparse_forward", "attention_
              "attention_backward_reduce", "attention_backward_wide", "sparse_backward", "block_list", "config",
              "consumer", "epilogue", "fp8_parts", "mask", "ping_pong", "pipeline", "producer", "products", "scheduler",
              "score_mods", "softmax", "backward_config", "backward_consumer", "backward_epilogue", "backward_lists",
-             "backward_mask", "backward_pipeline", "backward_producer", "backward_scheduler", "ds_ring", "dq_sums", "recompute",
-             "reduce_pipeline", "reduce_scheduler", "structs")  # fmt: skip
+             "backward_mask", "backward_mods", "backward_pipeline", "backward_producer", "backward_scheduler", "ds_ring",
+             "dq_sums", "recompute", "reduce_pipeline", "reduce_scheduler", "structs")  # fmt: skip
 MOST_ARGUMENTS = 12
 
 

@@ -32,6 +32,7 @@ LENGTHS = st.sampled_from([1, 63, 512, 1024, 4096, 8192, 16383, 16384, 16385, 65
 CHANGES = st.sampled_from(
     [{}, {}, {}, {"causal": True}, {"causal": True}, {"window": (4095, 0)}, {"window": (-1, 512)}, {"sinks": True},
      {"dropout": True}, {"score_mods": ("bias",)}, {"mask_mods": ("mask",)}, {"score_mods": ("softcap",), "causal": True},
+     {"mask_mods": ("mask",), "mask_descriptors": "tiles"}, {"mask_mods": ("mask", "user"), "mask_descriptors": "keys"},
      {"score_mods": ("alibi", "user"), "window": (4095, 0)}, {"mask_mods": ("user",)}, {"mask_mods": ("prefix", "user")},
      {"varlen": True}, {"descriptors": False}, {"query_descriptors": False}, {"dtype": "float16"}, {"dtype": "float32"}]
 )  # fmt: skip
@@ -99,9 +100,7 @@ def test_slow_memory() -> None:
         ({"dim_qk": 256, "dim_v": 256}, "not 256 and 256"),
         ({"sinks": True}, "no sinks"),
         ({"dropout": True}, "no dropout"),
-        ({"mask_mods": ("mask",)}, "it has no mask"),
         ({"mask_mods": ("prefix",)}, "it has no prefix"),
-        ({"score_mods": ("alibi", "bias")}, "it has no bias"),
         ({"score_mods": ("alibi",), "seq_q": 0}, "there are no queries"),
         ({"varlen": True}, "it has no packed batches"),
         ({"query_descriptors": False}, "strides of Q are not multiples of 16 bytes"),
@@ -140,8 +139,7 @@ def changed_and_served(problem: AttentionProblem, device: str) -> bool:
     n = problem
     whole = device in ("h100", "h200") and n.dtype != "float32" and n.descriptors and n.query_descriptors
     whole = whole and not (n.varlen or n.sinks or n.dropout) and n.dim_qk == n.dim_v and n.dim_qk in (64, 128)
-    changes = {*n.score_mods, *n.mask_mods}
-    return whole and bool(changes) and changes <= {"softcap", "alibi", "user"} and min(n.seq_q, n.seq_k) >= 512
+    return whole and "prefix" not in n.mask_mods and min(n.seq_q, n.seq_k) >= 512
 
 
 def plain_and_long(problem: AttentionProblem, device: str) -> bool:
@@ -184,8 +182,10 @@ def test_being_allowed_more_changes_nothing_but_the_kernel(
     if problem.score_mods or problem.mask_mods:
         served = changed_and_served(problem, device)
         assert [plan.kernel == rules.KERNEL for plan in (kept, other)] == [served, served]
-        assert kept.options == (LATE if served else None)
-        assert kept == other or other.options == replace(LATE, ordered=False)
+        alone = (problem.score_mods, problem.mask_mods) == ((), ("mask",)) and problem.mask_descriptors
+        mine = ORDERED if alone else LATE
+        assert kept.options == (mine if served else None)
+        assert kept == other or other.options == replace(mine, ordered=False)
         return
     if kept.kernel == rules.KERNEL:
         assert plain_and_long(problem, device) and kept.options == ORDERED
@@ -265,6 +265,17 @@ def test_changes_of_scores() -> None:
         assert portable.with_tiles(kernel=rules.KERNEL).options == rules.ReduceOptions(late=True)
         short = plan_attention_backward(replace(problem, seq_q=511), H200)
         assert "fewer than 512 queries or keys it was not measured with changes of scores" in short.reason
+    masked = plan_attention_backward(replace(LONG, mask_mods=("mask",), mask_descriptors="tiles"), H200)
+    assert (masked.kernel, masked.options) == (rules.KERNEL, ORDERED)
+    tile = replace(masked.keys, num_stages=3)
+    with pytest.raises(PlanError, match="KiB of shared memory"):
+        masked.with_tiles(tile, tile, tile)
+    biased = replace(LONG, score_mods=("bias",))
+    assert plan_attention_backward(biased, H200).options == LATE
+    learned = plan_attention_backward(biased, H200, (1, 1, 1))
+    assert f"{rules.KERNEL} is not taken: it makes no gradients of a bias" in learned.reason
+    with pytest.raises(PlanError, match=r"bias: must be \(\)"):
+        learned.with_tiles(kernel=rules.KERNEL)
     loads = plan_attention_backward(replace(LONG, score_mods=("user",)), H200, loads=(16,))
     assert f"{rules.KERNEL} is not taken: it makes no gradients of score_args" in loads.reason
 

@@ -17,7 +17,7 @@ from .backward_config import UNIT
 from .backward_consumer import zero_gradient
 from .backward_epilogue import Gradient
 from .backward_mask import BackwardMask, Lengths
-from .backward_mods import BackwardMods
+from .backward_mods import BackwardMods, make_mod_tiles
 from .backward_pipeline import first_stage, next_stage
 from .dq_sums import make_dq_sums
 from .gluon import (
@@ -38,22 +38,22 @@ from .reduce_scheduler import BlockScheduler, own_keys
 
 RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_units", "kv_units", "q_tiles", "blocks", "left", "right",
            "heads_at_once", "no_tile", "stride_xb", "stride_xn", "stride_xh", "stride_yb", "stride_yn", "stride_yh", "cap",
-           "slope_b", "slope_h"]  # fmt: skip
+           "slope_b", "slope_h", "mask_b", "mask_h"]  # fmt: skip
 
 
 # ---------------------------------------------------------------- the partitions
 
 
 @jit
-def produce(scheduler, pipe):
-    """Load K and V, then q, dout and statistics of every query tile."""
+def produce(scheduler, pipe, mods):
+    """Load K and V, then q, dout, statistics and the mask of every query tile."""
     block = scheduler.block()
     pipe.load_keys(block)
     stage = first_stage(1)
     visit = scheduler.first_visit(block)
     for _ in range(block.visits):
         head = block.head * scheduler.group + visit.head
-        pipe.load_queries(stage, block.batch, head, visit.tile, visit.row)
+        pipe.load_queries(stage, block, head, visit.tile, visit.row, mods)
         stage = next_stage(stage, pipe.config.SLOTS)
         visit = scheduler.next_visit(visit, block)
 
@@ -95,7 +95,9 @@ def step(dk, dv, own, batch, head, tile, pipe, mods, recompute, sums, i, CID: gl
         dp_flying = pipe.issue_dp(stage, CID)
         s = wgmma_wait(1, deps=(s_flying,))
     if mods.ON:
-        s, steep = mods.apply(s, slope, batch, head, tile * config.QUERIES, own.tile * UNIT, own.lengths)
+        s, steep = mods.apply(
+            s, slope, batch, head, tile * config.QUERIES, own.tile * UNIT, own.lengths, stage.slot, CID
+        )
     p = recompute.probabilities(own.cut(s, tile), statistics)
     p16 = narrowed(p, config.DTYPE)
     if mods.STEEP:
@@ -151,9 +153,9 @@ def attention_backward_reduce(
     q_desc, do_desc, k_desc, v_desc, stat_desc, sum_desc, Progress, DK, DV,
     scale, seq_q, seq_k, heads, group, q_units, kv_units, q_tiles, blocks, left, right, heads_at_once, no_tile,
     stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh,
-    cap, Slopes, slope_b, slope_h, score_mods, score_grads, mask_mods,
-    SOFTCAP: gl.constexpr, KIND: gl.constexpr, D: gl.constexpr, QUERIES: gl.constexpr, SLOTS: gl.constexpr, ORDERED: gl.constexpr,
-    LATE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    cap, Slopes, slope_b, slope_h, score_mods, score_grads, mask_desc, mask_b, mask_h, mask_mods,
+    SOFTCAP: gl.constexpr, MASK: gl.constexpr, KIND: gl.constexpr, D: gl.constexpr, QUERIES: gl.constexpr, SLOTS: gl.constexpr,
+    ORDERED: gl.constexpr, LATE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q_desc, do_desc [B, H, Sq, D], boxes [1, 1, QUERIES, 64]; k_desc, v_desc [B, H/group, Sk, D], boxes [1, 1, 128, 64].  D is
     64 with QUERIES 128, or 128 with QUERIES 64.  stat_desc: statistics (`recompute`, of QUERIES queries) as one dimension, box
@@ -166,6 +168,8 @@ def attention_backward_reduce(
 
     What changes the scores (`backward_mods`): SOFTCAP with cap, Slopes of ALiBi [B, H] by their strides or None; score_mods with
     their derivatives score_grads, mask_mods: the user's, see device.mods; () for none.  LATE: see `step`.
+    MASK: rows of a tile of the mask: QUERIES, 1 where one row serves all queries, or 0.  mask_desc (8 bits, 0: not seen)
+    [B or 1, H or 1, Sq or 1, Sk], boxes [1, 1, MASK, 64]; mask_b, mask_h: 1, or 0 where there is one for all.
 
     Grid: B * H/group * blocks, heads_at_once KV heads at a time."""
     config = ReduceConfig(q_desc.dtype, D, QUERIES, SLOTS, LATE)
@@ -176,7 +180,10 @@ def attention_backward_reduce(
     lengths = Lengths(seq_q, seq_k, q_units, kv_units)
     mask = BackwardMask(left, right, KIND)
     scheduler = BlockScheduler(lengths, heads, group, q_tiles, blocks, heads_at_once, no_tile, mask, QUERIES, ORDERED)
-    mods = BackwardMods(scale, cap, Slopes, slope_b, slope_h, score_mods, score_grads, mask_mods, SOFTCAP, KIND)
+    mask_tiles = make_mod_tiles(mask_desc, mask_b, mask_h, MASK, SLOTS)
+    mods = BackwardMods(
+        scale, cap, Slopes, slope_b, slope_h, score_mods, score_grads, mask_tiles, mask_mods, SOFTCAP, KIND
+    )
     dk = Gradient(DK, stride_xb, stride_xn, stride_xh, config.DTYPE)
     dv = Gradient(DV, stride_yb, stride_yn, stride_yh, config.DTYPE)
     if ADDERS == 2:
@@ -184,7 +191,7 @@ def attention_backward_reduce(
             [
                 (consume, (0, scheduler, pipe, mods, sums, dk, dv)),
                 (consume, (1, scheduler, pipe, mods, sums, dk, dv)),
-                (produce, (scheduler, pipe)),
+                (produce, (scheduler, pipe, mods)),
                 (add, (0, scheduler, sums)),
                 (add, (1, scheduler, sums)),
             ],
@@ -196,7 +203,7 @@ def attention_backward_reduce(
             [
                 (consume, (0, scheduler, pipe, mods, sums, dk, dv)),
                 (consume, (1, scheduler, pipe, mods, sums, dk, dv)),
-                (produce, (scheduler, pipe)),
+                (produce, (scheduler, pipe, mods)),
                 (add, (0, scheduler, sums)),
             ],
             [4, 1, 1],

@@ -5,18 +5,68 @@ Scores are transposed here, [64 keys, QUERIES].  A mod works element by element,
 
 dS = P (dP - delta) is by the changed score.  The gradient by the product is that times the changes' derivative.  P takes the
 derivative on before dP is there, so that it has no registers of its own while dP is in flight.
+
+A mask tensor comes with the queries: the producer issues TMA loads of a tile for each consumer, its 64 keys, at the barrier of q.
+Both read theirs turned: a thread has two keys, and its columns are rows in shared memory.  The swizzle has the four rows of a
+quad in different banks.
 """
 
 from ...device.ranges import CAUSAL
 from .backward_config import UNIT
-from .gluon import aggregate, constexpr_function, field, gl, jit, opaque
+from .gluon import aggregate, constexpr_function, descriptor, field, gl, jit, opaque, tma_load
 from .parts import LOG2E, columns_of
-from .score_mods import held, hide, softcap, subtract_distance
+from .score_mods import held, hide, places_of_tile, softcap, subtract_distance, tile_layout
+from .structs import Buffer, Value, struct
+
+
+@struct
+class ModTiles:
+    """Tiles [ROWS, 64 keys] of a mask, one for each slot of q and each consumer; ROWS QUERIES, 1 for all queries, or 0: none.
+
+    desc [B or 1, H or 1, Sq or 1, Sk].  step_b, step_h: 1, or 0 where one tile serves all batch entries, heads."""
+
+    desc: descriptor | gl.constexpr
+    step_b: Value
+    step_h: Value
+    tiles: Buffer
+    ROWS: gl.constexpr
+    BYTES: gl.constexpr  # of a slot
+
+    @jit
+    def load(self, slot, bar, batch, head, query, key):
+        """Issue the TMA loads of a tile of queries from `query` on.  What lies past the ends becomes zeros."""
+        PLACES: gl.constexpr = places_of_tile(self.desc.dtype, self.ROWS, UNIT)
+        first = query if self.ROWS > 1 else 0
+        for c in gl.static_range(2):
+            place = [batch * self.step_b, head * self.step_h, first, key + c * UNIT]
+            tma_load(self.desc, place, bar, self.tiles.index((slot * 2 + c) * PLACES))
+
+    @jit
+    def read(self, slot, like, CID: gl.constexpr):
+        """Consumer CID's tile of a slot, turned, as the scores `like` lie; [64, 1] where one row serves all queries."""
+        PLACES: gl.constexpr = places_of_tile(self.desc.dtype, self.ROWS, UNIT)
+        tile = self.tiles.index((slot * 2 + CID) * PLACES)
+        if self.ROWS > 1:
+            return tile.permute((1, 0)).load(like.type.layout)
+        else:
+            return gl.expand_dims(tile.reshape([UNIT]).load(gl.SliceLayout(1, like.type.layout)), 1)
+
+
+@jit
+def make_mod_tiles(desc, step_b, step_h, ROWS: gl.constexpr, SLOTS: gl.constexpr):
+    if ROWS == 0:
+        return ModTiles(None, None, None, None, 0, 0)
+    else:
+        PLACES: gl.constexpr = places_of_tile(desc.dtype, ROWS, UNIT)
+        LAYOUT: gl.constexpr = tile_layout(desc.dtype, ROWS, UNIT)
+        BYTES: gl.constexpr = 2 * ROWS * UNIT * desc.dtype.primitive_bitwidth // 8
+        tiles = gl.allocate_shared_memory(desc.dtype, [2 * SLOTS * PLACES, ROWS, UNIT], LAYOUT)
+        return ModTiles(desc, step_b, step_h, tiles, ROWS, BYTES)
 
 
 @aggregate
 class BackwardMods:
-    """softcap, ALiBi, score_mods and mask_mods, in this order; score_grads: a derivative of each score_mod.
+    """softcap, ALiBi, score_mods, mask and mask_mods, in this order; score_grads: a derivative of each score_mod.
 
     SOFTCAP, Slopes [B, H] by strides: as of ScoreMods.  KIND: of the BackwardMask."""
 
@@ -27,6 +77,7 @@ class BackwardMods:
     stride_h: gl.tensor | gl.constexpr
     score_mods: gl.tuple | gl.constexpr  # as device.mods has them, or None
     score_grads: gl.tuple | gl.constexpr
+    mask: ModTiles
     mask_mods: gl.tuple | gl.constexpr
     SOFTCAP: gl.constexpr
     KIND: gl.constexpr
@@ -34,14 +85,14 @@ class BackwardMods:
     STEEP: gl.constexpr  # may the derivative be other than 1?
 
     @constexpr_function
-    def __init__(self, scale, cap, Slopes, stride_b, stride_h, score_mods, score_grads, mask_mods, SOFTCAP, KIND):
+    def __init__(self, scale, cap, Slopes, stride_b, stride_h, score_mods, score_grads, mask, mask_mods, SOFTCAP, KIND):
         self.scale, self.cap, self.Slopes = scale, field(cap), field(Slopes)
         self.stride_b, self.stride_h = field(stride_b), field(stride_h)
         self.score_mods, self.mask_mods = held(score_mods or None), held(mask_mods or None)
-        self.score_grads = held(score_grads or None)
+        self.score_grads, self.mask = held(score_grads or None), mask
         self.SOFTCAP, self.KIND = gl.constexpr(SOFTCAP), gl.constexpr(KIND)
         self.STEEP = gl.constexpr(bool(SOFTCAP or score_mods))
-        self.ON = gl.constexpr(bool(SOFTCAP or score_mods or mask_mods or isinstance(Slopes, gl.tensor)))
+        self.ON = gl.constexpr(bool(SOFTCAP or score_mods or mask_mods or mask.ROWS or isinstance(Slopes, gl.tensor)))
 
     @jit
     def to_base_2(self):
@@ -62,8 +113,9 @@ class BackwardMods:
             return gl.load(self.Slopes + batch.to(gl.int64) * self.stride_b + head.to(gl.int64) * self.stride_h)
 
     @jit
-    def apply(self, s, slope, batch, head, query, key, lengths):
-        """Scores [64, QUERIES] of keys from `key` on and queries from `query` on -> changed scores, and the derivative."""
+    def apply(self, s, slope, batch, head, query, key, lengths, slot, CID: gl.constexpr):
+        """Scores [64, QUERIES] of consumer CID's keys from `key` on and the queries of a slot, from `query` on -> changed scores,
+        and the derivative."""
         scale = self.scale
         steep = 1.0
         if self.SOFTCAP:
@@ -85,6 +137,8 @@ class BackwardMods:
                 args = self.score_mods[i][1] + place[3]
                 steep = steep * self.score_grads[i][0](s, place[0], place[1], place[2], kv_index, args)
                 s = self.score_mods[i][0](s, place[0], place[1], place[2], kv_index, args).to(gl.float32)
+        if self.mask.ROWS:
+            s = gl.where(self.mask.read(slot, s, CID) != 0, s, float("-inf"))
         if self.mask_mods is not None:
             s = hide(s, scale, place, kv_index, self.mask_mods)
         return s, steep

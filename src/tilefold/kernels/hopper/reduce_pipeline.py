@@ -80,17 +80,19 @@ class ReducePipeline:
         load_panels(self.v_desc, bar, self.v_panels, 0, block.batch, block.head, block.tile * KEYS, D)
 
     @jit
-    def load_queries(self, stage, batch, head, tile, row):
-        """Issue those of q, dout and statistics of a query tile."""
+    def load_queries(self, stage, block, head, tile, row, mods):
+        """Issue those of q, dout, statistics and the mask of a query tile."""
         D: gl.constexpr = self.config.D
         QUERIES: gl.constexpr = self.config.QUERIES
         slot = stage.slot
         mbarrier.wait(self.empty.index(slot), stage.phase)
-        mbarrier.expect(self.q_full.index(slot), QUERIES * D * 2 + 2 * QUERIES * 4)
-        load_panels(self.q_desc, self.q_full.index(slot), self.q_panels, slot, batch, head, tile * QUERIES, D)
+        mbarrier.expect(self.q_full.index(slot), QUERIES * D * 2 + 2 * QUERIES * 4 + mods.mask.BYTES)
+        load_panels(self.q_desc, self.q_full.index(slot), self.q_panels, slot, block.batch, head, tile * QUERIES, D)
         tma_load(self.stat_desc, [row * (2 * QUERIES)], self.q_full.index(slot), self.statistics.index(slot))
+        if mods.mask.ROWS:
+            mods.mask.load(slot, self.q_full.index(slot), block.batch, head, tile * QUERIES, block.tile * KEYS)
         mbarrier.expect(self.do_full.index(slot), QUERIES * D * 2)
-        load_panels(self.do_desc, self.do_full.index(slot), self.do_panels, slot, batch, head, tile * QUERIES, D)
+        load_panels(self.do_desc, self.do_full.index(slot), self.do_panels, slot, block.batch, head, tile * QUERIES, D)
 
     @jit
     def stage(self, i):

@@ -6,14 +6,25 @@ import torch
 
 from ..bound import Bound, Slot, meta
 from ..call import UNBOUNDED, Call, window_of
-from ..dense.attention_hopper import slope_values, user_mods
-from ..dense.attention_parts import kind_of
+from ..dense.attention_hopper import slope_values
+from ..dense.attention_parts import kind_of, mask_mods_of, score_mods_of
+from ..dense.attention_tiles import bytes_of, steps_of, tile_box, tiles_of
 from ..hopper import box_of
 from .backward_parts import score_slope, side_strides
-from .hopper_backward import SIDES, GluonBound, Scratch, boxed_sides, gradients_of, statistics_bound, statistics_box
+from .hopper_backward import (
+    SIDES,
+    UNIT,
+    GluonBound,
+    Scratch,
+    boxed_sides,
+    gradients_of,
+    statistics_bound,
+    statistics_box,
+)
 
 if TYPE_CHECKING:
     from ...plan.backward.attention_backward import AttentionBackwardPlan
+    from ...plan.problem import AttentionProblem
     from ..launch import Launch
 
 __all__ = ["bound_launches"]
@@ -61,7 +72,7 @@ def bound_launches(
         "right": right,
         "heads_at_once": plan.heads_at_once,
         "no_tile": rows - 1,
-        **_mod_values(call),
+        **_mod_values(call, n),
         **side_strides(call.layout, g=meta(*q.shape), x=meta(*k.shape), y=meta(*v.shape)),
     }
     scratch = (
@@ -78,12 +89,47 @@ def bound_launches(
     )
 
 
-def _mod_values(call: Call) -> dict[str, Any]:
-    """What changes the scores; None and () for what the call does not have."""
-    from ...device import mods
+def _mask_rows(call: Call, problem: "AttentionProblem") -> int:
+    """Rows of a tile of the mask, 0 where there is none or no box reads it."""
+    from ...plan.backward.attention_backward_reduce import queries_of
 
-    grads = () if call.score_mod is None else ((score_slope(call.score_mod, call.score_grad), ()),)
-    return {**slope_values(call), **user_mods(call, mods), "cap": float(call.softcap) or None, "score_grads": grads}
+    if not problem.mask_descriptors:
+        return 0
+    return {"": 0, "tiles": queries_of(problem), "keys": 1}[tiles_of(call.mask)]
+
+
+def _mod_values(call: Call, problem: "AttentionProblem") -> dict[str, Any]:
+    """What changes the scores; None and () for what the call does not have.  A bias, and a mask that no box reads, are loaded as
+    users' functions load."""
+    from ...device import mods
+    from ...plan.backward import attention_backward_reduce as rules
+    from ..derivative import derivative_of
+
+    boxed = _mask_rows(call, problem) > 0
+    box: Any = None
+    steps: tuple[Any, Any] = None, None
+    if call.mask is not None and boxed:
+        tile = tile_box(call.mask, UNIT, rules.queries_of(problem))
+        box, steps = Slot("call", lambda given: tile.over(bytes_of(given.mask))), steps_of(call.mask)
+    grads = [derivative_of(mods.bias)] * (call.bias is not None)
+    grads += [score_slope(call.score_mod, call.score_grad)] * (call.score_mod is not None)
+    unboxed = call._replace(mask=None) if boxed else call
+    made: dict[str, Any] = {"score_mods": (), "mask_mods": ()}
+    if grads:
+        made["score_mods"] = Slot(
+            "call", lambda given: score_mods_of(mods, 0.0, given._replace(alibi_slopes=None), False)
+        )
+    if mask_mods_of(mods, unboxed):
+        made["mask_mods"] = Slot("call", lambda given: mask_mods_of(mods, given)[int(boxed) :])
+    return {
+        **made,
+        **slope_values(call),
+        "cap": float(call.softcap) or None,
+        "score_grads": tuple([(grad, ()) for grad in grads]),
+        "mask_desc": box,
+        "mask_b": steps[0],
+        "mask_h": steps[1],
+    }
 
 
 def _sum_box(numbers: int) -> Any:
@@ -107,6 +153,7 @@ def _main(plan: "AttentionBackwardPlan", call: Call, device: int) -> "Launch":
     assert options is not None  # of this kernel's plans
     constants = {
         "SOFTCAP": 0 if "softcap" not in n.score_mods else 2 if n.dtype == "bfloat16" else 1,
+        "MASK": _mask_rows(call, n),
         "KIND": kind_of(window_of(call.window, call.causal)),
         "D": n.dim_qk,
         "QUERIES": rules.queries_of(n),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ...plan import AttentionPlan
     from ..launch import Box
 
-__all__ = ["bind", "compile", "slope_values", "user_mods"]
+__all__ = ["bind", "compile", "slope_values"]
 
 
 def bind(
@@ -47,7 +47,7 @@ def bind(
     values = {
         **shared_values(sizes, scale, q, k, v, shapes[0], call.layout),
         **option_values(call, window, mods, 0.0, q.dtype),
-        **user_mods(call, mods),
+        **_user_mods(call, mods),
         **_boxes(q, k, v, call, plan, pack),
         **_mod_values(call, plan),
         **_list_values(call, plan, window, mods, q.device),
@@ -135,7 +135,7 @@ def slope_values(call: Call) -> dict[str, Any]:
     return {"Slopes": attribute("call", "alibi_slopes", slopes), "slope_b": steps[0], "slope_h": steps[1]}
 
 
-def user_mods(call: Call, mods: Any) -> dict[str, Any]:
+def _user_mods(call: Call, mods: Any) -> dict[str, Any]:
     """The user's score_mod and mask_mods; () for none."""
     made: dict[str, Any] = {"score_mods": (), "mask_mods": ()}
     if call.score_mod is not None:

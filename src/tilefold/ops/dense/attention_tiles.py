@@ -37,15 +37,15 @@ def bytes_of(t: torch.Tensor) -> torch.Tensor:
     return t.view(torch.uint8) if t.dtype == torch.bool else t
 
 
-def tile_box(t: torch.Tensor, keys: int) -> "Box":
-    """Boxes of 64 queries and 128 bytes of keys, or of one row of all keys of a tile where one serves all queries."""
+def tile_box(t: torch.Tensor, keys: int, queries: int = ROWS) -> "Box":
+    """Boxes of so many queries and 128 bytes of keys, or of one row of all keys of a tile where one serves all queries."""
     from ...kernels.hopper.gluon import TensorDescriptor, gl
     from ...kernels.hopper.score_mods import panel_of_tile, tile_layout
     from ..launch import Box
 
     t = bytes_of(t)
     own = _own(t)
-    rows = ROWS if own[2] else 1
+    rows = queries if own[2] else 1
     dtype = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32, torch.uint8: gl.uint8}[
         t.dtype
     ]

@@ -237,9 +237,9 @@ def plan_attention_backward(
     require_supported(problem, device)
     if portable:
         return _portable(problem, device, bias, loads, (2 if deterministic else 1) if loads else 0)
-    if loads:
+    if loads or bias:
         plan = plan_attention_backward(problem, device, bias, True, deterministic, loads)
-        return _refusing(plan, REDUCE, "it makes no gradients of score_args")
+        return _refusing(plan, REDUCE, f"it makes no gradients of {'score_args' if loads else 'a bias'}")
     options = reduced.options_for(problem, device, deterministic)
     if isinstance(options, ReduceOptions):
         return _reduce(problem, device, bias, options)
@@ -311,7 +311,7 @@ def _hopper(problem: AttentionProblem, device: Device, bias: tuple[int, ...]) ->
 def _reduce(
     problem: AttentionProblem, device: Device, bias: tuple[int, ...], options: ReduceOptions | None = None
 ) -> AttentionBackwardPlan:
-    options = options or ReduceOptions(late=not problem.plain)
+    options = options or ReduceOptions(late=reduced.is_late(problem))
     if refusal := reduced.reduce_refusal(problem, device):
         raise PlanError(f"plan field kernel: {REDUCE} cannot be used: {refusal}")
     tile, heads = reduced.reduce_tile(problem), reduced.heads_at_once(problem)

@@ -19,6 +19,7 @@ __all__ = [
     "ReduceOptions",
     "blocks",
     "heads_at_once",
+    "is_late",
     "options_for",
     "options_violation",
     "programs",
@@ -33,7 +34,7 @@ __all__ = [
 KERNEL = "attention_backward_reduce"
 KEYS = 128  # of a program
 REGISTERS = (168, 240)  # of a thread at launch, of a folding thread
-CHANGES = ("softcap", "alibi", "user")  # of scores
+CHANGES = ("softcap", "alibi", "bias", "mask", "user")  # of scores
 LEAST_CHANGED = 512
 """Queries and keys from which on it is taken with changes of scores, which of these kernels it alone has: not measured."""
 LEAST_TOKENS = {64: 2048, 128: 65536}
@@ -107,7 +108,7 @@ def options_for(problem: AttentionProblem, device: Device, deterministic: bool) 
     if not n.plain:
         if min(n.seq_q, n.seq_k) < LEAST_CHANGED:
             return f"with fewer than {LEAST_CHANGED} queries or keys it was not measured with changes of scores"
-        return ReduceOptions(ordered=deterministic or not _any_order_pays(n), late=True)
+        return ReduceOptions(ordered=deterministic or not _any_order_pays(n), late=is_late(n))
     if min(n.sides) >= 0:
         return "it was not measured with a window"
     causal, tokens, least = max(n.sides) >= 0, min(n.seq_q, n.seq_k), LEAST_TOKENS[n.dim_qk]
@@ -119,6 +120,12 @@ def options_for(problem: AttentionProblem, device: Device, deterministic: bool) 
     if waits := _order_refusal(n, causal, slow):
         return waits if deterministic else ANY_ORDER
     return ReduceOptions(ordered=deterministic or not _any_order_pays(n))
+
+
+def is_late(problem: AttentionProblem) -> bool:
+    """Whether dP is issued behind the changes of scores: all but a mask that boxes read would spill beside it."""
+    n = problem
+    return bool(n.score_mods or {*n.mask_mods} - {"mask"} or (n.mask_mods and not n.mask_descriptors))
 
 
 def _any_order_pays(n: AttentionProblem) -> bool:
@@ -181,10 +188,16 @@ def reduce_tile(problem: AttentionProblem) -> Tile:
 
 
 def reduce_shared(problem: AttentionProblem, stages: int) -> int:
-    """Shared memory of one program (bytes): rings of q and dout, K, V, two dS, a tile of dq, statistics, barriers."""
+    """Shared memory of one program (bytes): rings of q, dout and a mask, K, V, two dS, a tile of dq, statistics, barriers."""
     n, queries = problem, queries_of(problem)
     halves = (2 * stages * queries + 2 * KEYS) * n.dim_qk + 2 * KEYS * queries
-    return halves * n.itemsize + 4 * queries * (n.dim_qk + stages * 2) + SHARED
+    mask = {"": 0, "keys": 1, "tiles": queries}[n.mask_descriptors if "mask" in n.mask_mods else ""]
+    return (
+        halves * n.itemsize
+        + 4 * queries * (n.dim_qk + stages * 2)
+        + stages * max(mask * KEYS, 256 * (mask > 0))
+        + SHARED
+    )
 
 
 # ---------------------------------------------------------------- limits
