@@ -6,6 +6,7 @@ what Triton specialises on is the same: dtypes, 16-byte alignment, integers that
 Of integers in tuples it does so even where a kernel says `do_not_specialize`; a `RuntimeInt` stands for any.
 """
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -31,7 +32,7 @@ current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.c
 DIRECT = ("3.6.",)  # versions of Triton whose C launcher is called as `_entry` says
 _COMPILED: dict[
     Any, tuple[Any, Any]
-] = {}  # specialisation -> compiled kernel, and the function that keeps its id alive
+] = {}  # specialisation -> what `_entry` made of the compiled kernel, and the functions that keep their ids
 
 
 class Launch:
@@ -40,7 +41,7 @@ class Launch:
     Tensors may change from call to call if dtype and 16-byte alignment do not; the class of every integer has to stay.  Once
     `warm`, an address does for a tensor."""
 
-    __slots__ = ("_compiled", "_tail", "device", "fn", "grid", "keywords")
+    __slots__ = ("_compiled", "_tail", "device", "fn", "grid", "keywords", "names")
 
     def __init__(
         self, fn: Any, grid: tuple[int, int, int], constants: Mapping[str, Any], options: Mapping[str, Any], device: int
@@ -49,7 +50,8 @@ class Launch:
         self.grid = grid
         self.device = device
         self.keywords = {**constants, **options}
-        self._tail = tuple(constants[name] for name in fn.arg_names if name in constants)
+        self.names, named = _names(fn, tuple(constants), tuple(options))
+        self._tail = tuple([constants[name] for name in named])
         self._compiled: Any = None
 
     def __call__(self, args: Sequence[Any]) -> None:
@@ -63,8 +65,12 @@ class Launch:
                 self._launch(args)
 
     def compile(self, args: Sequence[Any]) -> None:
-        """Compile for args, whose tensors may lie anywhere, without launching; raises what the compiler raises."""
-        if self._key(args) in _COMPILED:  # Triton's own way to the same answer takes most of a millisecond
+        """Compile for args, whose tensors may lie anywhere, without launching; raises what the compiler raises.
+
+        The next launch has args that Triton specialises as these: where another call has compiled them, it is ready."""
+        found = _COMPILED.get(self._key(args))
+        if found is not None:  # Triton's own way to the same answer takes most of a millisecond
+            self._compiled = found[0]
             return
         with torch.cuda.device(self.device):
             self.fn.warmup(*general(args), grid=self.grid, **self.keywords)
@@ -94,7 +100,7 @@ class Launch:
         key = self._key(args)
         found = _COMPILED.get(key)
         if found is not None and not _hooked():
-            self._compiled = _entry(found[0])
+            self._compiled = found[0]
             self(args)
             return
         with torch.cuda.device(self.device):
@@ -104,11 +110,18 @@ class Launch:
             else:
                 compiled = self.fn[self.grid](*args, **self.keywords)
         self._compiled = _entry(compiled)
-        _COMPILED[key] = (compiled, args_functions(args))
+        _COMPILED[key] = (self._compiled, args_functions(args))
 
     def _key(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """Everything that decides the compilation."""
         return self.fn, self.device, *self.keywords.items(), *_specialisations(self.fn, args)
+
+
+@functools.cache
+def _names(fn: Any, constants: tuple[str, ...], options: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The kernel's parameters that are arguments of a launch, and those that are constants of it."""
+    named = tuple(name for name in fn.arg_names if name in constants)
+    return tuple(name for name in fn.arg_names if name not in (*constants, *options)), named
 
 
 def _entry(compiled: Any) -> tuple[Any, ...]:
@@ -145,17 +158,20 @@ def _specialisations(fn: Any, args: Sequence[Any]) -> list[Any]:
 
 
 def _class(arg: Any, by_type: bool = False) -> Any:
+    kind = type(arg)  # the most frequent first: each new shape asks dozens of times
+    if kind is int:
+        return ("int", is_wide(arg)) if by_type else ("int", is_wide(arg), arg == 1, arg % 16 == 0)
+    if kind is float or arg is None:
+        return kind
     if isinstance(arg, torch.Tensor):
         return arg.dtype, arg.data_ptr() % 16 == 0
     if isinstance(arg, tuple):
-        return tuple(_class(item) for item in arg)
+        return tuple([_class(item) for item in arg])
     if hasattr(arg, "block_shape"):  # Triton's descriptors and Gluon's
         return arg.base.dtype, tuple(arg.block_shape)
-    if type(arg) is int:
-        return ("int", is_wide(arg)) if by_type else ("int", is_wide(arg), arg == 1, arg % 16 == 0)
-    if type(arg) is RuntimeInt:
+    if kind is RuntimeInt:
         return "int", is_wide(arg)
-    return id(arg) if callable(arg) else type(arg)
+    return id(arg) if callable(arg) else kind
 
 
 def _has_runtime_ints(args: Sequence[Any]) -> bool:
@@ -171,6 +187,9 @@ def args_functions(args: Sequence[Any]) -> list[Any]:
         elif callable(arg) and not isinstance(arg, torch.Tensor):
             found.append(arg)
     return found
+
+
+_CHECKED: dict[Any, dict[str, Any]] = {}  # fields of descriptors, by their class, layout and block
 
 
 class Box:
@@ -190,9 +209,13 @@ class Box:
         layout: Any = None,
     ) -> None:
         """kind: Triton's descriptor, or Gluon's, which also has the layout of the box in shared memory."""
-        extra = () if layout is None else (layout,)
+        key = kind, layout, tuple(block)
+        checked = _CHECKED.get(key)
+        if checked is None:  # by Triton, once: shape and strides of other lengths are as good
+            extra = () if layout is None else (layout,)
+            checked = _CHECKED[key] = {**kind(tensor, shape, strides, block, *extra).__dict__, "base": None}
         self._kind = kind
-        self._fields = {**kind(tensor, shape, strides, block, *extra).__dict__, "base": None}
+        self._fields = {**checked, "shape": shape, "strides": strides}
 
     def over(self, tensor: torch.Tensor) -> Any:
         """The descriptor of `tensor`, whose base has to be 16-byte aligned."""
@@ -210,7 +233,7 @@ class Mapped:
     places: (index among the launcher's arguments, what the kernel knows of the descriptor), in order."""
 
     __slots__ = ("known", "launch", "make", "places")
-    LIMIT = 512  # maps; tensors that lie elsewhere in every call begin anew
+    LIMIT = 2048  # maps of all shapes; tensors that lie elsewhere in every call begin anew
 
     def __init__(self, launch: Any, places: Sequence[tuple[int, Any]], make: Callable[[Any, Any], list[Any]]) -> None:
         self.launch, self.make, self.places = launch, make, tuple(places)[::-1]

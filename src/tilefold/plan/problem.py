@@ -90,6 +90,9 @@ class AttentionProblem:
     bias_descriptors: str = ""
     mask_descriptors: str = ""
 
+    def __hash__(self) -> int:
+        return hash((self.batch, self.seq_q, self.seq_k, self.heads, self.causal, self.window))  # tables ask often
+
     def __post_init__(self) -> None:
         self._check_sizes()
         for name in _FLAGS:
