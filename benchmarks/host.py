@@ -101,13 +101,13 @@ def rows() -> dict[str, Call]:
 
 
 def new_rows() -> dict[str, Call]:
-    """Calls each of which has lengths that none before had: 64 heads on 16, packed and over caches, too."""
-    q, k = draw(FIRST + LENGTHS, 64, 64), draw(FIRST + LENGTHS, 16, 64)
-    one, cache = draw(1, 1, 64, 64), k[None]
+    """Calls each of which has lengths that none before had: 16 heads on 4, packed and over caches, too."""
+    q, k = draw(FIRST + LENGTHS, 16, 64), draw(FIRST + LENGTHS, 4, 64)
+    one, cache = draw(1, 1, 16, 64), k[None]
     cu = torch.tensor([0, 100, 1000], dtype=torch.int32, device=DEVICE)
     lengths = torch.full((1,), 200, dtype=torch.int32, device=DEVICE)
-    pages, table = draw(16, 16, 16, 64), torch.zeros((1, FIRST + LENGTHS), dtype=torch.int32, device=DEVICE)
-    blocks = torch.zeros((1, 64, (FIRST + LENGTHS) // 64 + 1, 4), dtype=torch.int32, device=DEVICE)
+    pages, table = draw(16, 16, 4, 64), torch.zeros((1, FIRST + LENGTHS), dtype=torch.int32, device=DEVICE)
+    blocks = torch.zeros((1, 16, (FIRST + LENGTHS) // 64 + 1, 4), dtype=torch.int32, device=DEVICE)
     listed = [
         BlockIndex(blocks[:, :, : -(-n // 64)], blocks[:, :, : -(-n // 64), 0].contiguous() + 1, 64, 64, n, n)
         for n in range(FIRST, FIRST + LENGTHS)
@@ -179,7 +179,7 @@ STAGES = {
     "problem": ("problem_of", "problem_of_decode"),
     "plan": ("plan_forward", "plan_decode", "plan_sparse", "backward_plan_of", "backward_plan"),
     "bind": ("bind", "_bind", "bind_decode", "bound_launches"),
-    "compile and launch": ("compile", "compiled", "first"),
+    "compile": ("compile", "compiled"),
 }
 """Functions of tilefold by the stage that they are."""
 
@@ -211,10 +211,7 @@ def left_out() -> list[Any]:
     ready = (lambda *args: None, (), lambda index: 0, ())
 
     def compiled(self: Any, args: Any) -> None:
-        self._key(args)  # as where another call has compiled it
-
-    def first(self: Any, args: Any) -> None:
-        compiled(self, args)
+        self._key(args)  # as where a call of another shape has compiled it
         self._compiled = ready
 
     def giving(value: Any) -> Callable[..., Any]:
@@ -226,7 +223,7 @@ def left_out() -> list[Any]:
         (devices, "_probe", giving(device_named("h200"))),
         (architecture, "architecture_at", giving(CUDA)),
         *((module, "on_host", giving(False)) for module in (attention, kvcache, sparse)),
-        (launch.Launch, "_first", first),
+        (launch.Launch, "_first", compiled),
         (launch.Launch, "compile", compiled),
         (launch, "current_device", giving(0)),
         (Scratch, "made", lambda self, device: torch.empty(self.shape, dtype=self.dtype, device=device)),

@@ -38,10 +38,11 @@ class TensorSpec:
     optional: bool = False
     same_dtype_as: str | None = None
     contiguous_last: bool = False
-    forms: tuple[tuple[str, ...], ...] = field(init=False)
+    forms: dict[int, tuple[tuple[str, str], ...]] = field(init=False, hash=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "forms", tuple(tuple(form.split()) for form in self.dims.split("/")))
+        forms = (tuple(dim.partition("|")[::2] for dim in form.split()) for form in self.dims.split("/"))
+        object.__setattr__(self, "forms", {len(form): form for form in forms})
 
 
 def bind(
@@ -153,12 +154,11 @@ def _dtype(value: torch.Tensor) -> str:
 
 def _bind_shape(spec: TensorSpec, value: torch.Tensor, sizes: dict[str, int], origin: dict[str, str]) -> None:
     shape = tuple(value.shape)
-    form = next((f for f in spec.forms if len(f) == len(shape)), None)
+    form = spec.forms.get(len(shape))
     if form is None:
-        wanted = " or ".join(f"[{', '.join(f)}]" for f in spec.forms)
+        wanted = " or ".join(f"[{', '.join(f.split())}]" for f in spec.dims.split("/"))
         raise ShapeError(f"{spec.name} has {len(shape)} dimensions, shape {shape}; expected {wanted}")
-    for axis, (dim, size) in enumerate(zip(form, shape, strict=True)):
-        name, _, broadcast = dim.partition("|")
+    for axis, ((name, broadcast), size) in enumerate(zip(form, shape, strict=True)):
         if broadcast and size == 1:
             continue
         expected = sizes.get(name)
@@ -167,7 +167,8 @@ def _bind_shape(spec: TensorSpec, value: torch.Tensor, sizes: dict[str, int], or
         elif size != expected:
             why = f" as in {origin[name]}" if name in origin else ""
             one = " or 1" if broadcast else ""
+            dims = next(f.split() for f in spec.dims.split("/") if len(f.split()) == len(shape))
             raise ShapeError(
-                f"{spec.name} has shape {shape}, expected [{', '.join(form)}]: dimension {axis} ({name}) is {size}, "
+                f"{spec.name} has shape {shape}, expected [{', '.join(dims)}]: dimension {axis} ({name}) is {size}, "
                 f"should be {expected}{one}{why}"
             )

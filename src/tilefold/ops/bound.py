@@ -1,5 +1,6 @@
 """A launch whose arguments go by the names of the kernel's own parameters."""
 
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,6 +20,7 @@ __all__ = [
     "is_wide",
     "meta",
     "runtime_ints",
+    "stand_in",
     "strides_named",
 ]
 
@@ -147,7 +149,18 @@ def attribute(of: str, path: str, value: object) -> Slot | None:
 
 def strides_named(letter: str, strides: Sequence[int], dims: Sequence[str]) -> dict[str, int]:
     """The values of stride_qb, stride_qm, stride_qh for ("q", strides, "bmh"); of a packed tensor the last two."""
-    return {f"stride_{letter}{dim}": stride for dim, stride in zip(dims[-len(strides) :], strides, strict=True)}
+    return dict(zip(_stride_names(letter, tuple(dims[-len(strides) :])), strides, strict=True))
+
+
+@functools.cache
+def _stride_names(letter: str, dims: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"stride_{letter}{dim}" for dim in dims)
+
+
+@functools.cache
+def stand_in(dtype: torch.dtype) -> torch.Tensor:
+    """A result without memory, of any shape: to compile a kernel that takes its shape and strides as numbers."""
+    return meta(1, dtype=dtype)
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

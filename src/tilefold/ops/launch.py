@@ -154,15 +154,17 @@ def _plainly(error: BaseException) -> InterpreterError:
 
 def _specialisations(fn: Any, args: Sequence[Any]) -> list[Any]:
     """What of the args decides a compilation; parameters that fn does not specialise count by their type alone."""
-    return [_class(arg, param.do_not_specialize) for arg, param in zip(args, fn.params, strict=False)]
+    return [
+        _class(arg, param.do_not_specialize) if arg is not None else None
+        for arg, param in zip(args, fn.params, strict=False)
+    ]
 
 
 def _class(arg: Any, by_type: bool = False) -> Any:
-    kind = type(arg)  # the most frequent first: each new shape asks dozens of times
-    if kind is int:
-        return ("int", is_wide(arg)) if by_type else ("int", is_wide(arg), arg == 1, arg % 16 == 0)
-    if kind is float or arg is None:
-        return kind
+    kind = type(arg)
+    if kind is int:  # the most frequent
+        width = 32 if -(1 << 31) <= arg < 1 << 31 else 64
+        return width if by_type else (width, arg == 1, arg % 16 == 0)
     if isinstance(arg, torch.Tensor):
         return arg.dtype, arg.data_ptr() % 16 == 0
     if isinstance(arg, tuple):
@@ -170,7 +172,7 @@ def _class(arg: Any, by_type: bool = False) -> Any:
     if hasattr(arg, "block_shape"):  # Triton's descriptors and Gluon's
         return arg.base.dtype, tuple(arg.block_shape)
     if kind is RuntimeInt:
-        return "int", is_wide(arg)
+        return 64 if is_wide(arg) else 32
     return id(arg) if callable(arg) else kind
 
 

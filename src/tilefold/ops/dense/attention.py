@@ -28,7 +28,6 @@ from ..call import (
     window_of,
 )
 from ..device import device_of, interpreting, on_host
-from ..first_call import without_collector
 from ..places import check_inside
 from ..records import facts_of, recorded, remember
 from ..serve import function_at, plan_at
@@ -105,11 +104,13 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Pr
 def _key_of_lengths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any:
     """The key of calls that differ in the length of k, v and mask alone, within lengths that one plan may hold for; None for
     other calls."""
-    from ...plan.dense.forward import STEP
+    from ...plan.dense.forward import MOST_ROWS, STEP
 
-    mask, bare = call.mask, call._replace(mask=None)
+    mask, bare = call.mask, call if call.mask is None else call._replace(mask=None)
     at = 1 if call.layout == "bshd" else 2
-    if not is_plain(bare) or k.dim() != 4 or k.shape[:3] != v.shape[:3]:
+    if k.dim() != 4 or q.numel() > MOST_ROWS * k.shape[0] * k.shape[3 - at] * k.shape[3]:  # not the decode kernel's
+        return None
+    if not is_plain(bare) or k.shape[:3] != v.shape[:3]:
         return None
     sides: list[tuple[Any, ...]] = [
         (type(t), t.shape[0], t.shape[3 - at], t.shape[3], t.stride(at), remainders(t.stride()), facts_of(t)[3:])
@@ -146,7 +147,6 @@ def _plan_of_length(problem: "AttentionProblem", seq_k: int, device: "Device") -
 # ---------------------------------------------------------------- the first time
 
 
-@without_collector()
 def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
     from ...plan import AttentionPlan, DecodePlan, plan_attention, plan_forward
     from ...plan.torch_cpu import TorchPlan

@@ -5,9 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..bound import Bound, Slot, attribute, runtime_ints
+from ...device import mods
+from ...plan.dense import attention_hopper as rules
+from ...plan.hopper import PRODUCER_REGISTERS
+from ..bound import Bound, Slot, attribute, runtime_ints, stand_in
 from ..call import Call
 from ..hopper import WORK_COUNTER, box_of, require
+from ..launch import Launch
 from .attention_parts import GIVEN, Prepared, hooks_of, kind_of, mask_mods_of, option_values, shared_values
 from .attention_tiles import bytes_of, steps_of, tile_box, tiles_of
 
@@ -29,10 +33,6 @@ def bind(
     shapes: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> Prepared:
     """Kernel, descriptors, run-time scalars and compile-time constants of this call; Unsupported without Gluon."""
-    from ...device import mods
-    from ...plan.dense import attention_hopper as rules
-    from ..launch import Launch
-
     require("plan.kernel", plan.kernel)
     from ...kernels.hopper.attention_forward import attention_forward_hopper
 
@@ -46,7 +46,7 @@ def bind(
     values = {
         **shared_values(sizes, scale, q, k, v, shapes[0], call.layout),
         **option_values(call, window, mods, 0.0, q.dtype),
-        **_user_mods(call, mods),
+        **_user_mods(call),
         **_boxes(q, k, v, call, plan, pack),
         **_mod_values(call, plan),
         "Counter": WORK_COUNTER,
@@ -67,9 +67,6 @@ def bind(
 
 def _constants(plan: "AttentionPlan") -> dict[str, Any]:
     """What the plan's tile and versions make of the kernel."""
-    from ...plan.dense import attention_hopper as rules
-    from ...plan.hopper import PRODUCER_REGISTERS
-
     n, consumers = plan.problem, rules.consumers_of(plan.tile)
     softcap = 0 if "softcap" not in n.score_mods else 2 if "tanh" in plan.options else 1
     return {
@@ -92,12 +89,10 @@ def _constants(plan: "AttentionPlan") -> dict[str, Any]:
 
 def _tile_constants(call: Call) -> dict[str, Any]:
     """Rows and buffers of the tiles of the bias and the mask."""
-    from ...plan.dense.attention_hopper import MOD_SLOTS
-
     rows = {"": 0, "tiles": 64, "keys": 1}
     made: dict[str, Any] = {}
     for name, t in (("BIAS", call.bias), ("MASK", call.mask)):
-        made |= {name: rows[tiles_of(t)], f"{name}_SLOTS": 0 if t is None else MOD_SLOTS[t.element_size()]}
+        made |= {name: rows[tiles_of(t)], f"{name}_SLOTS": 0 if t is None else rules.MOD_SLOTS[t.element_size()]}
     return made
 
 
@@ -105,11 +100,9 @@ def _boxes(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, plan: "AttentionPlan", pack: int
 ) -> dict[str, Slot]:
     """The descriptors; a packed batch is one sequence to TMA."""
-    from ...plan.dense.attention_hopper import width_of
-
     made = {}
     for name, t, rows, heads in (("q", q, 64, pack), ("k", k, plan.block_n, 1), ("v", v, plan.block_n, 1)):
-        columns = 64 if width_of(t.shape[-1]) % 64 == 0 else 32
+        columns = 64 if rules.width_of(t.shape[-1]) % 64 == 0 else 32
         box = box_of(t if call.packed is None else t.unsqueeze(0), call.layout, rows, columns, heads)
         made[f"{name}_desc"] = Slot(name, box.over)
     return made
@@ -128,7 +121,7 @@ def _mod_values(call: Call, plan: "AttentionPlan") -> dict[str, Any]:
     return {**made, "Slopes": attribute("call", "alibi_slopes", slopes), "slope_b": steps[0], "slope_h": steps[1]}
 
 
-def _user_mods(call: Call, mods: Any) -> dict[str, Any]:
+def _user_mods(call: Call) -> dict[str, Any]:
     """The user's score_mod and mask_mods; () for none."""
     made: dict[str, Any] = {"score_mods": (), "mask_mods": ()}
     if call.score_mod is not None:
@@ -146,6 +139,4 @@ def _tile_of(name: str, box: "Box") -> Callable[[Call], Any]:
 
 def compile(p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> None:
     """Compile the kernel for this call, without a result; what the compiler raises passes through."""
-    out = torch.empty(p.out_shape, dtype=q.dtype, device="meta")
-    lse = torch.empty(p.lse_shape, dtype=torch.float32, device="meta")
-    p.bound.compile((q, k, v, out, lse, call))
+    p.bound.compile((q, k, v, stand_in(q.dtype), stand_in(torch.float32), call))

@@ -40,6 +40,7 @@ __all__ = [
 
 GIVEN = ("q", "k", "v", "out", "lse", "call")
 """What a call gives to a `Bound` of forward attention."""
+TENSORS = {name: Slot(name.lower()) for name in ("Q", "K", "V", "Out", "Lse")}
 
 
 @dataclass(slots=True)
@@ -85,7 +86,11 @@ def new_results(
 @functools.lru_cache(maxsize=1024)
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a contiguous tensor."""
-    return meta(*shape).stride()
+    strides, size = [], 1
+    for n in shape[::-1]:
+        strides.append(size)
+        size *= n or 1
+    return tuple(strides[::-1])
 
 
 def problem_of(
@@ -154,14 +159,21 @@ def band_of(call: Call, window: tuple[int, int]) -> str:
 
 def head_strides(t: torch.Tensor, layout: Layout) -> tuple[int, ...]:
     """(batch, row, head), or (row, head) of a packed tensor."""
-    if t.dim() == 3:
-        return t.stride(0), t.stride(1)
-    return (t.stride(0), t.stride(1), t.stride(2)) if layout == "bshd" else (t.stride(0), t.stride(2), t.stride(1))
+    return _of_heads(t.stride(), layout)
 
 
 def sequence_strides(t: torch.Tensor, layout: Layout) -> tuple[int, ...]:
     """(batch, row, head); a packed tensor has batch stride 0."""
-    return (0, *head_strides(t, layout)) if t.dim() == 3 else head_strides(t, layout)
+    strides = _of_heads(t.stride(), layout)
+    return (0, *strides) if len(strides) == 2 else strides
+
+
+def _of_heads(strides: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
+    """`head_strides` of a tensor with these strides."""
+    if len(strides) == 3 or layout == "bshd":
+        return strides[:-1]
+    batch, head, row, _ = strides
+    return batch, row, head
 
 
 def describe_box(t: torch.Tensor, layout: Layout, rows: int, block_d: int, *kind: Any) -> "Box":
@@ -170,28 +182,28 @@ def describe_box(t: torch.Tensor, layout: Layout, rows: int, block_d: int, *kind
     from ..launch import Box
 
     stride_b, stride_n, stride_h = head_strides(t, layout)
-    length, heads = (t.shape[1], t.shape[2]) if layout == "bshd" else (t.shape[2], t.shape[1])
-    shape = [t.shape[0], heads, length, t.shape[-1]]
+    batch, length, heads, dim = t.shape if layout == "bshd" else t.transpose(1, 2).shape
     step = 16 // t.element_size()
-    row = -(-t.shape[-1] // step) * step
-    strides = [row if n == 1 else s for n, s in zip(shape, (stride_b, stride_h, stride_n), strict=False)]
-    return Box(t, shape, [*strides, 1], [1, 1, rows, block_d], *kind)
+    row = -(-dim // step) * step
+    strides = [row if n == 1 else s for n, s in ((batch, stride_b), (heads, stride_h), (length, stride_n))]
+    return Box(t, [batch, heads, length, dim], [*strides, 1], [1, 1, rows, block_d], *kind)
 
 
 def shared_values(
     sizes: Mapping[str, int], scale: float, q: Any, k: Any, v: Any, out_shape: tuple[int, ...], layout: Layout
 ) -> dict[str, Any]:
     """What all forward kernels of attention take, by their names; sizes: at least seq_q, heads, kv_heads."""
-    strides = [sequence_strides(t, layout) for t in (q, k, v, torch.empty(out_shape, device="meta"))]
-    named = zip("qkvo", strides, ("bmh", "bnh", "bnh", "bmh"), strict=True)
-    tensors = {name: Slot(name.lower()) for name in ("Q", "K", "V", "Out", "Lse")}
-    lengths = {"max_q": sizes["seq_q"], "group": sizes["heads"] // max(1, sizes["kv_heads"])}
+    out = _of_heads(contiguous(out_shape), layout)
     return {
-        **tensors,
+        **TENSORS,
         "scale": scale,
         **sizes,
-        **lengths,
-        **{n: s for each in named for n, s in strides_named(*each).items()},
+        "max_q": sizes["seq_q"],
+        "group": sizes["heads"] // max(1, sizes["kv_heads"]),
+        **strides_named("q", sequence_strides(q, layout), "bmh"),
+        **strides_named("k", sequence_strides(k, layout), "bnh"),
+        **strides_named("v", sequence_strides(v, layout), "bnh"),
+        **strides_named("o", (0, *out) if len(out) == 2 else out, "bmh"),
     }
 
 

@@ -10,7 +10,6 @@ from ..bound import Bound, Slot, attribute, meta, strides_named
 from ..call import Call, key_of, result_shapes
 from ..dense.attention_parts import boxable, boxed, head_strides, hooks_of, problem_of, shared_values
 from ..device import device_of, interpreting, on_host
-from ..first_call import without_collector
 from ..places import check_inside, check_pages
 from ..records import recorded
 from ..serve import function_at, plan_at
@@ -60,7 +59,6 @@ def _check_placement(k: torch.Tensor, total_q: int, call: Call) -> None:
 
 
 @recorded("sparse_attention", key_of)
-@without_collector()
 def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
     """The record of this call's shapes and options; checks everything the first time they are seen."""
     from ...plan.sparse.sparse import SparseProblem, plan_sparse

@@ -221,13 +221,13 @@ class DecodePlan(Plan):
         return "\n".join(lines)
 
 
-def decode_kernel_refusal(problem: DecodeProblem) -> str:
+def decode_kernel_refusal(problem: AttentionProblem) -> str:
     """Empty if the kernel takes the call from attention_cached, else why not."""
-    a = problem.attention
-    if a.dropout:
+    if problem.dropout:
         return "attention_decode has no dropout"
-    if problem.rows > MOST_ROWS:
-        return f"{problem.rows} rows a KV head are more than the {MOST_ROWS} that attention_decode takes"
+    rows = problem.seq_q * problem.group
+    if rows > MOST_ROWS:
+        return f"{rows} rows a KV head are more than the {MOST_ROWS} that attention_decode takes"
     return ""
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from tilefold.plan.architecture import SM_90
-from tilefold.plan.cache.decode import DecodePlan, DecodeProblem, decode_kernel_refusal, plan_decode
+from tilefold.plan.cache.decode import MOST_ROWS, DecodePlan, DecodeProblem, decode_kernel_refusal, plan_decode
 from tilefold.plan.dense.attention import AttentionPlan, Rejected, plan_attention
 from tilefold.plan.dense.attention_hopper import packable_heads
 from tilefold.plan.device import Device
@@ -65,7 +65,7 @@ def decode_refusal(problem: AttentionProblem, device: Device) -> str:
         return "score_mod and mask_mod are the dense kernels'"
     if problem.band:
         return f"a {problem.band} is a band of the dense kernels"
-    if why := decode_kernel_refusal(DecodeProblem(problem)):
+    if why := decode_kernel_refusal(problem):
         return why
     pack, tiles = _dense_tiles(problem, device)
     if problem.seq_q * pack >= FILLED_ROWS and tiles >= device.sms:
