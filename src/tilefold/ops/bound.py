@@ -144,7 +144,12 @@ class Prepared(NamedTuple):
 
 def attribute(of: str, path: str, value: object) -> Slot | None:
     """The slot of an attribute of what a call gives; None, for the kernel too, where `value`, this call's, is None."""
-    return None if value is None else Slot(of, operator.attrgetter(path))
+    return None if value is None else _attribute(of, path)
+
+
+@functools.cache
+def _attribute(of: str, path: str) -> Slot:
+    return Slot(of, operator.attrgetter(path))
 
 
 def strides_named(letter: str, strides: Sequence[int], dims: Sequence[str]) -> dict[str, int]:

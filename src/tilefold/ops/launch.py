@@ -50,7 +50,7 @@ class Launch:
         self.grid = grid
         self.device = device
         self.keywords = {**constants, **options}
-        self.names, named = _names(fn, tuple(constants), tuple(options))
+        self.names, named = _names(tuple(fn.arg_names), tuple(constants), tuple(options))
         self._tail = tuple([constants[name] for name in named])
         self._compiled: Any = None
 
@@ -118,10 +118,12 @@ class Launch:
 
 
 @functools.cache
-def _names(fn: Any, constants: tuple[str, ...], options: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The kernel's parameters that are arguments of a launch, and those that are constants of it."""
-    named = tuple(name for name in fn.arg_names if name in constants)
-    return tuple(name for name in fn.arg_names if name not in (*constants, *options)), named
+def _names(
+    names: tuple[str, ...], constants: tuple[str, ...], options: tuple[str, ...]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Which of a kernel's parameters are arguments of a launch, and which are constants of it."""
+    given = {*constants, *options}
+    return tuple(name for name in names if name not in given), tuple(name for name in names if name in constants)
 
 
 def _entry(compiled: Any) -> tuple[Any, ...]:

@@ -147,6 +147,12 @@ def _planned(
     return plan
 
 
+_SCALES = tuple(
+    [TensorSpec(name, f"kv_heads / {of} kv_heads", (torch.float32,), optional=True) for name in ("k_scale", "v_scale")]
+    for of in ("caches", "pages")
+)  # of a cache in one piece, of one in pages
+
+
 def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[dict[str, int], bool]:
     """Sizes, and whether V is part of K, after all checks that need no device."""
     cache, (_, k_scale, v_scale) = cache_of(call), call.scales
@@ -173,9 +179,7 @@ def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> t
         )
     if k.dtype == torch.int8 and k_scale is None:
         raise ValueRangeError("k_scale and v_scale must be given with an int8 cache")
-    form = f"kv_heads / {'pages' if paged else 'caches'} kv_heads"
-    specs = tuple(TensorSpec(name, form, (torch.float32,), optional=True) for name in ("k_scale", "v_scale"))
-    bind(specs, {"k_scale": k_scale, "v_scale": v_scale}, dict(sizes), beside=("q", q))
+    bind(_SCALES[paged], {"k_scale": k_scale, "v_scale": v_scale}, dict(sizes), beside=("q", q))
     if k_scale is not None and v_scale is not None and k_scale.dim() != v_scale.dim():
         raise ShapeError(
             f"k_scale has {k_scale.dim()} dimensions and v_scale {v_scale.dim()}: both are per head, or neither"

@@ -112,8 +112,14 @@ def problem_of(
     masks = [n for n, used in ((band, band), ("mask", call.mask is not None), ("user", ruled)) if used]
 
     return AttentionProblem(
-        **{name: sizes[name] for name in ("batch", "seq_q", "seq_k", "heads", "kv_heads", "dim_qk", "dim_v")},
-        dtype=str(q.dtype).removeprefix("torch."),
+        sizes["batch"],
+        sizes["seq_q"],
+        sizes["seq_k"],
+        sizes["heads"],
+        sizes["kv_heads"],
+        sizes["dim_qk"],
+        sizes["dim_v"],
+        _name_of(q.dtype),
         causal=window == (-1, 0),
         window=(-1, -1) if window == (-1, 0) else window,
         varlen=call.packed is not None,
@@ -128,15 +134,20 @@ def problem_of(
     )
 
 
+@functools.cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def boxable(t: torch.Tensor) -> bool:
     """Can TMA read t?  16-byte base and strides, no broadcast dimension, nothing empty."""
-    step = 16 // t.element_size()
-    outer = [(n, s) for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True) if n > 1]
-    return (
-        t.numel() > 0
-        and t.data_ptr() % 16 == 0
-        and all(s > 0 and s % step == 0 and s * t.element_size() < 1 << 40 for _, s in outer)
-    )
+    if t.numel() == 0 or t.data_ptr() % 16:
+        return False
+    size = t.element_size()
+    for n, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True):
+        if n > 1 and (stride <= 0 or stride * size % 16 or stride * size >= 1 << 40):
+            return False
+    return True
 
 
 def hooks_of(call: Call) -> tuple[Any, ...]:
