@@ -179,7 +179,7 @@ STAGES = {
     "problem": ("problem_of", "problem_of_decode"),
     "plan": ("plan_forward", "plan_decode", "plan_sparse", "backward_plan_of", "backward_plan"),
     "bind": ("bind", "_bind", "bind_decode", "bound_launches"),
-    "compile": ("compile", "compiled"),
+    "compile": ("compile", "found", "compiled"),
 }
 """Functions of tilefold by the stage that they are."""
 
@@ -210,9 +210,10 @@ def left_out() -> list[Any]:
 
     ready = (lambda *args: None, (), lambda index: 0, ())
 
-    def compiled(self: Any, args: Any) -> None:
+    def compiled(self: Any, args: Any) -> bool:
         self._key(args)  # as where a call of another shape has compiled it
         self._compiled = ready
+        return True
 
     def giving(value: Any) -> Callable[..., Any]:
         return lambda *args: value
@@ -224,7 +225,7 @@ def left_out() -> list[Any]:
         (architecture, "architecture_at", giving(CUDA)),
         *((module, "on_host", giving(False)) for module in (attention, kvcache, sparse)),
         (launch.Launch, "_first", compiled),
-        (launch.Launch, "compile", compiled),
+        (launch.Launch, "found", compiled),
         (launch, "current_device", giving(0)),
         (Scratch, "made", lambda self, device: torch.empty(self.shape, dtype=self.dtype, device=device)),
         (torch.cuda, "current_device", giving(0)),

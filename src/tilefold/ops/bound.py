@@ -108,6 +108,10 @@ class Bound:
             arguments[at] = make(given[place])
         return arguments
 
+    def found(self, given: tuple[Any, ...]) -> bool:
+        """Whether the kernel has been compiled for such a call."""
+        return self.launch.found(self.arguments(given))
+
     def compile(self, given: tuple[Any, ...]) -> None:
         """Compile without launching; tensors may lie anywhere.  Raises what the compiler raises."""
         self.launch.compile(self.arguments(given))

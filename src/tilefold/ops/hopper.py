@@ -24,6 +24,7 @@ __all__ = [
     "bound_or_none",
     "box_of",
     "chosen_or_none",
+    "descriptor",
     "disabled",
     "inside_operator",
     "require",
@@ -64,7 +65,7 @@ def box_of(t: torch.Tensor, layout: Layout, rows: int, columns: int = 64, heads:
     """Boxes of 64 columns (128 bytes, the widest that TMA swizzles) or 32.  heads: a divisor of rows; so many are
     brought together, of rows / heads tokens, and the descriptor is of [B, H / heads, N, heads, D]."""
     if heads == 1:
-        return describe_box(t, layout, rows, columns, *_descriptor((1, 1, rows, columns), t.dtype))
+        return describe_box(t, layout, rows, columns, *descriptor((1, 1, rows, columns), t.dtype))
     from .launch import Box
 
     box = (1, 1, rows // heads, heads, columns)
@@ -73,11 +74,11 @@ def box_of(t: torch.Tensor, layout: Layout, rows: int, columns: int = 64, heads:
     shape = [t.shape[0], all_heads // heads, length, heads, t.shape[-1]]
     row = -(-t.shape[-1] // 8) * 8  # the stride of a dimension of size 1 means nothing and may be invalid
     strides = [row if size == 1 else stride for size, stride in zip(shape, (b, heads * h, n, h), strict=False)]
-    return Box(t, shape, [*strides, 1], list(box), *_descriptor(box, t.dtype))
+    return Box(t, shape, [*strides, 1], list(box), *descriptor(box, t.dtype))
 
 
 @functools.cache
-def _descriptor(box: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, Any]:
+def descriptor(box: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, Any]:
     """Gluon's descriptor, and the layout of a box of it."""
     from ..kernels.hopper.gluon import TensorDescriptor
 

@@ -67,13 +67,18 @@ class Launch:
     def compile(self, args: Sequence[Any]) -> None:
         """Compile for args, whose tensors may lie anywhere, without launching; raises what the compiler raises.
 
-        The next launch has args that Triton specialises as these: where another call has compiled them, it is ready."""
-        found = _COMPILED.get(self._key(args))
-        if found is not None:  # Triton's own way to the same answer takes most of a millisecond
-            self._compiled = found[0]
+        The next launch has args that Triton specialises as these."""
+        if self.found(args):  # Triton's own way to the same answer takes most of a millisecond
             return
         with torch.cuda.device(self.device):
             self.fn.warmup(*general(args), grid=self.grid, **self.keywords)
+
+    def found(self, args: Sequence[Any]) -> bool:
+        """Whether a launch has compiled the kernel for what Triton specialises as these args; then this one is ready, too."""
+        found = _COMPILED.get(self._key(args))
+        if found is not None:
+            self._compiled = found[0]
+        return found is not None
 
     @property
     def warm(self) -> bool:

@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..bound import Bound, Slot, meta
+from ..bound import Bound, Slot, stand_in
 from ..call import UNBOUNDED, Call, window_of
 from ..dense.attention_parts import kind_of
-from ..hopper import box_of
+from ..hopper import box_of, descriptor
 from .backward_parts import side_strides
 from .hopper_backward import SIDES, GluonBound, Scratch, boxed_sides, gradients_of, statistics_bound, statistics_box
 
@@ -60,7 +60,7 @@ def bound_launches(
         "right": right,
         "heads_at_once": plan.heads_at_once,
         "no_tile": rows - 1,
-        **side_strides(call.layout, g=meta(*q.shape), x=meta(*k.shape), y=meta(*v.shape)),
+        **side_strides(call.layout, g=q.shape, x=k.shape, y=v.shape),
     }
     scratch = (
         Scratch((rows * 2 * queries,), torch.float32),
@@ -78,12 +78,10 @@ def bound_launches(
 
 def _sum_box(numbers: int) -> Any:
     """Of the sums [.., 32], a warpgroup's part of a tile at a time."""
-    from ...kernels.hopper.gluon import TensorDescriptor, gl
     from ..launch import Box
 
-    t = torch.empty(numbers, dtype=torch.float32, device="meta")
-    layout = gl.NVMMASharedLayout.get_default_for(SUM_BOX, gl.float32)
-    return Box(t, [numbers // 32, 32], [32, 1], SUM_BOX, TensorDescriptor, layout)
+    floats = torch.float32
+    return Box(stand_in(floats), [numbers // 32, 32], [32, 1], SUM_BOX, *descriptor(tuple(SUM_BOX), floats))
 
 
 def _main(plan: "AttentionBackwardPlan", call: Call, device: int) -> "Launch":

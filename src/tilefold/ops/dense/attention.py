@@ -93,11 +93,11 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Pr
         near = None if lengths is None else records.CACHE.get(lengths)
     except (AttributeError, RuntimeError, TypeError):  # the checks say which argument is wrong
         lengths = near = None
-    if near is not None:
+    if near:
         return _grown(near, k, v, call.layout)
     made = _prepare(q, k, v, call)
-    if lengths is not None and made.decoder is not None and plan_holds(made.problem, made.decoder.plan.device):
-        remember(records.CACHE, lengths, made)
+    if lengths is not None and near is None and made.decoder is not None:
+        remember(records.CACHE, lengths, plan_holds(made.problem, made.decoder.plan.device) and made)
     return made
 
 

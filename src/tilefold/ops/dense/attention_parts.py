@@ -168,23 +168,19 @@ def band_of(call: Call, window: tuple[int, int]) -> str:
     return BANDS.get(call.mask_mod.first, "") if isinstance(call.mask_mod, Rules) and window == (-1, -1) else ""
 
 
-def head_strides(t: torch.Tensor, layout: Layout) -> tuple[int, ...]:
-    """(batch, row, head), or (row, head) of a packed tensor."""
-    return _of_heads(t.stride(), layout)
-
-
-def sequence_strides(t: torch.Tensor, layout: Layout) -> tuple[int, ...]:
-    """(batch, row, head); a packed tensor has batch stride 0."""
-    strides = _of_heads(t.stride(), layout)
-    return (0, *strides) if len(strides) == 2 else strides
-
-
-def _of_heads(strides: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
-    """`head_strides` of a tensor with these strides."""
+def head_strides(t: torch.Tensor | tuple[int, ...], layout: Layout) -> tuple[int, ...]:
+    """(batch, row, head), or (row, head) of a packed tensor; t: or the shape of a contiguous tensor."""
+    strides = contiguous(t) if isinstance(t, tuple) else t.stride()
     if len(strides) == 3 or layout == "bshd":
         return strides[:-1]
     batch, head, row, _ = strides
     return batch, row, head
+
+
+def sequence_strides(t: torch.Tensor | tuple[int, ...], layout: Layout) -> tuple[int, ...]:
+    """(batch, row, head), as `head_strides`; a packed tensor has batch stride 0."""
+    strides = head_strides(t, layout)
+    return (0, *strides) if len(strides) == 2 else strides
 
 
 def describe_box(t: torch.Tensor, layout: Layout, rows: int, block_d: int, *kind: Any) -> "Box":
@@ -204,7 +200,6 @@ def shared_values(
     sizes: Mapping[str, int], scale: float, q: Any, k: Any, v: Any, out_shape: tuple[int, ...], layout: Layout
 ) -> dict[str, Any]:
     """What all forward kernels of attention take, by their names; sizes: at least seq_q, heads, kv_heads."""
-    out = _of_heads(contiguous(out_shape), layout)
     return {
         **TENSORS,
         "scale": scale,
@@ -214,7 +209,7 @@ def shared_values(
         **strides_named("q", sequence_strides(q, layout), "bmh"),
         **strides_named("k", sequence_strides(k, layout), "bnh"),
         **strides_named("v", sequence_strides(v, layout), "bnh"),
-        **strides_named("o", (0, *out) if len(out) == 2 else out, "bmh"),
+        **strides_named("o", sequence_strides(out_shape, layout), "bmh"),
     }
 
 

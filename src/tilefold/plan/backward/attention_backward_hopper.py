@@ -3,6 +3,8 @@
 A batch of its work is some KV heads and one KV split.  Whole heads, if some of them have room at once; otherwise one
 head and so many keys of it that eight batches have."""
 
+from functools import lru_cache
+
 from tilefold.plan.backward.hopper_backward import (
     KEPT_LIMIT,
     PROGRAMS_PER_SM,
@@ -92,7 +94,8 @@ def tiles(problem: AttentionProblem) -> tuple[int, int]:
 
 def width_of(problem: AttentionProblem) -> int:
     """Columns of a tile: 64, 128 or 256, the least that hold both head dims; TMA fills the rest with zeros."""
-    return next(width for width in (64, 128, WIDE) if width >= max(problem.dim_qk, problem.dim_v))
+    most = max(problem.dim_qk, problem.dim_v)
+    return 64 if most <= 64 else 128 if most <= 128 else WIDE
 
 
 def places(problem: AttentionProblem, device: Device) -> int:
@@ -176,6 +179,7 @@ def delay(problem: AttentionProblem, device: Device, heads: int, keys: int) -> i
     return backward_delay(batch, batches, slots(problem, device, heads, keys), places(problem, device))
 
 
+@lru_cache(maxsize=256)  # a plan asks more than once
 def kept_at_once(problem: AttentionProblem, device: Device) -> tuple[int, int]:
     """(KV heads of a batch, a divisor of all; keys of its split, a multiple of 64)."""
     n = problem

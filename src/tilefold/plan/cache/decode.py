@@ -266,7 +266,7 @@ def rules_decode(problem: DecodeProblem, device: Device, splits: int = 0) -> Dec
     items = a.batch * a.kv_heads * -(-problem.rows // block_m)
     cut: dict[str, Any] = {"num_stages": stages, "programs": device.sms * resident, "least": 1, "splits": splits}
     if not splits and _few_or_one(problem, device, block_n, items):
-        cut |= _fixed_shares(problem, device, block_n, items)
+        cut["splits"] = _fixed_shares(problem, device, block_n, items)
         if num_warps == 4 and not problem.page_size and a.seq_k > SHORT_SHARE * cut["splits"] * block_n:
             cut["num_stages"] = MOST_STAGES  # measured; two programs of them fit an SM
         parts = cut["splits"]
@@ -302,13 +302,13 @@ def _few_or_one(problem: DecodeProblem, device: Device, block_n: int, items: int
     return (a.batch == 1 and not awaited) or _seconds(problem, device) <= FIXED_BELOW
 
 
-def _fixed_shares(problem: DecodeProblem, device: Device, block_n: int, items: int) -> dict[str, int]:
+def _fixed_shares(problem: DecodeProblem, device: Device, block_n: int, items: int) -> int:
     """Each item in as many shares as give every SM a program, down to a tile of keys; two programs, of LEAST_KEYS of a full cache
     at least, for several sequences whose lengths differ.  A program knows its share by its number, 3 to 7 us sooner than its
     slice by adding up lengths."""
     alike = problem.attention.batch == 1 or problem.equal
     each, least = (1, block_n) if alike else (2, LEAST_KEYS)
-    return {"splits": max(1, min(each * device.sms // max(1, items), -(-problem.attention.seq_k // least), MAX_SPLITS))}
+    return max(1, min(each * device.sms // max(1, items), -(-problem.attention.seq_k // least), MAX_SPLITS))
 
 
 def _tile(problem: DecodeProblem, device: Device, block_m: int) -> tuple[int, int, int, int]:
