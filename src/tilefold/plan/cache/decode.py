@@ -59,6 +59,9 @@ class DecodeProblem:
         if self.storage not in STORAGES:
             raise ValueRangeError(f"storage must be one of {', '.join(STORAGES)}, got {self.storage!r}")
 
+    def __hash__(self) -> int:
+        return hash((self.attention, self.storage, self.page_size))  # tables ask often
+
     def require_same(self, asked: "DecodeProblem") -> None:
         """PlanError, naming the field, unless a plan of this problem serves `asked`; `equal` changes the speed alone."""
         self.attention.require_same(asked.attention)

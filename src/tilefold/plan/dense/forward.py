@@ -33,10 +33,7 @@ def plan_forward(problem: AttentionProblem, device: Device, portable: bool = Fal
         return plan_attention(problem, device, portable=portable)
     require_supported(problem, device)
     plan = plan_decode(DecodeProblem(problem, equal=not problem.varlen), device)
-    own = {name: getattr(plan, name) for name in plan.__dataclass_fields__ if name not in ("reason", "rejected")}
-    return DecodePlan.decided(
-        lambda: {"reason": plan.reason, "rejected": (_not_dense(problem, device), *plan.rejected[1:])}, **own
-    )
+    return plan.later(reason=lambda: plan.reason, rejected=lambda: (_not_dense(problem, device), *plan.rejected[1:]))
 
 
 def _not_dense(problem: AttentionProblem, device: Device) -> Rejected:
