@@ -64,6 +64,7 @@ def rows() -> dict[str, Call]:
     lengths = torch.full((1,), 200, dtype=torch.int32, device=DEVICE)
     cu = torch.tensor([0, 64, 128], dtype=torch.int32, device=DEVICE)
     index = BlockIndex.from_map(torch.ones(1, 4, 2, 2, dtype=torch.bool, device=DEVICE))
+
     def causal(*tensors: torch.Tensor) -> Any:
         return tilefold.attention(*tensors, causal=True)
 

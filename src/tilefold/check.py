@@ -57,7 +57,7 @@ def bind(
     Raises DtypeError, ShapeError, DeviceError or LayoutError naming the argument, what was given and what is accepted."""
     sizes: dict[str, int] = dict(known or {})
     origin: dict[str, str] = {}
-    first = beside
+    first, compiling = beside, torch.compiler.is_compiling()
     for spec in specs:
         value = tensors.get(spec.name)
         if value is None and spec.optional:
@@ -68,7 +68,7 @@ def bind(
         _check_dtype(spec, value, tensors)
         if value.layout != torch.strided or value.is_nested:
             raise LayoutError(f"{spec.name} must be a dense strided tensor, got layout {value.layout}")
-        if not torch.compiler.is_compiling() and value.is_neg():  # Dynamo cannot ask, and resolves it itself
+        if not compiling and value.is_neg():  # Dynamo cannot ask, and resolves it itself
             raise LayoutError(f"{spec.name} is a lazy negation; call {spec.name}.resolve_neg() first")
         if value.device != first[1].device:
             raise DeviceError(f"{spec.name} is on {value.device}, but {first[0]} is on {first[1].device}")

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Bound",
+    "Box",
     "Prepared",
     "RuntimeInt",
     "Slot",
@@ -137,6 +138,46 @@ class Bound:
             made._template[self.names.index(name)] = value
         made._rest = None if self._rest is None else made._template[len(self.names) - len(self._rest) :]
         return made
+
+
+_CHECKED: dict[
+    Any, tuple[Any, dict[str, Any]]
+] = {}  # descriptors' class and fields, the layout too, by those and the block
+
+
+class Box:
+    """A host tensor descriptor that moves from tensor to tensor of the same shape and strides.
+
+    Making one anew costs the host 3 us of checks that the first one already passed; `over` skips them."""
+
+    __slots__ = ("_fields", "_kind")
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        shape: list[int],
+        strides: list[int],
+        block: list[int],
+        kind: Any = None,
+        layout: Any = None,
+    ) -> None:
+        """kind: Gluon's descriptor, which also has the layout of the box in shared memory; None: Triton's."""
+        key = kind, id(layout), tuple(block)
+        checked = _CHECKED.get(key)
+        if checked is None:  # by Triton, once: shape and strides of other lengths are as good
+            if kind is None:
+                from triton.tools.tensor_descriptor import TensorDescriptor as kind  # loads triton
+            extra = () if layout is None else (layout,)
+            checked = _CHECKED[key] = kind, {**kind(tensor, shape, strides, block, *extra).__dict__, "base": None}
+        self._kind, fields = checked
+        self._fields = {**fields, "shape": shape, "strides": strides}
+
+    def over(self, tensor: torch.Tensor) -> Any:
+        """The descriptor of `tensor`, whose base has to be 16-byte aligned."""
+        descriptor = object.__new__(self._kind)
+        descriptor.__dict__.update(self._fields)
+        descriptor.base = tensor
+        return descriptor
 
 
 class Prepared(NamedTuple):

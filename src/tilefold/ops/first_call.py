@@ -8,7 +8,7 @@ from collections.abc import Callable
 __all__ = ["in_background", "without_collector"]
 
 
-class without_collector:  # noqa: N801  # as contextlib's are named
+class without_collector:  # as contextlib's are named
     """Python's cyclic garbage collector waits: the modules that a first call imports push it to look through all of torch's
     objects, which takes 0.1 s and finds nothing."""
 

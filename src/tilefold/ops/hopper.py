@@ -6,17 +6,14 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from ..errors import Unsupported
 from ..types import Layout
-from .bound import Slot
+from .bound import Box, Slot
 from .dense.attention_parts import describe_box, head_strides
-
-if TYPE_CHECKING:
-    from .launch import Box
 
 __all__ = [
     "DISABLE",
@@ -66,8 +63,6 @@ def box_of(t: torch.Tensor, layout: Layout, rows: int, columns: int = 64, heads:
     brought together, of rows / heads tokens, and the descriptor is of [B, H / heads, N, heads, D]."""
     if heads == 1:
         return describe_box(t, layout, rows, columns, *descriptor((1, 1, rows, columns), t.dtype))
-    from .launch import Box
-
     box = (1, 1, rows // heads, heads, columns)
     b, n, h = head_strides(t, layout)
     length, all_heads = (t.shape[1], t.shape[2]) if layout == "bshd" else (t.shape[2], t.shape[1])

@@ -15,10 +15,9 @@ import torch
 import triton
 from triton import knobs
 from triton.runtime.errors import InterpreterError
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..errors import DeviceError
-from .bound import RuntimeInt, general, is_wide
+from .bound import Box, RuntimeInt, general, is_wide
 from .device import interpreting
 
 __all__ = ["OBSERVERS", "Box", "Launch"]
@@ -115,11 +114,11 @@ class Launch:
             else:
                 compiled = self.fn[self.grid](*args, **self.keywords)
         self._compiled = _entry(compiled)
-        _COMPILED[key] = (self._compiled, args_functions(args))
+        _COMPILED[key] = (self._compiled, [self.fn, *args_functions(args)])
 
     def _key(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """Everything that decides the compilation."""
-        return self.fn, self.device, *self.keywords.items(), *_specialisations(self.fn, args)
+        return id(self.fn), self.device, *self.keywords.items(), *_specialisations(self.fn, args)
 
 
 @functools.cache
@@ -196,42 +195,6 @@ def args_functions(args: Sequence[Any]) -> list[Any]:
         elif callable(arg) and not isinstance(arg, torch.Tensor):
             found.append(arg)
     return found
-
-
-_CHECKED: dict[Any, dict[str, Any]] = {}  # fields of descriptors, by their class, layout and block
-
-
-class Box:
-    """A host tensor descriptor that moves from tensor to tensor of the same shape and strides.
-
-    Making one anew costs the host 3 us of checks that the first one already passed; `over` skips them."""
-
-    __slots__ = ("_fields", "_kind")
-
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        shape: list[int],
-        strides: list[int],
-        block: list[int],
-        kind: Any = TensorDescriptor,
-        layout: Any = None,
-    ) -> None:
-        """kind: Triton's descriptor, or Gluon's, which also has the layout of the box in shared memory."""
-        key = kind, layout, tuple(block)
-        checked = _CHECKED.get(key)
-        if checked is None:  # by Triton, once: shape and strides of other lengths are as good
-            extra = () if layout is None else (layout,)
-            checked = _CHECKED[key] = {**kind(tensor, shape, strides, block, *extra).__dict__, "base": None}
-        self._kind = kind
-        self._fields = {**checked, "shape": shape, "strides": strides}
-
-    def over(self, tensor: torch.Tensor) -> Any:
-        """The descriptor of `tensor`, whose base has to be 16-byte aligned."""
-        descriptor = object.__new__(self._kind)
-        descriptor.__dict__.update(self._fields)
-        descriptor.base = tensor
-        return descriptor
 
 
 class Mapped:

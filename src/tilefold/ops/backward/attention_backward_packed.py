@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..bound import Bound, Slot, attribute, meta, strides_named
+from ..bound import Bound, Slot, attribute, strides_named
 from ..call import UNBOUNDED, Call, window_of
 from ..dense.attention_parts import head_strides, kind_of
 from .attention_backward_hopper import FENCED, HOLDING

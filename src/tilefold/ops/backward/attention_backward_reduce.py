@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..bound import Bound, Slot, stand_in
+from ..bound import Bound, Box, Slot, stand_in
 from ..call import UNBOUNDED, Call, window_of
 from ..dense.attention_parts import kind_of
 from ..hopper import box_of, descriptor
@@ -78,8 +78,6 @@ def bound_launches(
 
 def _sum_box(numbers: int) -> Any:
     """Of the sums [.., 32], a warpgroup's part of a tile at a time."""
-    from ..launch import Box
-
     floats = torch.float32
     return Box(stand_in(floats), [numbers // 32, 32], [32, 1], SUM_BOX, *descriptor(tuple(SUM_BOX), floats))
 

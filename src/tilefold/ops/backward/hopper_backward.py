@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...types import Layout
-from ..bound import Bound, Slot, stand_in
+from ..bound import Bound, Box, Slot, stand_in
 from ..call import Call
 from ..dense.attention_parts import head_strides
 from ..first_call import in_background
@@ -104,8 +104,6 @@ def side_boxes(
 
 def statistics_box(rows: int, numbers: int = STATISTICS) -> Any:
     """Of fp32 [rows * numbers], a row at a time."""
-    from ..launch import Box
-
     return Box(stand_in(torch.float32), [rows * numbers], [1], [numbers], *_flat_descriptor())
 
 
@@ -119,8 +117,6 @@ def _flat_descriptor() -> tuple[Any, Any]:
 
 def kept_box(rows: int, dtype: torch.dtype) -> Any:
     """Of the ring of dS [rows, 64], a tile of 64 rows at a time."""
-    from ..launch import Box
-
     return Box(stand_in(dtype), [rows, UNIT], [UNIT, 1], [UNIT, UNIT], *descriptor((UNIT, UNIT), dtype))
 
 

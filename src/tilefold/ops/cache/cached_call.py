@@ -69,10 +69,14 @@ def _indices(lengths: str, pads: str) -> tuple[TensorSpec, ...]:
 
 
 @functools.cache
-def _specs(k: str, v: str, rows: str, packed_q: bool, stored: tuple[torch.dtype, ...], like: str) -> tuple[TensorSpec, ...]:
+def _specs(
+    k: str, v: str, rows: str, packed_q: bool, stored: tuple[torch.dtype, ...], like: str
+) -> tuple[TensorSpec, ...]:
     last: dict[str, Any] = {"same_dtype_as": like, "contiguous_last": True}
     return (
-        TensorSpec("q", "total_q heads dim_qk" if packed_q else "batch seq_q heads dim_qk", FLOATS, contiguous_last=True),
+        TensorSpec(
+            "q", "total_q heads dim_qk" if packed_q else "batch seq_q heads dim_qk", FLOATS, contiguous_last=True
+        ),
         TensorSpec(k, f"{rows} kv_heads dim_qk", stored, **last),
         TensorSpec(v, f"{rows} kv_heads dim_v", stored, **last),
     )

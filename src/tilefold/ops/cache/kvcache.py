@@ -121,7 +121,12 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, watc
     if not isinstance(made, DecodePlan):
         found = function_at("attention_kvcache", q.device, made)
         return Prepared(sizes, *shapes, found, interpreted=on_host(q), keep=call.plan)
-    if call.plan is None and not shared and made.problem.storage == "plain" and decode_kernel_refusal(made.problem.attention):
+    if (
+        call.plan is None
+        and not shared
+        and made.problem.storage == "plain"
+        and decode_kernel_refusal(made.problem.attention)
+    ):
         return Prepared(sizes, *shapes, prompts=True)
     decoder = bind_decode(q, k, v, call, sizes, made, watched)
     return Prepared(sizes, *shapes, decoder, interpreted=on_host(q), keep=call.plan)

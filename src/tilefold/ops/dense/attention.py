@@ -86,8 +86,6 @@ def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Step 
 def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
     """The record of this call's shapes and options, which checks everything.  Calls whose k and v are longer or shorter by a few
     keys share plan and launches: a token of generation is not planned anew."""
-    from ...plan.dense.forward import plan_holds
-
     try:
         lengths = _key_of_lengths(q, k, v, call)
         near = None if lengths is None else records.CACHE.get(lengths)
@@ -97,6 +95,8 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Pr
         return _grown(near, k, v, call.layout)
     made = _prepare(q, k, v, call)
     if lengths is not None and near is None and made.decoder is not None:
+        from ...plan.dense.forward import plan_holds
+
         remember(records.CACHE, lengths, plan_holds(made.problem, made.decoder.plan.device) and made)
     return made
 
@@ -104,7 +104,7 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Pr
 def _key_of_lengths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any:
     """The key of calls that differ in the length of k, v and mask alone, within lengths that one plan may hold for; None for
     other calls."""
-    from ...plan.dense.forward import MOST_ROWS, STEP
+    from ...plan.cache.decode import MOST_ROWS
 
     mask, bare = call.mask, call if call.mask is None else call._replace(mask=None)
     at = 1 if call.layout == "bshd" else 2
@@ -112,6 +112,8 @@ def _key_of_lengths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Cal
         return None
     if not is_plain(bare) or k.shape[:3] != v.shape[:3]:
         return None
+    from ...plan.dense.forward import STEP
+
     sides: list[tuple[Any, ...]] = [
         (type(t), t.shape[0], t.shape[3 - at], t.shape[3], t.stride(at), remainders(t.stride()), facts_of(t)[3:])
         for t in (k, v)

@@ -9,12 +9,12 @@ import torch
 
 from ...masks import BANDS
 from ...types import Layout, Rules
-from ..bound import Slot, attribute, meta, runtime_ints, strides_named
+from ..bound import Box, Slot, attribute, runtime_ints, strides_named
 from ..call import UNBOUNDED, Call
+from .attention_tiles import tiles_of
 
 if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays light
     from ...plan import AttentionPlan, AttentionProblem, DecodePlan, DecodeProblem
-    from ..launch import Box
 
 __all__ = [
     "GIVEN",
@@ -104,7 +104,6 @@ def problem_of(
 ) -> "AttentionProblem":
     """The problem of a call; band: of `band_of`, where the kernels have it."""
     from ...plan import AttentionProblem
-    from .attention_tiles import tiles_of
 
     score = [n for n, used in (("softcap", call.softcap > 0), ("alibi", call.alibi_slopes is not None),
                                ("bias", call.bias is not None), ("user", call.score_mod is not None)) if used]  # fmt: skip
@@ -186,8 +185,6 @@ def sequence_strides(t: torch.Tensor | tuple[int, ...], layout: Layout) -> tuple
 def describe_box(t: torch.Tensor, layout: Layout, rows: int, block_d: int, *kind: Any) -> "Box":
     """The descriptor of [B, H, N, D]; kind: as of Box.  The stride of a dimension of size 1 means nothing and may be invalid:
     use one row's."""
-    from ..launch import Box
-
     stride_b, stride_n, stride_h = head_strides(t, layout)
     batch, length, heads, dim = t.shape if layout == "bshd" else t.transpose(1, 2).shape
     step = 16 // t.element_size()

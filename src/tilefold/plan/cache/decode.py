@@ -355,7 +355,11 @@ def _reason(plan: DecodePlan, splits: int) -> str:
     if splits:
         return f"{packed}; the caller asked for {counted(splits, 'split')}."
     if plan.splits:
-        why = "one sequence" if p.attention.batch == 1 else f"a full cache takes {_seconds(p, plan.device) * 1e6:.3g} us at least"
+        why = (
+            "one sequence"
+            if p.attention.batch == 1
+            else f"a full cache takes {_seconds(p, plan.device) * 1e6:.3g} us at least"
+        )
         return (
             f"{packed}; {why}: {counted(plan.items, 'item')} in {counted(plan.splits, 'share')} each make "
             f"{counted(plan.grid, 'program')} for {plan.device.sms} SMs."

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from tilefold.plan.architecture import SM_90
-from tilefold.plan.cache.decode import MOST_ROWS, DecodePlan, DecodeProblem, decode_kernel_refusal, plan_decode
+from tilefold.plan.cache.decode import DecodePlan, DecodeProblem, decode_kernel_refusal, plan_decode
 from tilefold.plan.dense.attention import AttentionPlan, Rejected, plan_attention
 from tilefold.plan.dense.attention_hopper import packable_heads
 from tilefold.plan.device import Device
