@@ -75,7 +75,7 @@ class Bound:
         as_given: list[tuple[int, int]] = []
         made: list[tuple[int, int, Callable[[Any], Any]]] = []
         for at, name in enumerate(self.names):
-            value = values[name] if name in values else name
+            value = values.get(name, name)
             if value is name:
                 if name not in given:
                     raise KeyError(f"{launch.fn.__name__} has a parameter {name!r} that its binding does not know")
@@ -126,17 +126,28 @@ class Bound:
         """Whether pointers may be given as addresses, too."""
         return self.launch.warm
 
-    def with_values(self, values: Mapping[str, Any]) -> "Bound":
-        """The same launch with other values; KeyError for a name that is no parameter of the kernel, or a slot."""
+    def with_values(self, values: Mapping[str, Any], grid: tuple[int, int, int] | None = None) -> "Bound":
+        """The same launch with other values, on another grid if one is given.
+
+        values: integers that the compiled kernel takes as those before; a Slot of what a slot of the same name makes its argument
+        of.  KeyError for a name that is no parameter of the kernel, or a slot."""
         made = object.__new__(Bound)
-        made.launch, made.names, made._template = self.launch, self.names, self._template.copy()
-        made.values, made._as_given, made._made = {**self.values, **values}, self._as_given, self._made
-        slots = {at for at, *_ in (*self._as_given, *self._made)}
+        made.names, made._template = self.names, self._template.copy()
+        made.values, made._as_given = {**self.values, **values}, self._as_given
+        slots, alike = {at for at, *_ in (*self._as_given, *self._made)}, True
+        makes: dict[int, Any] = {}
         for name, value in values.items():
-            if name not in self.names or self.names.index(name) in slots:
+            at = self.names.index(name) if name in self.names else -1
+            if type(value) is Slot and at in slots:
+                makes[at] = value.make
+                continue
+            if at < 0 or at in slots:
                 raise KeyError(f"{self.launch.fn.__name__} has no parameter {name!r} that is the same in all calls")
-            made._template[self.names.index(name)] = value
+            alike = alike and (type(value) is not int or is_wide(value) == is_wide(made._template[at]))
+            made._template[at] = value
+        made._made = tuple([(at, place, makes.get(at, make)) for at, place, make in self._made])
         made._rest = None if self._rest is None else made._template[len(self.names) - len(self._rest) :]
+        made.launch = self.launch if grid is None and alike else self.launch.on_grid(grid, alike)
         return made
 
 
@@ -166,7 +177,9 @@ class Box:
         checked = _CHECKED.get(key)
         if checked is None:  # by Triton, once: shape and strides of other lengths are as good
             if kind is None:
-                from triton.tools.tensor_descriptor import TensorDescriptor as kind  # loads triton
+                from triton.tools.tensor_descriptor import TensorDescriptor
+
+                kind = TensorDescriptor
             extra = () if layout is None else (layout,)
             checked = _CHECKED[key] = kind, {**kind(tensor, shape, strides, block, *extra).__dict__, "base": None}
         self._kind, fields = checked

@@ -53,6 +53,13 @@ class Launch:
         self._tail = tuple([constants[name] for name in named])
         self._compiled: Any = None
 
+    def on_grid(self, grid: tuple[int, int, int] | None, alike: bool) -> "Launch":
+        """The same on another grid, or the same one; alike: args are specialised as before."""
+        made = object.__new__(Launch)
+        made.fn, made.device, made.keywords, made.names = self.fn, self.device, self.keywords, self.names
+        made.grid, made._tail, made._compiled = grid or self.grid, self._tail, self._compiled if alike else None
+        return made
+
     def __call__(self, args: Sequence[Any]) -> None:
         """Launch on the current stream of the device (in the interpreter: run)."""
         if self._compiled is None or _hooked():

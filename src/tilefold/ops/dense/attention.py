@@ -36,6 +36,7 @@ from .attention_parts import (
     GIVEN,
     Prepared,
     band_of,
+    boxable,
     boxed,
     broadcast_strides,
     head_strides,
@@ -85,15 +86,22 @@ def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Step 
 @recorded("attention", key_of)
 def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
     """The record of this call's shapes and options, which checks everything.  Calls whose k and v are longer or shorter by a few
-    keys share plan and launches: a token of generation is not planned anew."""
+    keys share plan and launches: a token of generation is not planned anew.  Calls of any lengths share checks and compiled
+    kernel."""
+    lengths = near = family = None
     try:
         lengths = _key_of_lengths(q, k, v, call)
-        near = None if lengths is None else records.CACHE.get(lengths)
-    except (AttributeError, RuntimeError, TypeError):  # the checks say which argument is wrong
-        lengths = near = None
+        family = None if lengths is not None else _key_of_any_length(q, k, v, call)
+        near = records.CACHE.get(lengths or family)
+    except (AttributeError, IndexError, RuntimeError, TypeError):  # the checks say which argument is wrong
+        pass
     if near:
-        return _grown(near, k, v, call.layout)
+        found = _grown(near, k, v, call.layout) if lengths is not None else _of_other_lengths(near, q, k, v, call)
+        if found is not None:
+            return found
     made = _prepare(q, k, v, call)
+    if family is not None and made.decoder is None and getattr(made.planned, "kernel", "") == HOPPER_KERNEL:
+        remember(records.CACHE, family, made)
     if lengths is not None and near is None and made.decoder is not None:
         from ...plan.dense.forward import plan_holds
 
@@ -125,6 +133,33 @@ def _key_of_lengths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Cal
             (type(mask), mask.shape[:3], remainders(broadcast_strides(mask)), tiles_of(mask), facts_of(mask)[3:])
         )
     return "attention of any length", facts_of(q), *sides, k.shape[at] // STEP, options_of(call)
+
+
+def _key_of_any_length(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any:
+    """The key of calls without a bias or a mask that differ in lengths alone; None for other calls."""
+    packed, at = call.packed, 2 if call.layout == "bhsd" else 1
+    if packed is not None:
+        at = 0
+        if not (type(packed.max_q) is type(packed.max_k) is int and packed.max_q > 0 and packed.max_k > 0):
+            return None
+    if not is_plain(call) or k.shape[at] != v.shape[at]:
+        return None
+    sides = [(type(t), t.shape[:at], t.shape[at + 1 :], t.stride(-1), boxable(t), facts_of(t)[3:]) for t in (q, k, v)]
+    places = None if packed is None else (facts_of(packed.cu_q), facts_of(packed.cu_k))
+    return "attention of any lengths", *sides, places, options_of(call)
+
+
+def _of_other_lengths(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared | None:
+    """The record of a call from that of other lengths; None where the kernel has another tile for these."""
+    from ...plan import plan_forward
+    from ..hopper import disabled
+    from .attention_hopper import bind_again
+
+    at, packed = 2 if call.layout == "bhsd" else 1, call.packed
+    lengths = (q.shape[at], k.shape[at]) if packed is None else (packed.max_q, packed.max_k)
+    problem = replace(near.problem, seq_q=lengths[0], seq_k=lengths[1])
+    plan: Any = plan_forward(problem, device_of(q.device, "attention"), portable=disabled())
+    return bind_again(near, q, k, v, call, plan)
 
 
 def remainders(strides: tuple[int, ...]) -> tuple[tuple[int, bool, bool], ...]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays lig
 
 __all__ = [
     "GIVEN",
+    "TENSORS",
     "Prepared",
     "band_of",
     "boxable",
