@@ -33,9 +33,8 @@ class Plan:
         return made
 
     def later(self: Own, **made: Callable[[], object]) -> Own:
-        """The same plan with fields that are made when somebody asks, and no earlier."""
-        names = [name for name in self.__dataclass_fields__ if name not in made]  # type: ignore[attr-defined]
-        own = {name: object.__getattribute__(self, name) for name in names}
+        """The same plan with fields that are made when somebody asks."""
+        own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in made}  # type: ignore[attr-defined]
         return self.decided(lambda: {name: make() for name, make in made.items()}, **own)
 
     if not TYPE_CHECKING:

@@ -151,6 +151,7 @@ def slot_bytes(problem: AttentionProblem, heads: int, keys: int) -> int:
     return heads * n.group * lines(n, keys) * line_width(n, keys) * UNIT * UNIT * n.itemsize
 
 
+@lru_cache(maxsize=256)
 def slots(problem: AttentionProblem, device: Device, heads: int, keys: int) -> int:
     """How many batches have room for their dS at a time: HELD key items for each running program, or what KEPT_LIMIT holds, or
     all."""
@@ -212,12 +213,11 @@ def kept_violation(problem: AttentionProblem, device: Device, heads: int, keys: 
     kv_units = tiles(n)[1]
     if type(keys) is not int or keys < UNIT or keys % UNIT or keys > kv_units * UNIT:
         return "keys_at_once", f"must be a multiple of {UNIT} up to {kv_units * UNIT}, got {keys!r}"
-    batch, others = heads * keys // UNIT, query_items(n, device, heads)
-    batches = batches_of(n, heads, keys)
-    kept = kept_bytes(n, device, heads, keys)
+    batch, batches = heads * keys // UNIT, batches_of(n, heads, keys)
+    held = slots(n, device, heads, keys)
+    kept = held * slot_bytes(n, heads, keys)
     if kept > KEPT_LIMIT:
         return "heads_at_once", f"dS of a batch would take {kept / 2**30:.1f} GiB, more than {KEPT_LIMIT / 2**30:.0f}"
-    held = slots(n, device, heads, keys)
     if held < 2 <= batches:
         return (
             "heads_at_once",
@@ -231,6 +231,7 @@ def kept_violation(problem: AttentionProblem, device: Device, heads: int, keys: 
         )
     if kept // (UNIT * n.itemsize) >= 1 << 31:
         return "heads_at_once", f"dS of {heads} heads has more rows than a descriptor can count"
+    others = query_items(n, device, heads)
     if batch * (batch + others) >= 1 << 31:
         return "heads_at_once", f"{heads} heads are more pieces of work than a batch can have"
     if batches * (batch + others) > MAX_GRID:
