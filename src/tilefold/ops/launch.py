@@ -168,16 +168,20 @@ def _plainly(error: BaseException) -> InterpreterError:
 def _specialisations(fn: Any, args: Sequence[Any]) -> list[Any]:
     """What of the args decides a compilation; parameters that fn does not specialise count by their type alone."""
     return [
-        _class(arg, param.do_not_specialize) if arg is not None else None
+        None if arg is None
+        else (32 if -LIMIT <= arg < LIMIT else 64) if type(arg) is int and param.do_not_specialize
+        else _class(arg)
         for arg, param in zip(args, fn.params, strict=False)
-    ]
+    ]  # fmt: skip
 
 
-def _class(arg: Any, by_type: bool = False) -> Any:
+LIMIT = 1 << 31  # of integers of 32 bits
+
+
+def _class(arg: Any) -> Any:
     kind = type(arg)
-    if kind is int:  # the most frequent
-        width = 32 if -(1 << 31) <= arg < 1 << 31 else 64
-        return width if by_type else (width, arg == 1, arg % 16 == 0)
+    if kind is int:
+        return 64 if is_wide(arg) else 32, arg == 1, arg % 16 == 0
     if isinstance(arg, torch.Tensor):
         return arg.dtype, arg.data_ptr() % 16 == 0
     if isinstance(arg, tuple):

@@ -133,7 +133,8 @@ def cached_sizes(
     sizes["capacity"] = (
         sizes["max_pages"] * sizes["page_size"] if paged else cache.max_k if packed_k else sizes["seq_k"]
     )
-    bind((_MASK,), {"mask": call.mask}, sizes, beside=("q", q))
+    if call.mask is not None:
+        bind((_MASK,), {"mask": call.mask}, sizes, beside=("q", q))
     return sizes
 
 

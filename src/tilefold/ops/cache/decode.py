@@ -1,5 +1,6 @@
 """The decode kernel's host side: which call it takes, its launches, the memory for partial results."""
 
+import functools
 import math
 import operator
 from dataclasses import dataclass, replace
@@ -160,6 +161,7 @@ def problem_of_decode(
     return DecodeProblem(attention, storage_of(q, k), page, shared, equal)
 
 
+@functools.cache
 def _quant(storage: str, device: "Device") -> int:
     """Which of device.cache's conversions."""
     from ...device import cache as kinds

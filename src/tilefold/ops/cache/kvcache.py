@@ -184,7 +184,8 @@ def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> t
         )
     if k.dtype == torch.int8 and k_scale is None:
         raise ValueRangeError("k_scale and v_scale must be given with an int8 cache")
-    bind(_SCALES[paged], {"k_scale": k_scale, "v_scale": v_scale}, dict(sizes), beside=("q", q))
+    if k_scale is not None:
+        bind(_SCALES[paged], {"k_scale": k_scale, "v_scale": v_scale}, dict(sizes), beside=("q", q))
     if k_scale is not None and v_scale is not None and k_scale.dim() != v_scale.dim():
         raise ShapeError(
             f"k_scale has {k_scale.dim()} dimensions and v_scale {v_scale.dim()}: both are per head, or neither"
