@@ -188,8 +188,7 @@ class Box:
     def over(self, tensor: torch.Tensor) -> Any:
         """The descriptor of `tensor`, whose base has to be 16-byte aligned."""
         descriptor = object.__new__(self._kind)
-        descriptor.__dict__.update(self._fields)
-        descriptor.base = tensor
+        descriptor.__dict__.update(self._fields, base=tensor)
         return descriptor
 
 

@@ -127,8 +127,7 @@ class Operation:
             return self.transformed.apply(None, bare, *fixed, *more)
         found = self.gradient.ready(*args)  # type: ignore[union-attr]
         if found is not None:
-            args = self.arguments.prepared_with(args, found)
-            self.arguments.prepare(bare, found)
+            args = self.arguments.prepared_with(args, bare, found)
         return self.function.apply(args, bare, *fixed, *more)
 
     def dispatched(self, *args: Any) -> Any:
@@ -310,8 +309,10 @@ def first_derivative(name: str, make: Callable[..., Any], refuse: Callable[..., 
     second = _made("Gradient", forward=make, setup_context=lambda ctx, inputs, output: None, backward=refuse)
 
     def made(*args: Any) -> Any:
-        refuse_transforms(f"the gradient of {name}")
-        return second.apply(*args) if torch.is_grad_enabled() or is_transformed() else make(*args)
+        if is_transformed():
+            refuse_transforms(f"the gradient of {name}")
+            return second.apply(*args)
+        return second.apply(*args) if torch.is_grad_enabled() else make(*args)
 
     return made
 

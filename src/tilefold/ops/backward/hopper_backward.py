@@ -10,7 +10,7 @@ import torch
 from ...types import Layout
 from ..bound import Bound, Box, Slot, stand_in
 from ..call import Call
-from ..dense.attention_parts import head_strides
+from ..dense.attention_parts import contiguous, head_strides
 from ..first_call import in_background
 from ..hopper import box_of, descriptor
 from .backward_parts import side_strides
@@ -44,7 +44,12 @@ class Scratch(NamedTuple):
     zeroed: bool = False
 
     def made(self, device: Any) -> torch.Tensor:
-        return (torch.zeros if self.zeroed else torch.empty)(tuple(self.shape), dtype=self.dtype, device=device)
+        shape = tuple(self.shape)
+        if self.zeroed:
+            return torch.zeros(shape, dtype=self.dtype, device=device)
+        return torch.empty_strided(
+            shape, contiguous(shape), dtype=self.dtype, device=device
+        )  # half the time of shapes alone
 
 
 @dataclass(slots=True)

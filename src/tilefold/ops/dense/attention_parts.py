@@ -24,6 +24,7 @@ __all__ = [
     "boxable",
     "boxed",
     "broadcast_strides",
+    "contiguous",
     "describe_box",
     "dropout_of",
     "head_strides",
