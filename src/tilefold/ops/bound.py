@@ -71,24 +71,22 @@ class Bound:
     def __init__(self, launch: "Launch", given: Sequence[str], values: Mapping[str, Any]) -> None:
         self.launch, self.values = launch, values
         self.names = launch.names
-        self._template: list[Any] = []
+        self._template: list[Any] = [values.get(name, name) for name in self.names]
         as_given: list[tuple[int, int]] = []
         made: list[tuple[int, int, Callable[[Any], Any]]] = []
-        for at, name in enumerate(self.names):
-            value = values.get(name, name)
-            if value is name:
-                if name not in given:
-                    raise KeyError(f"{launch.fn.__name__} has a parameter {name!r} that its binding does not know")
-                as_given.append((at, given.index(name)))
-                value = None
-            elif type(value) is Slot:
+        for at, value in enumerate(self._template):
+            if type(value) is Slot:
                 place = given.index(value.of)
                 if value.make is None:
                     as_given.append((at, place))
                 else:
                     made.append((at, place, value.make))
-                value = None
-            self._template.append(value)
+                self._template[at] = None
+            elif value is self.names[at]:
+                if value not in given:
+                    raise KeyError(f"{launch.fn.__name__} has a parameter {value!r} that its binding does not know")
+                as_given.append((at, given.index(value)))
+                self._template[at] = None
         self._as_given, self._made = tuple(as_given), tuple(made)
         # what stands behind all that a call gives, where that comes first, in its order and as it is: then nothing is filled in
         in_order = not made and as_given == [(i, i) for i in range(len(given))]

@@ -4,7 +4,7 @@ By the decode kernel, but for prompts (more rows a KV head than plan.decode's MO
 are attention_cached's, whose tiles have the rows of one head."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -42,6 +42,7 @@ from .decode import (
 
 if TYPE_CHECKING:
     from ...plan.cache.decode import DecodePlan
+    from ...plan.device import Device
 
 __all__ = ["attention_kvcache", "check_contents", "plan_of", "sizes_of", "step"]
 
@@ -114,10 +115,10 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, watc
     shapes = cached_shapes(sizes, cache_of(call))
     if watched:
         check_room(sizes)
-    device_of(q.device, "attention_kvcache")
+    device = device_of(q.device, "attention_kvcache")
     if 0 in (*shapes[1], sizes["batch"], sizes["seq_q"]):
         return Prepared(sizes, *shapes, keep=call.plan)
-    made: Any = _planned(q, k, v, call, sizes, shared)
+    made: Any = _planned(q, k, v, call, sizes, shared, device)
     if not isinstance(made, DecodePlan):
         found = function_at("attention_kvcache", q.device, made)
         return Prepared(sizes, *shapes, found, interpreted=on_host(q), keep=call.plan)
@@ -133,12 +134,11 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, watc
 
 
 def _planned(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, sizes: dict[str, int], shared: bool
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, sizes: dict[str, int], shared: bool, device: "Device"
 ) -> "DecodePlan":
     from ...plan.cache.decode import DecodePlan, plan_decode
 
-    problem, device = problem_of_decode(q, k, v, call, sizes, shared), device_of(q.device, "attention_kvcache")
-    plan: Any = call.plan
+    problem, plan = problem_of_decode(q, k, v, call, sizes, shared), cast("Any", call.plan)
     if (own := plan_at("attention_kvcache", problem, device, call, plan)) is not None:
         return own  # type: ignore[no-any-return]
     splits = cache_of(call).splits
@@ -226,7 +226,7 @@ def plan_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> "D
     sizes, shared = _checked(q, k, v, call)
     if 0 in (sizes["batch"], sizes["seq_q"], sizes["heads"]):
         raise Unsupported("there is nothing to plan: no queries")
-    return _planned(q, k, v, call, sizes, shared)
+    return _planned(q, k, v, call, sizes, shared, device_of(q.device, "attention_kvcache"))
 
 
 # ---------------------------------------------------------------- the dispatcher
