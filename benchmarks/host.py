@@ -1,13 +1,15 @@
 """What a call of small tensors costs the host, in microseconds, and by functions where asked.
 
-    PYTHONPATH=src python benchmarks/host.py [--only kvcache] [--profile]
+    PYTHONPATH=src python benchmarks/host.py [--only kvcache] [--profile] [--stages]
 
 With a GPU: the time until a call returns, beside torch's SDPA.  Without: CPU time of the thread, the least of many short runs,
-with plans for an H200 and the driver's launches left out, beside an autograd function that only allocates."""
+with plans for an H200 and the driver's launches left out, beside an autograd function that only allocates.  Rows that begin with
+"new" have lengths that no call had before.  --stages: what such a call spends in checks, problem, plan, binding and launch."""
 
 import argparse
 import cProfile
 import gc
+import itertools
 import pstats
 import time
 from collections.abc import Callable
@@ -22,8 +24,11 @@ import tilefold
 from tilefold import BlockIndex
 from tilefold.bench import timers
 
-Call = Callable[[], Any]
+Call = Callable[..., Any]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+FIRST, LENGTHS = 1057, 1500  # of "new" rows
 
 
 def draw(*shape: int, grad: bool = False) -> torch.Tensor:
@@ -59,8 +64,6 @@ def rows() -> dict[str, Call]:
     lengths = torch.full((1,), 200, dtype=torch.int32, device=DEVICE)
     cu = torch.tensor([0, 64, 128], dtype=torch.int32, device=DEVICE)
     index = BlockIndex.from_map(torch.ones(1, 4, 2, 2, dtype=torch.bool, device=DEVICE))
-    tokens = iter(range(257, 10**9))
-    memory = torch.empty(1, 1 << 20, 4, 64, dtype=torch.bfloat16, device=DEVICE)
 
     def causal(*tensors: torch.Tensor) -> Any:
         return tilefold.attention(*tensors, causal=True)
@@ -93,8 +96,66 @@ def rows() -> dict[str, Call]:
         "sparse": lambda: tilefold.sparse_attention(q, k, v, index),
         "sparse forward + backward": differentiated(lambda *tensors: tilefold.sparse_attention(*tensors, index)),
         "matmul": lambda: tilefold.matmul(q[0, 0], k[0, 0].T),
-        "new shape": lambda: tilefold.attention(memory[:, : next(tokens)], k, v),
         **(torchs if DEVICE == "cuda" else {}),
+        **new_rows(),
+    }
+
+
+def new_rows() -> dict[str, Call]:
+    """Calls each of which has lengths that none before had: 16 heads on 4, packed and over caches, too."""
+    q, k = draw(FIRST + LENGTHS, 16, 64), draw(FIRST + LENGTHS, 4, 64)
+    one, cache = draw(1, 1, 16, 64), k[None]
+    cu = torch.tensor([0, 100, 1000], dtype=torch.int32, device=DEVICE)
+    lengths = torch.full((1,), 200, dtype=torch.int32, device=DEVICE)
+    pages, table = draw(16, 16, 4, 64), torch.zeros((1, FIRST + LENGTHS), dtype=torch.int32, device=DEVICE)
+    blocks = torch.zeros((1, 16, (FIRST + LENGTHS) // 64 + 1, 4), dtype=torch.int32, device=DEVICE)
+    listed = [
+        BlockIndex(blocks[:, :, : -(-n // 64)], blocks[:, :, : -(-n // 64), 0].contiguous() + 1, 64, 64, n, n)
+        for n in range(FIRST, FIRST + LENGTHS)
+    ]
+    for index in listed:
+        index.transpose()
+
+    def dense(n: int, *qkv: torch.Tensor, **options: Any) -> torch.Tensor:
+        return tilefold.attention(*(t.view(1, n, -1, 64) for t in qkv), **options)
+
+    def packed(n: int, *qkv: torch.Tensor) -> torch.Tensor:
+        return tilefold.attention_varlen(*qkv, cu, cu, n - 100, n - 100, causal=True)
+
+    def sparse(n: int, *qkv: torch.Tensor) -> torch.Tensor:
+        return tilefold.sparse_attention(*(t.view(1, n, -1, 64) for t in qkv), listed[n - FIRST])
+
+    def forward(attend: Call, **options: Any) -> Call:
+        n = itertools.count(FIRST)
+        return lambda: attend(at := next(n), q[:at], k[:at], k[:at], **options)
+
+    def backward(attend: Call, **options: Any) -> Call:
+        def both() -> Any:
+            at = next(n)
+            inputs = [t[:at].requires_grad_() for t in (q, k, k)]
+            out = attend(at, *inputs, **options)
+            return torch.autograd.grad(out, inputs, out.detach())
+
+        n = itertools.count(FIRST)
+        return both
+
+    def over(keys: torch.Tensor, *_: Any) -> Any:
+        return tilefold.attention_kvcache(one, cache[:, :keys], cache[:, :keys], cache_seqlens=lengths)
+
+    def in_pages(keys: torch.Tensor, *_: Any) -> Any:
+        return tilefold.attention_kvcache(one, pages, pages, cache_seqlens=lengths, block_table=table[:, :keys])
+
+    return {
+        "new: attention": forward(dense),
+        "new: attention, causal": forward(dense, causal=True),
+        "new: varlen": forward(packed),
+        "new: attention, one query": forward(lambda n, *_: tilefold.attention(one, cache[:, :n], cache[:, :n])),
+        "new: kvcache": forward(over),
+        "new: kvcache, pages": forward(in_pages),
+        "new: sparse": forward(sparse),
+        "new: attention forward + backward": backward(dense, causal=True),
+        "new: varlen forward + backward": backward(packed),
+        "new: sparse forward + backward": backward(sparse),
     }
 
 
@@ -114,10 +175,33 @@ def shortest(call: Call, calls: int = 20, runs: int = 100) -> float:
     return min(found)
 
 
+STAGES = {
+    "checks": ("check_options", "sizes_of", "check_hooks", "_checked", "check_call"),
+    "problem": ("problem_of", "problem_of_decode"),
+    "plan": ("plan_forward", "plan_decode", "plan_sparse", "backward_plan_of", "backward_plan"),
+    "bind": ("bind", "_bind", "bind_decode", "bound_launches"),
+    "compile": ("compile", "found", "compiled"),
+}
+"""Functions of tilefold by the stage that they are."""
+
+
+def stages(stats: Any, total: float) -> list[tuple[str, float]]:
+    """Microseconds of each stage, of `total`: by its share in a profile, which makes small functions longer than they are."""
+    rows = stats.stats.items()
+    found = []
+    for stage, names in STAGES.items():
+        mine = {(path, name) for (path, _, name), _ in rows if name in names and "check.py" not in path}
+        outside = [times for (path, _, name), (*_, callers) in rows if (path, name) in mine
+                   for (at, _, caller), times in callers.items() if (at, caller) not in mine]  # fmt: skip
+        found.append((stage, total * sum(times[3] for times in outside) / stats.total_tt))
+    return [*found, ("else", total - sum(us for _, us in found))]
+
+
 def left_out() -> list[Any]:
     """What stands for the GPU."""
     from tilefold.ops import device as devices
     from tilefold.ops import launch
+    from tilefold.ops.backward.hopper_backward import Scratch
     from tilefold.ops.cache import kvcache
     from tilefold.ops.dense import attention
     from tilefold.ops.sparse import sparse
@@ -127,8 +211,10 @@ def left_out() -> list[Any]:
 
     ready = (lambda *args: None, (), lambda index: 0, ())
 
-    def first(self: Any, args: Any) -> None:
+    def compiled(self: Any, args: Any) -> bool:
+        self._key(args)  # as where a call of another shape has compiled it
         self._compiled = ready
+        return True
 
     def giving(value: Any) -> Callable[..., Any]:
         return lambda *args: value
@@ -139,9 +225,10 @@ def left_out() -> list[Any]:
         (devices, "_probe", giving(device_named("h200"))),
         (architecture, "architecture_at", giving(CUDA)),
         *((module, "on_host", giving(False)) for module in (attention, kvcache, sparse)),
-        (launch.Launch, "_first", first),
-        (launch.Launch, "compile", giving(None)),
+        (launch.Launch, "_first", compiled),
+        (launch.Launch, "found", compiled),
         (launch, "current_device", giving(0)),
+        (Scratch, "made", lambda self, device: torch.empty(self.shape, dtype=self.dtype, device=device)),
         (torch.cuda, "current_device", giving(0)),
         (torch.cuda, "is_current_stream_capturing", giving(False)),
         (triton.runtime.driver, "_active", mock.Mock(get_current_stream=giving(0))),
@@ -153,6 +240,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="rows whose name holds this")
     parser.add_argument("--profile", action="store_true", help="where the time goes, by functions")
+    parser.add_argument("--stages", action="store_true", help="where the time of a new shape goes, by stages")
     parser.add_argument("--sort", choices=("tottime", "cumtime"), default="tottime")
     parser.add_argument("--lines", type=int, default=25)
     options = parser.parse_args()
@@ -163,12 +251,19 @@ def main() -> None:
         if options.only not in name:
             continue
         call()
-        print(f"{name:32} {shortest(call):8.1f}", flush=True)
-        if options.profile:
+        found = shortest(call, runs=20 if name.startswith("new") else 100)
+        print(f"{name:32} {found:8.1f}", flush=True)
+        if options.profile or options.stages:
+            gc.disable()
             with cProfile.Profile() as profile:
                 for _ in range(1000):
                     call()
-            pstats.Stats(profile).sort_stats(options.sort).print_stats(options.lines)
+            gc.enable()
+            stats = pstats.Stats(profile)
+            if options.stages:
+                print("".join(f"    {stage:28} {us:8.1f}\n" for stage, us in stages(stats, found)), end="")
+            else:
+                stats.sort_stats(options.sort).print_stats(options.lines)
 
 
 if __name__ == "__main__":

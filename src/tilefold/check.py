@@ -38,10 +38,11 @@ class TensorSpec:
     optional: bool = False
     same_dtype_as: str | None = None
     contiguous_last: bool = False
-    forms: tuple[tuple[str, ...], ...] = field(init=False)
+    forms: dict[int, tuple[tuple[str, str], ...]] = field(init=False, hash=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "forms", tuple(tuple(form.split()) for form in self.dims.split("/")))
+        forms = (tuple(dim.partition("|")[::2] for dim in form.split()) for form in self.dims.split("/"))
+        object.__setattr__(self, "forms", {len(form): form for form in forms})
 
 
 def bind(
@@ -56,7 +57,7 @@ def bind(
     Raises DtypeError, ShapeError, DeviceError or LayoutError naming the argument, what was given and what is accepted."""
     sizes: dict[str, int] = dict(known or {})
     origin: dict[str, str] = {}
-    first = beside
+    first, compiling = beside, torch.compiler.is_compiling()
     for spec in specs:
         value = tensors.get(spec.name)
         if value is None and spec.optional:
@@ -67,7 +68,7 @@ def bind(
         _check_dtype(spec, value, tensors)
         if value.layout != torch.strided or value.is_nested:
             raise LayoutError(f"{spec.name} must be a dense strided tensor, got layout {value.layout}")
-        if not torch.compiler.is_compiling() and value.is_neg():  # Dynamo cannot ask, and resolves it itself
+        if not compiling and value.is_neg():  # Dynamo cannot ask, and resolves it itself
             raise LayoutError(f"{spec.name} is a lazy negation; call {spec.name}.resolve_neg() first")
         if value.device != first[1].device:
             raise DeviceError(f"{spec.name} is on {value.device}, but {first[0]} is on {first[1].device}")
@@ -153,12 +154,11 @@ def _dtype(value: torch.Tensor) -> str:
 
 def _bind_shape(spec: TensorSpec, value: torch.Tensor, sizes: dict[str, int], origin: dict[str, str]) -> None:
     shape = tuple(value.shape)
-    form = next((f for f in spec.forms if len(f) == len(shape)), None)
+    form = spec.forms.get(len(shape))
     if form is None:
-        wanted = " or ".join(f"[{', '.join(f)}]" for f in spec.forms)
+        wanted = " or ".join(f"[{', '.join(f.split())}]" for f in spec.dims.split("/"))
         raise ShapeError(f"{spec.name} has {len(shape)} dimensions, shape {shape}; expected {wanted}")
-    for axis, (dim, size) in enumerate(zip(form, shape, strict=True)):
-        name, _, broadcast = dim.partition("|")
+    for axis, ((name, broadcast), size) in enumerate(zip(form, shape, strict=True)):
         if broadcast and size == 1:
             continue
         expected = sizes.get(name)
@@ -167,7 +167,8 @@ def _bind_shape(spec: TensorSpec, value: torch.Tensor, sizes: dict[str, int], or
         elif size != expected:
             why = f" as in {origin[name]}" if name in origin else ""
             one = " or 1" if broadcast else ""
+            dims = next(f.split() for f in spec.dims.split("/") if len(f.split()) == len(shape))
             raise ShapeError(
-                f"{spec.name} has shape {shape}, expected [{', '.join(form)}]: dimension {axis} ({name}) is {size}, "
+                f"{spec.name} has shape {shape}, expected [{', '.join(dims)}]: dimension {axis} ({name}) is {size}, "
                 f"should be {expected}{one}{why}"
             )

@@ -373,10 +373,10 @@ def _run(
     refuse_tangents({"q": q, "k": k, "v": v, **args})
     refuse_gradients(args.items(), "q, k and v")
     call = resolved(call)
-    from .ops.sparse.sparse_backward import SparseAttention  # here: `import tilefold` stays light
+    from .ops.sparse.sparse_backward import DIFFERENTIABLE, TRANSFORMED  # here: `import tilefold` stays light
 
-    out, lse = SparseAttention.apply(q, k, v, call, lambda: _lists_of(index.transpose()))  # type: ignore[no-untyped-call]
-    return out, lse
+    function = TRANSFORMED if transformed else DIFFERENTIABLE
+    return function.apply(q, k, v, call, lambda: _lists_of(index.transpose()))  # type: ignore[no-any-return]
 
 
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:

@@ -44,7 +44,7 @@ def explain_cache(asked: CacheOptions, problem: AttentionProblem, device: Device
     if not (problem.batch and problem.seq_q):
         raise Unsupported("there is nothing to plan: no queries")
     made = _problem(asked, problem)
-    prompt = decode_kernel_refusal(made) if made.storage == "plain" and not made.shared else ""
+    prompt = decode_kernel_refusal(made.attention) if made.storage == "plain" and not made.shared else ""
     if not prompt:
         plan = plan_decode(made, device, asked.num_splits)
         return plan.to_json() if as_json else str(plan)

@@ -1,5 +1,6 @@
 """A launch whose arguments go by the names of the kernel's own parameters."""
 
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Bound",
+    "Box",
     "Prepared",
     "RuntimeInt",
     "Slot",
@@ -19,6 +21,7 @@ __all__ = [
     "is_wide",
     "meta",
     "runtime_ints",
+    "stand_in",
     "strides_named",
 ]
 
@@ -67,23 +70,23 @@ class Bound:
 
     def __init__(self, launch: "Launch", given: Sequence[str], values: Mapping[str, Any]) -> None:
         self.launch, self.values = launch, values
-        self.names = [name for name in launch.fn.arg_names if name not in launch.keywords]
-        self._template: list[Any] = []
+        self.names = launch.names
+        self._template: list[Any] = [values.get(name, name) for name in self.names]
         as_given: list[tuple[int, int]] = []
         made: list[tuple[int, int, Callable[[Any], Any]]] = []
-        for at, name in enumerate(self.names):
-            if name not in values and name not in given:
-                raise KeyError(f"{launch.fn.__name__} has a parameter {name!r} that its binding does not know")
-            value = values[name] if name in values else Slot(name)
-            if not isinstance(value, Slot):
-                self._template.append(value)
-                continue
-            self._template.append(None)
-            place = given.index(value.of)
-            if value.make is None:
-                as_given.append((at, place))
-            else:
-                made.append((at, place, value.make))
+        for at, value in enumerate(self._template):
+            if type(value) is Slot:
+                place = given.index(value.of)
+                if value.make is None:
+                    as_given.append((at, place))
+                else:
+                    made.append((at, place, value.make))
+                self._template[at] = None
+            elif value is self.names[at]:
+                if value not in given:
+                    raise KeyError(f"{launch.fn.__name__} has a parameter {value!r} that its binding does not know")
+                as_given.append((at, given.index(value)))
+                self._template[at] = None
         self._as_given, self._made = tuple(as_given), tuple(made)
         # what stands behind all that a call gives, where that comes first, in its order and as it is: then nothing is filled in
         in_order = not made and as_given == [(i, i) for i in range(len(given))]
@@ -104,6 +107,10 @@ class Bound:
             arguments[at] = make(given[place])
         return arguments
 
+    def found(self, given: tuple[Any, ...]) -> bool:
+        """Whether the kernel has been compiled for such a call."""
+        return self.launch.found(self.arguments(given))
+
     def compile(self, given: tuple[Any, ...]) -> None:
         """Compile without launching; tensors may lie anywhere.  Raises what the compiler raises."""
         self.launch.compile(self.arguments(given))
@@ -117,18 +124,70 @@ class Bound:
         """Whether pointers may be given as addresses, too."""
         return self.launch.warm
 
-    def with_values(self, values: Mapping[str, Any]) -> "Bound":
-        """The same launch with other values; KeyError for a name that is no parameter of the kernel, or a slot."""
+    def with_values(self, values: Mapping[str, Any], grid: tuple[int, int, int] | None = None) -> "Bound":
+        """The same launch with other values, on another grid if one is given.
+
+        values: integers that the compiled kernel takes as those before; a Slot of what a slot of the same name makes its argument
+        of.  KeyError for a name that is no parameter of the kernel, or a slot."""
         made = object.__new__(Bound)
-        made.launch, made.names, made._template = self.launch, self.names, self._template.copy()
-        made.values, made._as_given, made._made = {**self.values, **values}, self._as_given, self._made
-        slots = {at for at, *_ in (*self._as_given, *self._made)}
+        made.names, made._template = self.names, self._template.copy()
+        made.values, made._as_given = {**self.values, **values}, self._as_given
+        slots, alike = {at for at, *_ in (*self._as_given, *self._made)}, True
+        makes: dict[int, Any] = {}
         for name, value in values.items():
-            if name not in self.names or self.names.index(name) in slots:
+            at = self.names.index(name) if name in self.names else -1
+            if type(value) is Slot and at in slots:
+                makes[at] = value.make
+                continue
+            if at < 0 or at in slots:
                 raise KeyError(f"{self.launch.fn.__name__} has no parameter {name!r} that is the same in all calls")
-            made._template[self.names.index(name)] = value
+            alike = alike and (type(value) is not int or is_wide(value) == is_wide(made._template[at]))
+            made._template[at] = value
+        made._made = tuple([(at, place, makes.get(at, make)) for at, place, make in self._made])
         made._rest = None if self._rest is None else made._template[len(self.names) - len(self._rest) :]
+        made.launch = self.launch if grid is None and alike else self.launch.on_grid(grid, alike)
         return made
+
+
+_CHECKED: dict[
+    Any, tuple[Any, dict[str, Any]]
+] = {}  # descriptors' class and fields, the layout too, by those and the block
+
+
+class Box:
+    """A host tensor descriptor that moves from tensor to tensor of the same shape and strides.
+
+    Making one anew costs the host 3 us of checks that the first one already passed; `over` skips them."""
+
+    __slots__ = ("_fields", "_kind")
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        shape: list[int],
+        strides: list[int],
+        block: list[int],
+        kind: Any = None,
+        layout: Any = None,
+    ) -> None:
+        """kind: Gluon's descriptor, which also has the layout of the box in shared memory; None: Triton's."""
+        key = kind, id(layout), tuple(block)
+        checked = _CHECKED.get(key)
+        if checked is None:  # by Triton, once: shape and strides of other lengths are as good
+            if kind is None:
+                from triton.tools.tensor_descriptor import TensorDescriptor
+
+                kind = TensorDescriptor
+            extra = () if layout is None else (layout,)
+            checked = _CHECKED[key] = kind, {**kind(tensor, shape, strides, block, *extra).__dict__, "base": None}
+        self._kind, fields = checked
+        self._fields = {**fields, "shape": shape, "strides": strides}
+
+    def over(self, tensor: torch.Tensor) -> Any:
+        """The descriptor of `tensor`, whose base has to be 16-byte aligned."""
+        descriptor = object.__new__(self._kind)
+        descriptor.__dict__.update(self._fields, base=tensor)
+        return descriptor
 
 
 class Prepared(NamedTuple):
@@ -140,12 +199,28 @@ class Prepared(NamedTuple):
 
 def attribute(of: str, path: str, value: object) -> Slot | None:
     """The slot of an attribute of what a call gives; None, for the kernel too, where `value`, this call's, is None."""
-    return None if value is None else Slot(of, operator.attrgetter(path))
+    return None if value is None else _attribute(of, path)
+
+
+@functools.cache
+def _attribute(of: str, path: str) -> Slot:
+    return Slot(of, operator.attrgetter(path))
 
 
 def strides_named(letter: str, strides: Sequence[int], dims: Sequence[str]) -> dict[str, int]:
     """The values of stride_qb, stride_qm, stride_qh for ("q", strides, "bmh"); of a packed tensor the last two."""
-    return {f"stride_{letter}{dim}": stride for dim, stride in zip(dims[-len(strides) :], strides, strict=True)}
+    return dict(zip(_stride_names(letter, tuple(dims[-len(strides) :])), strides, strict=True))
+
+
+@functools.cache
+def _stride_names(letter: str, dims: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"stride_{letter}{dim}" for dim in dims)
+
+
+@functools.cache
+def stand_in(dtype: torch.dtype) -> torch.Tensor:
+    """A result without memory, of any shape: to compile a kernel that takes its shape and strides as numbers."""
+    return meta(1, dtype=dtype)
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -30,18 +30,16 @@ def device_of(device: torch.device, operation: str = "") -> "Device":
     """The record that plans for `device` are made with; DeviceError where nothing serves it.
 
     operation: a name in `plan/capabilities.py`: a CPU tensor is served where `cpu` has it."""
-    from ..plan.architecture import CUDA, INTERPRETER, architecture_at
-    from ..plan.capabilities import capability
-    from ..plan.device import device_named
+    from ..plan import architecture, capabilities, device_named
 
-    found = architecture_at(device.type, interpreting())
-    if found is INTERPRETER:
+    found = architecture.architecture_at(device.type, interpreting())
+    if found is architecture.INTERPRETER:
         check_environment(True)
         return device_named("interpreter")
-    if found is CUDA:
+    if found is architecture.CUDA:
         check_environment(False)
         return _probe(device.index if device.index is not None else torch.cuda.current_device())
-    if found is not None and capability(operation, found) is not None:
+    if found is not None and capabilities.capability(operation, found) is not None:
         return device_named(found.name)
     raise DeviceError(
         f"tensors are on {device}; {'this' if found is not None else 'tilefold'} runs on CUDA and ROCm GPUs, or on the CPU in "

@@ -3,21 +3,23 @@
 import contextlib
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 __all__ = ["in_background", "without_collector"]
 
 
-@contextlib.contextmanager
-def without_collector() -> Iterator[None]:
+class without_collector:  # as contextlib's are named
     """Python's cyclic garbage collector waits: the modules that a first call imports push it to look through all of torch's
     objects, which takes 0.1 s and finds nothing."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
+
+    __slots__ = ("collecting",)
+
+    def __enter__(self) -> None:
+        self.collecting = gc.isenabled()
+        gc.disable()
+
+    def __exit__(self, *error: object) -> None:
+        if self.collecting:
             gc.enable()
 
 

@@ -170,18 +170,28 @@ class Record(Group):
         """The record with the objects that its `Constant`s name."""
         return value._replace(**{self.kind._fields[at]: value_of(value[at]) for at in self.hooks})
 
-    def take(self, value: Any) -> tuple[Any, Tensors, Tensors]:
+    def without(self, value: Any) -> bool:
+        """Whether the record holds no tensors, as most do: then it is what `take` would make of it."""
         if not isinstance(value, self.kind):
-            return None, [None for _ in self.tensors], []
+            return value is None
+        for at in self.places:
+            if value[at] is not None:
+                return False
+        return all(
+            field.without(value[at]) if isinstance(field, Record) else value[at] == () for at, field in self.nested
+        )
+
+    def take(self, value: Any) -> tuple[Any, Tensors, Tensors]:
+        if not isinstance(value, self.kind) or self.without(value):
+            return value if isinstance(value, self.kind) else None, [None] * len(self.tensors), []
         items, tensors, more = super().take(value)
         return self.kind(*items), tensors, more
 
     def join(self, bare: Any, tensors: Iterator[Any], more: Iterator[Any]) -> Any:
-        if bare is not None:
-            return self.kind(*super().join(bare, tensors, more))
-        for _ in self.tensors:
-            next(tensors)
-        return None
+        taken = [next(tensors) for _ in self.tensors]
+        if self.without(bare) and all(t is None for t in taken):
+            return bare
+        return self.kind(*super().join(bare, iter(taken), more))
 
     def encode(self, bare: Any) -> list[Any]:
         if bare is None:
@@ -298,15 +308,12 @@ class Arguments(Group):
                     return sum(each is None or isinstance(each, torch.Tensor) for each in args[at][i])
         return 0
 
-    def prepare(self, bare: list[Any], found: Any) -> None:
-        """Have the call's record hold what was found of the call."""
+    def prepared_with(self, args: tuple[Any, ...], bare: list[Any], found: Any) -> tuple[Any, ...]:
+        """The arguments, whose record holds what was found of the call; so does that of the bare ones from here on."""
         for at in self.prepared:
-            bare[at] = bare[at]._replace(prepared=found)
-
-    def prepared_with(self, args: tuple[Any, ...], found: Any) -> tuple[Any, ...]:
-        """The arguments, whose record holds what was found of the call."""
-        for at in self.prepared:
-            args = (*args[:at], args[at]._replace(prepared=found), *args[at + 1 :])
+            whole = args[at]._replace(prepared=found)
+            bare[at] = whole if bare[at] is args[at] else bare[at]._replace(prepared=found)
+            args = (*args[:at], whole, *args[at + 1 :])
         return args
 
     def joined(self, bare: Sequence[Any], tensors: Sequence[Any]) -> tuple[Any, ...]:

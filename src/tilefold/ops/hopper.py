@@ -6,17 +6,14 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from ..errors import Unsupported
 from ..types import Layout
-from .bound import Slot
+from .bound import Box, Slot
 from .dense.attention_parts import describe_box, head_strides
-
-if TYPE_CHECKING:
-    from .launch import Box
 
 __all__ = [
     "DISABLE",
@@ -24,6 +21,7 @@ __all__ = [
     "bound_or_none",
     "box_of",
     "chosen_or_none",
+    "descriptor",
     "disabled",
     "inside_operator",
     "require",
@@ -63,19 +61,23 @@ def disabled() -> bool:
 def box_of(t: torch.Tensor, layout: Layout, rows: int, columns: int = 64, heads: int = 1) -> "Box":
     """Boxes of 64 columns (128 bytes, the widest that TMA swizzles) or 32.  heads: a divisor of rows; so many are
     brought together, of rows / heads tokens, and the descriptor is of [B, H / heads, N, heads, D]."""
-    from ..kernels.hopper.gluon import TensorDescriptor
-
     if heads == 1:
-        return describe_box(t, layout, rows, columns, TensorDescriptor, shared_layout((1, 1, rows, columns), t.dtype))
-    from .launch import Box
-
-    box = [1, 1, rows // heads, heads, columns]
+        return describe_box(t, layout, rows, columns, *descriptor((1, 1, rows, columns), t.dtype))
+    box = (1, 1, rows // heads, heads, columns)
     b, n, h = head_strides(t, layout)
     length, all_heads = (t.shape[1], t.shape[2]) if layout == "bshd" else (t.shape[2], t.shape[1])
     shape = [t.shape[0], all_heads // heads, length, heads, t.shape[-1]]
     row = -(-t.shape[-1] // 8) * 8  # the stride of a dimension of size 1 means nothing and may be invalid
     strides = [row if size == 1 else stride for size, stride in zip(shape, (b, heads * h, n, h), strict=False)]
-    return Box(t, shape, [*strides, 1], box, TensorDescriptor, shared_layout(tuple(box), t.dtype))
+    return Box(t, shape, [*strides, 1], list(box), *descriptor(box, t.dtype))
+
+
+@functools.cache
+def descriptor(box: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, Any]:
+    """Gluon's descriptor, and the layout of a box of it."""
+    from ..kernels.hopper.gluon import TensorDescriptor
+
+    return TensorDescriptor, shared_layout(box, dtype)
 
 
 @functools.cache

@@ -6,6 +6,7 @@ what Triton specialises on is the same: dtypes, 16-byte alignment, integers that
 Of integers in tuples it does so even where a kernel says `do_not_specialize`; a `RuntimeInt` stands for any.
 """
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,10 +15,9 @@ import torch
 import triton
 from triton import knobs
 from triton.runtime.errors import InterpreterError
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..errors import DeviceError
-from .bound import RuntimeInt, general, is_wide
+from .bound import Box, RuntimeInt, general, is_wide
 from .device import interpreting
 
 __all__ = ["OBSERVERS", "Box", "Launch"]
@@ -31,7 +31,7 @@ current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.c
 DIRECT = ("3.6.",)  # versions of Triton whose C launcher is called as `_entry` says
 _COMPILED: dict[
     Any, tuple[Any, Any]
-] = {}  # specialisation -> compiled kernel, and the function that keeps its id alive
+] = {}  # specialisation -> what `_entry` made of the compiled kernel, and the functions that keep their ids
 
 
 class Launch:
@@ -40,7 +40,7 @@ class Launch:
     Tensors may change from call to call if dtype and 16-byte alignment do not; the class of every integer has to stay.  Once
     `warm`, an address does for a tensor."""
 
-    __slots__ = ("_compiled", "_tail", "device", "fn", "grid", "keywords")
+    __slots__ = ("_compiled", "_tail", "device", "fn", "grid", "keywords", "names")
 
     def __init__(
         self, fn: Any, grid: tuple[int, int, int], constants: Mapping[str, Any], options: Mapping[str, Any], device: int
@@ -49,8 +49,16 @@ class Launch:
         self.grid = grid
         self.device = device
         self.keywords = {**constants, **options}
-        self._tail = tuple(constants[name] for name in fn.arg_names if name in constants)
+        self.names, named = _names(tuple(fn.arg_names), tuple(constants), tuple(options))
+        self._tail = tuple([constants[name] for name in named])
         self._compiled: Any = None
+
+    def on_grid(self, grid: tuple[int, int, int] | None, alike: bool) -> "Launch":
+        """The same on another grid, or the same one; alike: args are specialised as before."""
+        made = object.__new__(Launch)
+        made.fn, made.device, made.keywords, made.names = self.fn, self.device, self.keywords, self.names
+        made.grid, made._tail, made._compiled = grid or self.grid, self._tail, self._compiled if alike else None
+        return made
 
     def __call__(self, args: Sequence[Any]) -> None:
         """Launch on the current stream of the device (in the interpreter: run)."""
@@ -63,11 +71,20 @@ class Launch:
                 self._launch(args)
 
     def compile(self, args: Sequence[Any]) -> None:
-        """Compile for args, whose tensors may lie anywhere, without launching; raises what the compiler raises."""
-        if self._key(args) in _COMPILED:  # Triton's own way to the same answer takes most of a millisecond
+        """Compile for args, whose tensors may lie anywhere, without launching; raises what the compiler raises.
+
+        The next launch has args that Triton specialises as these."""
+        if self.found(args):  # Triton's own way to the same answer takes most of a millisecond
             return
         with torch.cuda.device(self.device):
             self.fn.warmup(*general(args), grid=self.grid, **self.keywords)
+
+    def found(self, args: Sequence[Any]) -> bool:
+        """Whether a launch has compiled the kernel for what Triton specialises as these args; then this one is ready, too."""
+        found = _COMPILED.get(self._key(args))
+        if found is not None:
+            self._compiled = found[0]
+        return found is not None
 
     @property
     def warm(self) -> bool:
@@ -94,7 +111,7 @@ class Launch:
         key = self._key(args)
         found = _COMPILED.get(key)
         if found is not None and not _hooked():
-            self._compiled = _entry(found[0])
+            self._compiled = found[0]
             self(args)
             return
         with torch.cuda.device(self.device):
@@ -104,11 +121,20 @@ class Launch:
             else:
                 compiled = self.fn[self.grid](*args, **self.keywords)
         self._compiled = _entry(compiled)
-        _COMPILED[key] = (compiled, args_functions(args))
+        _COMPILED[key] = (self._compiled, [self.fn, *args_functions(args)])
 
     def _key(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """Everything that decides the compilation."""
-        return self.fn, self.device, *self.keywords.items(), *_specialisations(self.fn, args)
+        return id(self.fn), self.device, *self.keywords.items(), *_specialisations(self.fn, args)
+
+
+@functools.cache
+def _names(
+    names: tuple[str, ...], constants: tuple[str, ...], options: tuple[str, ...]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Which of a kernel's parameters are arguments of a launch, and which are constants of it."""
+    given = {*constants, *options}
+    return tuple(name for name in names if name not in given), tuple(name for name in names if name in constants)
 
 
 def _entry(compiled: Any) -> tuple[Any, ...]:
@@ -141,21 +167,30 @@ def _plainly(error: BaseException) -> InterpreterError:
 
 def _specialisations(fn: Any, args: Sequence[Any]) -> list[Any]:
     """What of the args decides a compilation; parameters that fn does not specialise count by their type alone."""
-    return [_class(arg, param.do_not_specialize) for arg, param in zip(args, fn.params, strict=False)]
+    return [
+        None if arg is None
+        else (32 if -LIMIT <= arg < LIMIT else 64) if type(arg) is int and param.do_not_specialize
+        else _class(arg)
+        for arg, param in zip(args, fn.params, strict=False)
+    ]  # fmt: skip
 
 
-def _class(arg: Any, by_type: bool = False) -> Any:
+LIMIT = 1 << 31  # of integers of 32 bits
+
+
+def _class(arg: Any) -> Any:
+    kind = type(arg)
+    if kind is int:
+        return 64 if is_wide(arg) else 32, arg == 1, arg % 16 == 0
     if isinstance(arg, torch.Tensor):
         return arg.dtype, arg.data_ptr() % 16 == 0
     if isinstance(arg, tuple):
-        return tuple(_class(item) for item in arg)
+        return tuple([_class(item) for item in arg])
     if hasattr(arg, "block_shape"):  # Triton's descriptors and Gluon's
         return arg.base.dtype, tuple(arg.block_shape)
-    if type(arg) is int:
-        return ("int", is_wide(arg)) if by_type else ("int", is_wide(arg), arg == 1, arg % 16 == 0)
-    if type(arg) is RuntimeInt:
-        return "int", is_wide(arg)
-    return id(arg) if callable(arg) else type(arg)
+    if kind is RuntimeInt:
+        return 64 if is_wide(arg) else 32
+    return id(arg) if callable(arg) else kind
 
 
 def _has_runtime_ints(args: Sequence[Any]) -> bool:
@@ -173,35 +208,6 @@ def args_functions(args: Sequence[Any]) -> list[Any]:
     return found
 
 
-class Box:
-    """A host tensor descriptor that moves from tensor to tensor of the same shape and strides.
-
-    Making one anew costs the host 3 us of checks that the first one already passed; `over` skips them."""
-
-    __slots__ = ("_fields", "_kind")
-
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        shape: list[int],
-        strides: list[int],
-        block: list[int],
-        kind: Any = TensorDescriptor,
-        layout: Any = None,
-    ) -> None:
-        """kind: Triton's descriptor, or Gluon's, which also has the layout of the box in shared memory."""
-        extra = () if layout is None else (layout,)
-        self._kind = kind
-        self._fields = {**kind(tensor, shape, strides, block, *extra).__dict__, "base": None}
-
-    def over(self, tensor: torch.Tensor) -> Any:
-        """The descriptor of `tensor`, whose base has to be 16-byte aligned."""
-        descriptor = object.__new__(self._kind)
-        descriptor.__dict__.update(self._fields)
-        descriptor.base = tensor
-        return descriptor
-
-
 class Mapped:
     """Triton 3.6's C launcher of a kernel with descriptors, for which it takes tensor maps.
 
@@ -210,7 +216,7 @@ class Mapped:
     places: (index among the launcher's arguments, what the kernel knows of the descriptor), in order."""
 
     __slots__ = ("known", "launch", "make", "places")
-    LIMIT = 512  # maps; tensors that lie elsewhere in every call begin anew
+    LIMIT = 2048  # maps of all shapes; tensors that lie elsewhere in every call begin anew
 
     def __init__(self, launch: Any, places: Sequence[tuple[int, Any]], make: Callable[[Any, Any], list[Any]]) -> None:
         self.launch, self.make, self.places = launch, make, tuple(places)[::-1]

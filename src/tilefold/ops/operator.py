@@ -29,7 +29,7 @@ from .watch import (
     watchers,
 )
 
-__all__ = ["Gradient", "Operation", "Operator", "one_by_one"]
+__all__ = ["Gradient", "Operation", "Operator", "differentiable", "first_derivative", "one_by_one"]
 
 
 class Gradient(NamedTuple):
@@ -127,8 +127,7 @@ class Operation:
             return self.transformed.apply(None, bare, *fixed, *more)
         found = self.gradient.ready(*args)  # type: ignore[union-attr]
         if found is not None:
-            args = self.arguments.prepared_with(args, found)
-            self.arguments.prepare(bare, found)
+            args = self.arguments.prepared_with(args, bare, found)
         return self.function.apply(args, bare, *fixed, *more)
 
     def dispatched(self, *args: Any) -> Any:
@@ -201,8 +200,8 @@ class Operation:
             grads, results, inputs = tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
             return tuple(gradient.make(arguments.joined(bare, inputs), results, grads, wanted))
 
-        made = _first_derivative(self.name, make, self._refuse_second)
-        return _differentiable(forward, keep, backward)
+        made = first_derivative(self.name, make, self._refuse_second)
+        return differentiable(forward, keep, backward)
 
     def _refuse_second(self, ctx: Any, *grads: Any) -> Any:
         raise Unsupported(f"{self.name} has first derivatives only: this call differentiates its gradient")
@@ -289,7 +288,7 @@ def _custom_op(name: str, function: Any, parameters: list[tuple[str, Any]], *res
     return torch.library.custom_op(name, function, mutates_args=())
 
 
-def _differentiable(
+def differentiable(
     forward: Callable[..., Any], keep: Callable[..., None], backward: Callable[..., Any]
 ) -> tuple[Any, Any]:
     """An autograd function, and the same as torch.func wants it: its context is set up apart, for which torch binds the arguments
@@ -304,14 +303,16 @@ def _differentiable(
     return _made("Differentiable", forward=both, backward=backward), transformed
 
 
-def _first_derivative(name: str, make: Callable[..., Any], refuse: Callable[..., Any]) -> Callable[..., Any]:
+def first_derivative(name: str, make: Callable[..., Any], refuse: Callable[..., Any]) -> Callable[..., Any]:
     """What makes the gradients of an operation; where somebody could differentiate them it is an autograd function that refuses,
     in which torch.func unwraps the tensors."""
     second = _made("Gradient", forward=make, setup_context=lambda ctx, inputs, output: None, backward=refuse)
 
     def made(*args: Any) -> Any:
-        refuse_transforms(f"the gradient of {name}")
-        return second.apply(*args) if torch.is_grad_enabled() or is_transformed() else make(*args)
+        if is_transformed():
+            refuse_transforms(f"the gradient of {name}")
+            return second.apply(*args)
+        return second.apply(*args) if torch.is_grad_enabled() else make(*args)
 
     return made
 
@@ -362,13 +363,13 @@ class Operator:
 
         self.gradient_op.register_autograd(refuse)
         self.op.register_autograd(differentiate, setup_context=keep)
-        made = _first_derivative(self.name, gradient, refuse)
+        made = first_derivative(self.name, gradient, refuse)
 
         def backward(ctx: Any, *grads: Any) -> Any:
             given = arguments(ctx, *map(resolved, grads))
             return (None,) * len(ctx.needs_input_grad) if given is None else give(ctx, made(*given))
 
-        self.function, self.transformed = _differentiable(forward, keep, backward)
+        self.function, self.transformed = differentiable(forward, keep, backward)
 
     def __call__(self, *args: Any) -> Any:
         """The results, by the cheapest way that everyone who watches can follow."""

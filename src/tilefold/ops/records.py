@@ -6,6 +6,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from .first_call import without_collector
+
 __all__ = ["CACHE", "facts_of", "facts_of_values", "recorded", "remember"]
 
 LIMIT = 1 << 14  # records; a program that needs more makes new shapes all the time, and begins anew
@@ -43,7 +45,10 @@ def recorded(
                 found = CACHE.get(key)
             except (AttributeError, RuntimeError, TypeError):
                 return prepare(*args)  # type: ignore[call-arg]
-            return remember(CACHE, key, prepare(*args)) if found is None else found  # type: ignore[call-arg]
+            if found is None:
+                with without_collector():
+                    found = remember(CACHE, key, prepare(*args))  # type: ignore[call-arg]
+            return found
 
         return record_of  # type: ignore[return-value]
 

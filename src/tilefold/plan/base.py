@@ -1,6 +1,6 @@
 """What every plan has: its text in a notebook, JSON, and how it refuses what it does not serve."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,9 +19,33 @@ Fault = tuple[str, str] | None
 
 
 class Plan:
-    """A frozen record: `print` it, keep it as JSON."""
+    """A frozen record: `print` it, keep it as JSON.  What no launch needs of it is made when somebody asks: see `decided`."""
 
-    __slots__ = ()
+    __slots__ = ("_rest",)
+
+    @classmethod
+    def decided(cls: type[Own], rest: Callable[[], Mapping[str, object]], **fields: object) -> Own:
+        """A plan that its planner has checked.  rest: makes the fields that are not given, all of them."""
+        made = object.__new__(cls)
+        for name, value in fields.items():
+            object.__setattr__(made, name, value)
+        object.__setattr__(made, "_rest", rest)
+        return made
+
+    def later(self: Own, **made: Callable[[], object]) -> Own:
+        """The same plan with fields that are made when somebody asks."""
+        own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in made}  # type: ignore[attr-defined]
+        return self.decided(lambda: {name: make() for name, make in made.items()}, **own)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """A field that `decided` left for now."""
+            if name not in self.__dataclass_fields__:
+                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            for field, value in self._rest().items():
+                object.__setattr__(self, field, value)
+            return object.__getattribute__(self, name)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """What a notebook shows."""

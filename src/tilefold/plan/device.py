@@ -55,7 +55,7 @@ class Device:
     measured_l2_bytes_per_s: float | None = None
 
     def __hash__(self) -> int:
-        return hash((self.name, self.arch, self.source))
+        return hash(self.name)
 
     @property
     def target(self) -> str:

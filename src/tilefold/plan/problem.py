@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 
 from tilefold.errors import DtypeError, ShapeError, ValueRangeError
 from tilefold.plan.base import require_equal
@@ -21,6 +22,7 @@ MAX_HEAD_DIM = 256
 _SIZES = ("batch", "seq_q", "seq_k", "heads", "kv_heads", "dim_qk", "dim_v")
 _TILES = ("", "tiles", "keys")
 _FLAGS = ("causal", "varlen", "sinks", "descriptors", "query_descriptors", "dropout", "mask_by_place")
+_sizes_of, _flags_of = attrgetter(*_SIZES), attrgetter(*_FLAGS)
 
 
 @cache  # a plan asks dozens of times
@@ -92,11 +94,14 @@ class AttentionProblem:
     mask_descriptors: str = ""
     mask_by_place: bool = False
 
+    def __hash__(self) -> int:
+        return hash((self.batch, self.seq_q, self.seq_k, self.heads, self.causal, self.window))  # tables ask often
+
     def __post_init__(self) -> None:
         self._check_sizes()
-        for name in _FLAGS:
-            if type(getattr(self, name)) is not bool:
-                raise DtypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if {*map(type, _flags_of(self))} != {bool}:
+            name = next(name for name in _FLAGS if type(getattr(self, name)) is not bool)
+            raise DtypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.dtype not in DTYPE_BYTES:
             raise DtypeError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
         self._check_window()
@@ -109,22 +114,19 @@ class AttentionProblem:
                 raise ValueRangeError(f"{name} must be 'tiles', 'keys' or '', got {getattr(self, name)!r}")
 
     def _check_sizes(self) -> None:
-        for name in _SIZES:
-            value = getattr(self, name)
-            if type(value) is not int:
-                raise DtypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
-        for name in ("batch", "seq_q", "seq_k"):
-            if getattr(self, name) < 0:
-                raise ShapeError(f"{name} must be at least 0, got {getattr(self, name)}")
-        for name in ("heads", "kv_heads", "dim_qk", "dim_v"):
-            if getattr(self, name) < 1:
-                raise ShapeError(f"{name} must be at least 1, got {getattr(self, name)}")
+        sizes = _sizes_of(self)
+        if {*map(type, sizes)} != {int}:
+            name, value = next(pair for pair in zip(_SIZES, sizes, strict=True) if type(pair[1]) is not int)
+            raise DtypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
+        for least, first, end in ((0, 0, 3), (1, 3, 7)):
+            if (value := min(sizes[first:end])) < least:
+                raise ShapeError(f"{_SIZES[sizes.index(value, first)]} must be at least {least}, got {value}")
         if self.heads % self.kv_heads:
             raise ShapeError(f"kv_heads must divide heads, got kv_heads={self.kv_heads} and heads={self.heads}")
 
     def _check_window(self) -> None:
         window = self.window
-        if type(window) is not tuple or len(window) != 2 or not all(type(side) is int for side in window):
+        if type(window) is not tuple or len(window) != 2 or {*map(type, window)} != {int}:
             raise ValueRangeError(f"window must be a tuple (left, right) of two integers, got {window!r}")
         if min(window) < -1:
             raise ValueRangeError(

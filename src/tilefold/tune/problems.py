@@ -194,7 +194,7 @@ def _decode(case: DecodeCase, device: str, count: int) -> Work:
     sets = [make_decode_inputs(case, device, seed) for seed in range(count)]
     first = sets[0]
     planned = tilefold.attention_kvcache_plan(first.q, first.k_cache, first.v_cache, **options(first))
-    if case.cache == "" and not case.shared and (why := decode_kernel_refusal(planned.problem)):
+    if case.cache == "" and not case.shared and (why := decode_kernel_refusal(planned.problem.attention)):
         raise Unsupported(f"another kernel takes this step, whose plan is not tuned: {why}")
     return Work(
         sets,

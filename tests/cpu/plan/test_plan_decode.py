@@ -102,8 +102,8 @@ def test_heads_and_tokens_are_rows():
     assert plan_decode(problem(seq_q=5), H200).block_m == 32
     assert plan_decode(problem(seq_q=16), H200).block_m == 64
     assert plan_decode(problem(seq_q=40), H200).blocks == 3
-    assert not decode_kernel_refusal(problem(seq_q=32))
-    assert decode_kernel_refusal(problem(seq_q=33)).startswith("132 rows a KV head are more than the 128")
+    assert not decode_kernel_refusal(problem(seq_q=32).attention)
+    assert decode_kernel_refusal(problem(seq_q=33).attention).startswith("132 rows a KV head are more than the 128")
 
 
 def test_the_plan_looks_at_capacity_alone():

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ...errors import DtypeError
-from ..bound import Bound, meta
+from ..bound import Bound
 from ..call import Call, facts_of, window_of
 from ..dense import attention
 from ..dense.attention_parts import band_of, kind_of, option_values
@@ -64,9 +64,10 @@ def differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
         score_slope(call.score_mod, call.score_grad)
         if asked[3]:
             loads_of_call(call, asked[3])
-        if prepared.plan is not None:
-            backward_plan_of(prepared.problem, call, q, asked[1], asked[3])
-        prepared.backward[asked] = None
+        plan = None
+        if prepared.planned is not None:
+            plan = backward_plan_of(prepared.problem, call, q, asked[1], asked[3])
+        prepared.backward[asked] = plan
     return prepared
 
 
@@ -88,7 +89,7 @@ def backward(
     prepared = call.prepared or attention.prepare(q, k, v, call)
     keys = wanted[1] or wanted[2]  # dk and dv come together
     asked, loads = (wanted[0], keys, keys, *wanted[3:5]), needed(call, wanted[5:])
-    if prepared.plan is None:
+    if prepared.planned is None:
         targets = zip((q, k, v, call.bias, call.sinks), asked, strict=True)
         return tuple(
             torch.zeros(t.shape, dtype=t.dtype, device=t.device) if t is not None and w else None for t, w in targets
@@ -100,7 +101,7 @@ def backward(
     exact = q.dtype == torch.float32
     dout = dout.contiguous() if exact else readable(dout)  # what `weighted` makes of it has other strides else
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
-    bound = _bound(prepared, (q, k, v, out), dout, dlse, call, wanted[3], loads)
+    bound = _bound(prepared, (q, k, v, out), (dout, lse, dlse), call, wanted[3], loads)
     if not isinstance(bound, DenseBound):
         run = bound.run if whole or not bound.plan.queries_at_once else bound.sums  # type: ignore[union-attr]
         dq, dk, dv = run((q, k, v, out), dout, lse, dlse, call)
@@ -170,41 +171,44 @@ def backward_plan_of(
 def _bound(
     prepared: Any,
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
+    beside: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     call: Call,
     with_bias: bool,
     loads: tuple[int, ...],
 ) -> "DenseBound | GluonBound | SpansBound":
     """The bound launches, kept on the forward pass's record: everything else that decides them is in its key."""
     # A launch keeps what it compiled: where an argument may be None, that is part of the key.
+    dout, _, dlse = beside
     given = None if dlse is None else facts_of(dlse)
     key = facts_of(dout), facts_of(tensors[3]), given, with_bias, call.deterministic, loads
     found: DenseBound | GluonBound | SpansBound | None = prepared.backward.get(key)
     if found is None:
         from ...plan.backward.attention_backward import plan_attention_backward
 
-        plan, scale = backward_plan_of(prepared.problem, call, tensors[0], with_bias, loads), prepared.scale
+        scale, plan = prepared.scale, prepared.backward.get(("planned", with_bias, call.deterministic, loads))
         with without_collector():
+            if plan is None:  # nobody asked `differentiable`
+                plan = backward_plan_of(prepared.problem, call, tensors[0], with_bias, loads)
             if plan.kernel in (HOPPER, REDUCE):
-                found = _bind_gluon(scale, tensors, dout, call, plan)
-                plan = plan_attention_backward(plan.problem, plan.device, plan.bias, portable=True)
+                found = _bind_gluon(scale, tensors, beside, call, plan)
+                if found is None:
+                    plan = plan_attention_backward(plan.problem, plan.device, plan.bias, portable=True)
             found = prepared.backward[key] = found or _bind(scale, tensors, dout, call, plan, loads)
     return found
 
 
 def _bind_gluon(
-    scale: float, tensors: tuple[torch.Tensor, ...], dout: torch.Tensor, call: Call, plan: "AttentionBackwardPlan"
+    scale: float, tensors: tuple[torch.Tensor, ...], beside: tuple[Any, ...], call: Call, plan: "AttentionBackwardPlan"
 ) -> "GluonBound | SpansBound | None":
     """The Gluon kernel's launches; None, after a warning, if this Triton cannot make them, or an error if the caller chose the
     plan."""
 
     def made() -> Any:
-        return _gluon(call, plan).bound_launches(scale, tensors, dout, call, plan)
+        return _gluon(call, plan).bound_launches(scale, tensors, beside[0], call, plan)
 
     what = "its backward pass" if call.packed is None else "its backward pass of packed sequences"
     return chosen_or_none(
-        plan, call.backward_plan, "dense", made, lambda bound: bound.compile(tensors, dout, call), what
+        plan, call.backward_plan, "dense", made, lambda bound: bound.compile(tensors, *beside, call), what
     )
 
 
@@ -231,8 +235,7 @@ def _bind(
 
     q, k, v, out = tensors
     n, packed, device, softcap = plan.problem, call.packed is not None, q.device.index or 0, float(call.softcap)
-    gradients = {letter: meta(*t.shape) for letter, t in zip("gxy", (q, k, v), strict=True)}
-    strides = side_strides(call.layout, q=q, k=k, v=v, d=dout, o=out, **gradients)
+    strides = side_strides(call.layout, q=q, k=k, v=v, d=dout, o=out, g=q.shape, x=k.shape, y=v.shape)
     rows = q.shape[0] if packed else n.seq_q
     most = max(ROWS, *(max(tile.block_m, tile.block_n) for tile in (plan.queries, plan.keys, plan.scores)))
     wide = max(strides[f"stride_{name}"] for name in ("qm", "kn", "vn", "dm")) * most >= 1 << 31

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..bound import Bound, Slot, meta
+from ..bound import Bound, Slot
 from ..call import UNBOUNDED, Call
 from ..dense.attention_parts import kind_of
 from .backward_parts import side_strides
@@ -98,7 +98,7 @@ def main_bound(
     items = batches * (heads * split_tiles + rules.query_items(n, device, heads))
     launch = Launch(kernel, (items, 1, 1), constants, options, tensors[0].device.index or 0)
     left, right = (UNBOUNDED if side < 0 else side for side in n.sides)
-    gradients = {letter: meta(*t.shape) for letter, t in zip("gxy", tensors, strict=False)}
+    gradients = {letter: t.shape for letter, t in zip("gxy", tensors, strict=False)}
     values = {
         **boxed_sides(side_boxes(q, dout, k, v, call.layout)),
         "stat_desc": Slot("Statistics", statistics_box(sizes[0]).over),

@@ -38,7 +38,7 @@ class LoadsBound(NamedTuple):
 
 def needed(call: Call, wanted: Sequence[bool] | None = None) -> tuple[int, ...]:
     """Which of score_args get a gradient; wanted: of its tensors, in order, None for those that require one."""
-    if type(call.score_args) is not tuple:
+    if type(call.score_args) is not tuple or not call.score_args:
         return ()
     tensors = [(i, t) for i, t in enumerate(call.score_args) if isinstance(t, torch.Tensor)]
     if wanted is None:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..bound import Bound, Slot, attribute, meta, strides_named
+from ..bound import Bound, Slot, attribute, strides_named
 from ..call import UNBOUNDED, Call, window_of
 from ..dense.attention_parts import head_strides, kind_of
 from .attention_backward_hopper import FENCED, HOLDING
@@ -78,10 +78,9 @@ def bound_launches(
         "no_tile": rows - 1,
         "nowhere": kept,
     }
-    named = {"o": out, "d": dout, "g": meta(*q.shape), "x": meta(*k.shape), "y": meta(*v.shape)}
-    for letter, t in named.items():
-        for row in "mn":  # of keys the kernels call a row m, and n
-            values |= strides_named(letter, head_strides(t, "bshd"), f"{row}h")
+    for letter, t in (("o", out), ("d", dout), ("g", q.shape), ("x", k.shape), ("y", v.shape)):
+        for dims in ("mh", "nh"):  # of keys the kernels call a row m, and n
+            values |= strides_named(letter, head_strides(t, "bshd"), dims)
     scratch = (
         Scratch((rows * STATISTICS,), torch.float32),
         Scratch((counters,), torch.int32),

@@ -4,12 +4,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..bound import Bound, Slot, meta
+from ..bound import Bound, Box, Slot, stand_in
 from ..call import UNBOUNDED, Call, window_of
 from ..dense.attention_hopper import slope_values
 from ..dense.attention_parts import kind_of, mask_mods_of, score_mods_of
 from ..dense.attention_tiles import bytes_of, steps_of, tile_box, tiles_of
-from ..hopper import box_of
+from ..hopper import box_of, descriptor
 from .backward_parts import score_slope, side_strides
 from .hopper_backward import (
     SIDES,
@@ -73,7 +73,7 @@ def bound_launches(
         "heads_at_once": plan.heads_at_once,
         "no_tile": rows - 1,
         **_mod_values(call, n),
-        **side_strides(call.layout, g=meta(*q.shape), x=meta(*k.shape), y=meta(*v.shape)),
+        **side_strides(call.layout, g=q.shape, x=k.shape, y=v.shape),
     }
     scratch = (
         Scratch((rows * 2 * queries,), torch.float32),
@@ -134,12 +134,8 @@ def _mod_values(call: Call, problem: "AttentionProblem") -> dict[str, Any]:
 
 def _sum_box(numbers: int) -> Any:
     """Of the sums [.., 32], a warpgroup's part of a tile at a time."""
-    from ...kernels.hopper.gluon import TensorDescriptor, gl
-    from ..launch import Box
-
-    t = torch.empty(numbers, dtype=torch.float32, device="meta")
-    layout = gl.NVMMASharedLayout.get_default_for(SUM_BOX, gl.float32)
-    return Box(t, [numbers // 32, 32], [32, 1], SUM_BOX, TensorDescriptor, layout)
+    floats = torch.float32
+    return Box(stand_in(floats), [numbers // 32, 32], [32, 1], SUM_BOX, *descriptor(tuple(SUM_BOX), floats))
 
 
 def _main(plan: "AttentionBackwardPlan", call: Call, device: int) -> "Launch":

@@ -82,11 +82,14 @@ class SpansBound:
         own = statistics[first:], progress[slice(*one.counters)]
         return q, k, v, out, dout, None, None, call, *own, kept, sums, dq, dk, dv
 
-    def compile(self, tensors: Tensors, dout: torch.Tensor, call: Call) -> None:
+    def compile(
+        self, tensors: Tensors, dout: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None, call: Call
+    ) -> None:
         """Compile for a call; raises what the compiler raises."""
         made = self.scratch("meta")
-        given = (*tensors, dout, torch.empty(made[0].shape, device="meta"), None, call, *made)
-        in_background(lambda: self.first.compile(given))
+        given = (*tensors, dout, lse, dlse, call, *made)
+        if not self.first.found(given):
+            in_background(lambda: self.first.compile(given))
         kinds = {tuple(one.main.launch.keywords.items()): one for one in self.launches}
         for one in kinds.values():
             one.main.compile(self.given(one, tensors, dout, call, made))

@@ -43,8 +43,9 @@ def tiled(fn: Any, tile: "Tile", grid: tuple[int, int, int], constants: dict[str
     return Launch(fn, grid, constants, options, device) if grid[0] else None
 
 
-def side_strides(layout: Layout, **sides: torch.Tensor) -> dict[str, int]:
-    """stride_qb, stride_qm, stride_qh of q, and so on; a row of k and v, or of their gradients x and y, is n."""
+def side_strides(layout: Layout, **sides: torch.Tensor | tuple[int, ...]) -> dict[str, int]:
+    """stride_qb, stride_qm, stride_qh of q, and so on, or of the gradient of this shape; a row of k and v, or of their gradients
+    x and y, is n."""
     made: dict[str, int] = {}
     for letter, t in sides.items():
         made |= strides_named(letter, sequence_strides(t, layout), "bnh" if letter in "kvxy" else "bmh")

@@ -167,7 +167,7 @@ def _decoder(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, size
     from .decode import bind_decode, problem_of_decode
 
     problem = problem_of_decode(q, k, v, call, sizes, False)
-    if decode_kernel_refusal(problem):
+    if decode_kernel_refusal(problem.attention):
         return None
     return bind_decode(q, k, v, call, sizes, plan_decode(problem, device, cache_of(call).splits))
 

@@ -1,5 +1,6 @@
 """A call of attention over keys that lie in a cache: its checks, and its arguments by the kernels' names."""
 
+import functools
 from typing import Any
 
 import torch
@@ -52,9 +53,10 @@ def _names(cache: Cache) -> dict[str, str]:
 _CACHE_NAMES = ("k_cache", "v_cache", "cache_seqlens", "cache_leftpad")
 
 
-def _indices(names: dict[str, str]) -> tuple[TensorSpec, ...]:
+@functools.cache
+def _indices(lengths: str, pads: str) -> tuple[TensorSpec, ...]:
     whole: dict[str, Any] = {"optional": True, "contiguous_last": True}
-    each = (names["lengths"], names["pads"], "cache_batch_idx")
+    each = (lengths, pads, "cache_batch_idx")
     return (
         *(TensorSpec(name, "batch", _INT, **whole) for name in each),
         TensorSpec("block_table", "batch max_pages", _INT, **whole),
@@ -63,6 +65,20 @@ def _indices(names: dict[str, str]) -> tuple[TensorSpec, ...]:
         TensorSpec("alibi_slopes", "heads / batch heads", (torch.float32,), optional=True),
         TensorSpec("sinks", "heads", FLOATS, optional=True),
         TensorSpec("dropout_seed", "one", (torch.int64,), optional=True),
+    )
+
+
+@functools.cache
+def _specs(
+    k: str, v: str, rows: str, packed_q: bool, stored: tuple[torch.dtype, ...], like: str
+) -> tuple[TensorSpec, ...]:
+    last: dict[str, Any] = {"same_dtype_as": like, "contiguous_last": True}
+    return (
+        TensorSpec(
+            "q", "total_q heads dim_qk" if packed_q else "batch seq_q heads dim_qk", FLOATS, contiguous_last=True
+        ),
+        TensorSpec(k, f"{rows} kv_heads dim_qk", stored, **last),
+        TensorSpec(v, f"{rows} kv_heads dim_v", stored, **last),
     )
 
 
@@ -83,19 +99,12 @@ def cached_sizes(
         check_integer(name, value)
         if isinstance(value, int) and value < 0:
             raise ValueRangeError(f"{name} must be at least 0, got {value}")
-    last: dict[str, Any] = {"same_dtype_as": "q", "contiguous_last": True}
     paged, packed_k = cache.block_table is not None, cache.cu_k is not None and cache.block_table is None
     names = _names(cache)
     stored = (*FLOATS, *QUANTISED) if quantised else FLOATS
-    if quantised and isinstance(k, torch.Tensor) and k.dtype in QUANTISED:
-        last["same_dtype_as"] = names["k"]
+    bytewise = quantised and isinstance(k, torch.Tensor) and k.dtype in QUANTISED
     rows = "pages page_size" if paged else "total_k" if packed_k else "caches seq_k"
-    specs = (
-        TensorSpec("q", "total_q heads dim_qk" if cache.cu_q is not None else "batch seq_q heads dim_qk", FLOATS,
-                   contiguous_last=True),
-        TensorSpec(names["k"], f"{rows} kv_heads dim_qk", stored, **last),
-        TensorSpec(names["v"], f"{rows} kv_heads dim_v", stored, **last),
-    )  # fmt: skip
+    specs = _specs(names["k"], names["v"], rows, cache.cu_q is not None, stored, names["k"] if bytewise else "q")
     sizes = bind(specs, {"q": q, names["k"]: k, names["v"]: v})
     if cache.cu_q is not None:
         if not isinstance(cache.cu_q, torch.Tensor):
@@ -109,7 +118,7 @@ def cached_sizes(
         "alibi_slopes": call.alibi_slopes, "sinks": call.sinks, "dropout_seed": call.dropout_seed,
     }  # fmt: skip
     known = {**sizes, "batch+1": sizes["batch"] + 1, "one": 1}
-    found = bind(_indices(names), given, known, beside=("q", q))
+    found = bind(_indices(names["lengths"], names["pads"]), given, known, beside=("q", q))
     sizes |= {name: size for name, size in found.items() if name == "max_pages"}
     # The plan looks at head dims where V is part of K; that the heads are whole is asked with dims that are.
     check_heads({**sizes, "dim_qk": 1, "dim_v": 1} if shared else sizes, names["k"], names["v"])
@@ -124,7 +133,8 @@ def cached_sizes(
     sizes["capacity"] = (
         sizes["max_pages"] * sizes["page_size"] if paged else cache.max_k if packed_k else sizes["seq_k"]
     )
-    bind((_MASK,), {"mask": call.mask}, sizes, beside=("q", q))
+    if call.mask is not None:
+        bind((_MASK,), {"mask": call.mask}, sizes, beside=("q", q))
     return sizes
 
 

@@ -1,5 +1,6 @@
 """The decode kernel's host side: which call it takes, its launches, the memory for partial results."""
 
+import functools
 import math
 import operator
 from dataclasses import dataclass, replace
@@ -89,8 +90,10 @@ class Decoder:
 
 GIVEN = ("q", "k", "v", "out", "lse", "call", "part", "stat", "arrived", "noted")
 """What a call gives to the launches."""
-NOTED = ("Fault", "operation", "limit", "fewest", "shift", "columns")
-UNWATCHED = (None, 0, 0, 0, 0, 0)
+_PARTS = {"Part": Slot("part"), "Stat": Slot("stat"), "Arrived": Slot("arrived")}
+_NOTED = ("Fault", "operation", "limit", "fewest", "shift", "columns")
+WATCHED = _PARTS | {name: Slot("noted", operator.itemgetter(i)) for i, name in enumerate(_NOTED)}
+UNWATCHED = _PARTS | dict.fromkeys(_NOTED, 0) | {"Fault": None}
 
 
 @dataclass(slots=True)
@@ -160,6 +163,7 @@ def problem_of_decode(
     return DecodeProblem(attention, storage_of(q, k), page, shared, equal)
 
 
+@functools.cache
 def _quant(storage: str, device: "Device") -> int:
     """Which of device.cache's conversions."""
     from ...device import cache as kinds
@@ -242,10 +246,7 @@ def bind_decode(
         **_stored(p.storage == "float8_e4m3fn" and constants["QUANT"] == 3, pairs),
         "KScale": attribute("call", "scales.k", scales.k),
         "VScale": attribute("call", "scales.v", scales.v),
-        "Part": Slot("part"),
-        "Stat": Slot("stat"),
-        "Arrived": Slot("arrived"),
-        **{name: Slot("noted", operator.itemgetter(i)) if watched else UNWATCHED[i] for i, name in enumerate(NOTED)},
+        **(WATCHED if watched else UNWATCHED),
         "blocks": plan.blocks,
         "splits": max(1, plan.splits),
         "least": plan.least,
@@ -266,6 +267,7 @@ def bind_decode(
     return Decoder(plan, launch, merge, partial, counted if plan.merge == "last" else 0, limit)
 
 
+@functools.cache
 def _stored(as_bytes: bool, pairs: bool) -> dict[str, Slot]:
     """K and V as the kernel takes them: e4m3 as bytes, two elements of V as one of 16 bits."""
 

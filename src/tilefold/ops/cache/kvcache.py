@@ -4,7 +4,7 @@ By the decode kernel, but for prompts (more rows a KV head than plan.decode's MO
 are attention_cached's, whose tiles have the rows of one head."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -42,6 +42,7 @@ from .decode import (
 
 if TYPE_CHECKING:
     from ...plan.cache.decode import DecodePlan
+    from ...plan.device import Device
 
 __all__ = ["attention_kvcache", "check_contents", "plan_of", "sizes_of", "step"]
 
@@ -114,26 +115,30 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, watc
     shapes = cached_shapes(sizes, cache_of(call))
     if watched:
         check_room(sizes)
-    device_of(q.device, "attention_kvcache")
+    device = device_of(q.device, "attention_kvcache")
     if 0 in (*shapes[1], sizes["batch"], sizes["seq_q"]):
         return Prepared(sizes, *shapes, keep=call.plan)
-    made: Any = _planned(q, k, v, call, sizes, shared)
+    made: Any = _planned(q, k, v, call, sizes, shared, device)
     if not isinstance(made, DecodePlan):
         found = function_at("attention_kvcache", q.device, made)
         return Prepared(sizes, *shapes, found, interpreted=on_host(q), keep=call.plan)
-    if call.plan is None and not shared and made.problem.storage == "plain" and decode_kernel_refusal(made.problem):
+    if (
+        call.plan is None
+        and not shared
+        and made.problem.storage == "plain"
+        and decode_kernel_refusal(made.problem.attention)
+    ):
         return Prepared(sizes, *shapes, prompts=True)
     decoder = bind_decode(q, k, v, call, sizes, made, watched)
     return Prepared(sizes, *shapes, decoder, interpreted=on_host(q), keep=call.plan)
 
 
 def _planned(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, sizes: dict[str, int], shared: bool
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, sizes: dict[str, int], shared: bool, device: "Device"
 ) -> "DecodePlan":
     from ...plan.cache.decode import DecodePlan, plan_decode
 
-    problem, device = problem_of_decode(q, k, v, call, sizes, shared), device_of(q.device, "attention_kvcache")
-    plan: Any = call.plan
+    problem, plan = problem_of_decode(q, k, v, call, sizes, shared), cast("Any", call.plan)
     if (own := plan_at("attention_kvcache", problem, device, call, plan)) is not None:
         return own  # type: ignore[no-any-return]
     splits = cache_of(call).splits
@@ -145,6 +150,12 @@ def _planned(
         raise ValueRangeError(f"num_splits must be 0 or the plan's {plan.splits}, got {splits}")
     plan.problem.require_same(problem)
     return plan
+
+
+_SCALES = tuple(
+    [TensorSpec(name, f"kv_heads / {of} kv_heads", (torch.float32,), optional=True) for name in ("k_scale", "v_scale")]
+    for of in ("caches", "pages")
+)  # of a cache in one piece, of one in pages
 
 
 def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[dict[str, int], bool]:
@@ -173,9 +184,8 @@ def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> t
         )
     if k.dtype == torch.int8 and k_scale is None:
         raise ValueRangeError("k_scale and v_scale must be given with an int8 cache")
-    form = f"kv_heads / {'pages' if paged else 'caches'} kv_heads"
-    specs = tuple(TensorSpec(name, form, (torch.float32,), optional=True) for name in ("k_scale", "v_scale"))
-    bind(specs, {"k_scale": k_scale, "v_scale": v_scale}, dict(sizes), beside=("q", q))
+    if k_scale is not None:
+        bind(_SCALES[paged], {"k_scale": k_scale, "v_scale": v_scale}, dict(sizes), beside=("q", q))
     if k_scale is not None and v_scale is not None and k_scale.dim() != v_scale.dim():
         raise ShapeError(
             f"k_scale has {k_scale.dim()} dimensions and v_scale {v_scale.dim()}: both are per head, or neither"
@@ -216,7 +226,7 @@ def plan_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> "D
     sizes, shared = _checked(q, k, v, call)
     if 0 in (sizes["batch"], sizes["seq_q"], sizes["heads"]):
         raise Unsupported("there is nothing to plan: no queries")
-    return _planned(q, k, v, call, sizes, shared)
+    return _planned(q, k, v, call, sizes, shared, device_of(q.device, "attention_kvcache"))
 
 
 # ---------------------------------------------------------------- the dispatcher

@@ -28,7 +28,6 @@ from ..call import (
     window_of,
 )
 from ..device import device_of, interpreting, on_host
-from ..first_call import without_collector
 from ..places import check_inside
 from ..records import facts_of, recorded, remember
 from ..serve import function_at, plan_at
@@ -37,6 +36,7 @@ from .attention_parts import (
     GIVEN,
     Prepared,
     band_of,
+    boxable,
     boxed,
     broadcast_strides,
     head_strides,
@@ -86,31 +86,42 @@ def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Step 
 @recorded("attention", key_of)
 def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
     """The record of this call's shapes and options, which checks everything.  Calls whose k and v are longer or shorter by a few
-    keys share plan and launches: a token of generation is not planned anew."""
-    from ...plan.dense.forward import plan_holds
-
+    keys share plan and launches: a token of generation is not planned anew.  Calls of any lengths share checks and compiled
+    kernel."""
+    lengths = near = family = None
     try:
         lengths = _key_of_lengths(q, k, v, call)
-        near = None if lengths is None else records.CACHE.get(lengths)
-    except (AttributeError, RuntimeError, TypeError):  # the checks say which argument is wrong
-        lengths = near = None
-    if near is not None:
-        return _grown(near, k, v, call.layout)
+        family = None if lengths is not None else _key_of_any_length(q, k, v, call)
+        near = records.CACHE.get(lengths or family)
+    except (AttributeError, IndexError, RuntimeError, TypeError):  # the checks say which argument is wrong
+        pass
+    if near:
+        found = _grown(near, k, v, call.layout) if lengths is not None else _of_other_lengths(near, q, k, v, call)
+        if found is not None:
+            return found
     made = _prepare(q, k, v, call)
-    if lengths is not None and made.decoder is not None and plan_holds(made.problem, made.decoder.plan.device):
-        remember(records.CACHE, lengths, made)
+    if family is not None and made.decoder is None and getattr(made.planned, "kernel", "") == HOPPER_KERNEL:
+        remember(records.CACHE, family, made)
+    if lengths is not None and near is None and made.decoder is not None:
+        from ...plan.dense.forward import plan_holds
+
+        remember(records.CACHE, lengths, plan_holds(made.problem, made.decoder.plan.device) and made)
     return made
 
 
 def _key_of_lengths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any:
     """The key of calls that differ in the length of k, v and mask alone, within lengths that one plan may hold for; None for
     other calls."""
+    from ...plan.cache.decode import MOST_ROWS
+
+    mask, bare = call.mask, call if call.mask is None else call._replace(mask=None)
+    at = 1 if call.layout == "bshd" else 2
+    if k.dim() != 4 or q.numel() > MOST_ROWS * k.shape[0] * k.shape[3 - at] * k.shape[3]:  # not the decode kernel's
+        return None
+    if not is_plain(bare) or k.shape[:3] != v.shape[:3]:
+        return None
     from ...plan.dense.forward import STEP
 
-    mask, bare = call.mask, call._replace(mask=None)
-    at = 1 if call.layout == "bshd" else 2
-    if not is_plain(bare) or k.dim() != 4 or k.shape[:3] != v.shape[:3]:
-        return None
     sides: list[tuple[Any, ...]] = [
         (type(t), t.shape[0], t.shape[3 - at], t.shape[3], t.stride(at), remainders(t.stride()), facts_of(t)[3:])
         for t in (k, v)
@@ -122,6 +133,33 @@ def _key_of_lengths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Cal
             (type(mask), mask.shape[:3], remainders(broadcast_strides(mask)), tiles_of(mask), facts_of(mask)[3:])
         )
     return "attention of any length", facts_of(q), *sides, k.shape[at] // STEP, options_of(call)
+
+
+def _key_of_any_length(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any:
+    """The key of calls without a bias or a mask that differ in lengths alone; None for other calls."""
+    packed, at = call.packed, 2 if call.layout == "bhsd" else 1
+    if packed is not None:
+        at = 0
+        if not (type(packed.max_q) is type(packed.max_k) is int and packed.max_q > 0 and packed.max_k > 0):
+            return None
+    if not is_plain(call) or k.shape[at] != v.shape[at]:
+        return None
+    sides = [(type(t), t.shape[:at], t.shape[at + 1 :], t.stride(-1), boxable(t), facts_of(t)[3:]) for t in (q, k, v)]
+    places = None if packed is None else (facts_of(packed.cu_q), facts_of(packed.cu_k))
+    return "attention of any lengths", *sides, places, options_of(call)
+
+
+def _of_other_lengths(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared | None:
+    """The record of a call from that of other lengths; None where the kernel has another tile for these."""
+    from ...plan import plan_forward
+    from ..hopper import disabled
+    from .attention_hopper import bind_again
+
+    at, packed = 2 if call.layout == "bhsd" else 1, call.packed
+    lengths = (q.shape[at], k.shape[at]) if packed is None else (packed.max_q, packed.max_k)
+    problem = replace(near.problem, seq_q=lengths[0], seq_k=lengths[1])
+    plan: Any = plan_forward(problem, device_of(q.device, "attention"), portable=disabled())
+    return bind_again(near, q, k, v, call, plan)
 
 
 def remainders(strides: tuple[int, ...]) -> tuple[tuple[int, bool, bool], ...]:
@@ -146,7 +184,6 @@ def _plan_of_length(problem: "AttentionProblem", seq_k: int, device: "Device") -
 # ---------------------------------------------------------------- the first time
 
 
-@without_collector()
 def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
     from ...plan import AttentionPlan, DecodePlan, plan_attention, plan_forward
     from ...plan.torch_cpu import TorchPlan

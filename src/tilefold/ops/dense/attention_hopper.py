@@ -5,18 +5,31 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..bound import Bound, Slot, attribute, runtime_ints
-from ..call import Call
+from ...device import mods
+from ...plan.dense import attention_hopper as rules
+from ...plan.hopper import PRODUCER_REGISTERS
+from ..bound import Bound, Slot, attribute, runtime_ints, stand_in, strides_named
+from ..call import Call, result_shapes
 from ..hopper import WORK_COUNTER, box_of, require
+from ..launch import Launch
 from ..sparse.classify import TileLists
-from .attention_parts import GIVEN, Prepared, hooks_of, kind_of, mask_mods_of, option_values, shared_values
+from .attention_parts import (
+    GIVEN,
+    TENSORS,
+    Prepared,
+    hooks_of,
+    kind_of,
+    mask_mods_of,
+    option_values,
+    sequence_strides,
+)
 from .attention_tiles import bytes_of, steps_of, tile_box, tiles_of
 
 if TYPE_CHECKING:
     from ...plan import AttentionPlan
     from ..launch import Box
 
-__all__ = ["bind", "compile", "slope_values"]
+__all__ = ["bind", "bind_again", "compile", "slope_values"]
 
 
 def bind(
@@ -30,36 +43,25 @@ def bind(
     shapes: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> Prepared:
     """Kernel, descriptors, run-time scalars and compile-time constants of this call; Unsupported without Gluon."""
-    from ...device import mods
-    from ...plan.dense import attention_hopper as rules
-    from ..launch import Launch
-
     require("plan.kernel", plan.kernel)
     from ...kernels.hopper.attention_forward import attention_forward_hopper
 
     n = plan.problem
-    pack = rules.packed_heads(n, plan.options)
-    blocks, items = -(-n.seq_q * pack // plan.block_m), plan.grid[0]
-    if call.packed is not None:  # places of all sequences: kernels.hopper.scheduler.sequence_of_place
-        blocks = q.shape[0] // plan.block_m + n.batch
-        items = blocks * n.heads
-    sizes = {"seq_q": n.seq_q, "seq_k": n.seq_k, "heads": n.heads // pack, "kv_heads": n.kv_heads}
-    values = {
-        **shared_values(sizes, scale, q, k, v, shapes[0], call.layout),
+    values, grid = _of_lengths(q, k, v, call, plan, shapes[0])
+    values |= {
+        **TENSORS,
+        "scale": scale,
+        "heads": n.heads // rules.packed_heads(n, plan.options),
+        "group": n.group // rules.packed_heads(n, plan.options),
         **option_values(call, window, mods, 0.0, q.dtype),
-        **_user_mods(call, mods),
-        **_boxes(q, k, v, call, plan, pack),
+        **_user_mods(call),
         **_mod_values(call, plan),
         **_list_values(call, plan, window, mods, q.device),
         "Counter": WORK_COUNTER,
-        "q_blocks": blocks,
-        "items": items,
         "stride_sinks": None if call.sinks is None else call.sinks.stride(0),
         "cap": float(call.softcap) or None,
         "batch": None if call.packed is None else n.batch,
-        "total_q": None if call.packed is None else q.shape[0],
     }
-    grid = min(rules.hopper_programs(n, plan.tile, plan.device), items), 1, 1
     constants = {"KIND": kind_of(window), **_constants(plan), **_tile_constants(call)}
     options = {"num_warps": plan.num_warps, "maxnreg": rules.REGISTERS[rules.consumers_of(plan.tile)][0]}
     launch = Launch(attention_forward_hopper, grid, constants, options, q.device.index or 0)
@@ -67,11 +69,47 @@ def bind(
     return Prepared(plan, *shapes, scale, float(call.softcap), bound, mods, keep=hooks_of(call))
 
 
+def bind_again(
+    near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, plan: "AttentionPlan"
+) -> Prepared | None:
+    """The record of a call that differs from that of `near` in lengths alone, for any of which the kernel is compiled; None where
+    the plan has another tile or other versions."""
+    old: Any = near.plan
+    if plan.kernel != old.kernel or plan.tile != old.tile or plan.options != old.options:
+        return None
+    n = plan.problem
+    sizes = {"batch": n.batch, "seq_q": n.seq_q, "heads": n.heads, "dim_v": n.dim_v, "total_q": q.shape[0]}
+    shapes = result_shapes(call, sizes)
+    bound = near.bound.with_values(*_of_lengths(q, k, v, call, plan, shapes[0]))
+    return Prepared(plan, *shapes, near.scale, near.softcap, bound, near.mods, keep=near.keep)
+
+
+def _of_lengths(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, plan: "AttentionPlan", out_shape: tuple[int, ...]
+) -> tuple[dict[str, Any], tuple[int, int, int]]:
+    """Values that differ with the lengths of a call, and the grid; a packed batch is one sequence to TMA."""
+    n = plan.problem
+    pack = rules.packed_heads(n, plan.options)
+    blocks, items = -(-n.seq_q * pack // plan.block_m), plan.grid[0]
+    values: dict[str, Any] = {"seq_q": n.seq_q, "seq_k": n.seq_k, "total_q": None}
+    if call.packed is not None:  # places of all sequences: kernels.hopper.scheduler.sequence_of_place
+        blocks = q.shape[0] // plan.block_m + n.batch
+        items = blocks * n.heads
+        values["total_q"] = q.shape[0]
+        q, k, v = (t.unsqueeze(0) for t in (q, k, v))
+    for name, t, rows, heads in (("q", q, 64, pack), ("k", k, plan.block_n, 1), ("v", v, plan.block_n, 1)):
+        columns = 64 if rules.width_of(t.shape[-1]) % 64 == 0 else 32
+        values[f"{name}_desc"] = Slot(name, box_of(t, call.layout, rows, columns, heads).over)
+    values |= {
+        "q_blocks": blocks,
+        "items": items,
+        **strides_named("o", sequence_strides(out_shape, call.layout), "bmh"),
+    }
+    return values, (min(rules.hopper_programs(n, plan.tile, plan.device), items), 1, 1)
+
+
 def _constants(plan: "AttentionPlan") -> dict[str, Any]:
     """What the plan's tile and versions make of the kernel."""
-    from ...plan.dense import attention_hopper as rules
-    from ...plan.hopper import PRODUCER_REGISTERS
-
     n, consumers = plan.problem, rules.consumers_of(plan.tile)
     softcap = 0 if "softcap" not in n.score_mods else 2 if "tanh" in plan.options else 1
     return {
@@ -94,26 +132,10 @@ def _constants(plan: "AttentionPlan") -> dict[str, Any]:
 
 def _tile_constants(call: Call) -> dict[str, Any]:
     """Rows and buffers of the tiles of the bias and the mask."""
-    from ...plan.dense.attention_hopper import MOD_SLOTS
-
     rows = {"": 0, "tiles": 64, "keys": 1}
     made: dict[str, Any] = {}
     for name, t in (("BIAS", call.bias), ("MASK", call.mask)):
-        made |= {name: rows[tiles_of(t)], f"{name}_SLOTS": 0 if t is None else MOD_SLOTS[t.element_size()]}
-    return made
-
-
-def _boxes(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, plan: "AttentionPlan", pack: int
-) -> dict[str, Slot]:
-    """The descriptors; a packed batch is one sequence to TMA."""
-    from ...plan.dense.attention_hopper import width_of
-
-    made = {}
-    for name, t, rows, heads in (("q", q, 64, pack), ("k", k, plan.block_n, 1), ("v", v, plan.block_n, 1)):
-        columns = 64 if width_of(t.shape[-1]) % 64 == 0 else 32
-        box = box_of(t if call.packed is None else t.unsqueeze(0), call.layout, rows, columns, heads)
-        made[f"{name}_desc"] = Slot(name, box.over)
+        made |= {name: rows[tiles_of(t)], f"{name}_SLOTS": 0 if t is None else rules.MOD_SLOTS[t.element_size()]}
     return made
 
 
@@ -135,7 +157,7 @@ def slope_values(call: Call) -> dict[str, Any]:
     return {"Slopes": attribute("call", "alibi_slopes", slopes), "slope_b": steps[0], "slope_h": steps[1]}
 
 
-def _user_mods(call: Call, mods: Any) -> dict[str, Any]:
+def _user_mods(call: Call) -> dict[str, Any]:
     """The user's score_mod and mask_mods; () for none."""
     made: dict[str, Any] = {"score_mods": (), "mask_mods": ()}
     if call.score_mod is not None:
@@ -170,6 +192,4 @@ def _tile_of(name: str, box: "Box") -> Callable[[Call], Any]:
 
 def compile(p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> None:
     """Compile the kernel for this call, without a result; what the compiler raises passes through."""
-    out = torch.empty(p.out_shape, dtype=q.dtype, device="meta")
-    lse = torch.empty(p.lse_shape, dtype=torch.float32, device="meta")
-    p.bound.compile((q, k, v, out, lse, call))
+    p.bound.compile((q, k, v, stand_in(q.dtype), stand_in(torch.float32), call))

@@ -9,20 +9,22 @@ import torch
 
 from ...masks import BANDS
 from ...types import Layout, Rules
-from ..bound import Slot, attribute, meta, runtime_ints, strides_named
+from ..bound import Box, Slot, attribute, runtime_ints, strides_named
 from ..call import UNBOUNDED, Call
+from .attention_tiles import tiles_of
 
 if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays light
     from ...plan import AttentionPlan, AttentionProblem, DecodePlan, DecodeProblem
-    from ..launch import Box
 
 __all__ = [
     "GIVEN",
+    "TENSORS",
     "Prepared",
     "band_of",
     "boxable",
     "boxed",
     "broadcast_strides",
+    "contiguous",
     "describe_box",
     "dropout_of",
     "head_strides",
@@ -40,6 +42,7 @@ __all__ = [
 
 GIVEN = ("q", "k", "v", "out", "lse", "call")
 """What a call gives to a `Bound` of forward attention."""
+TENSORS = {name: Slot(name.lower()) for name in ("Q", "K", "V", "Out", "Lse")}
 
 
 @dataclass(slots=True)
@@ -85,7 +88,11 @@ def new_results(
 @functools.lru_cache(maxsize=1024)
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a contiguous tensor."""
-    return meta(*shape).stride()
+    strides, size = [], 1
+    for n in shape[::-1]:
+        strides.append(size)
+        size *= n or 1
+    return tuple(strides[::-1])
 
 
 def problem_of(
@@ -100,7 +107,6 @@ def problem_of(
     """The problem of a call; band: of `band_of`, where the kernels have it."""
     from ...plan import AttentionProblem
     from ..sparse.classify import reads
-    from .attention_tiles import tiles_of
 
     score = [n for n, used in (("softcap", call.softcap > 0), ("alibi", call.alibi_slopes is not None),
                                ("bias", call.bias is not None), ("user", call.score_mod is not None)) if used]  # fmt: skip
@@ -108,8 +114,14 @@ def problem_of(
     masks = [n for n, used in ((band, band), ("mask", call.mask is not None), ("user", ruled)) if used]
 
     return AttentionProblem(
-        **{name: sizes[name] for name in ("batch", "seq_q", "seq_k", "heads", "kv_heads", "dim_qk", "dim_v")},
-        dtype=str(q.dtype).removeprefix("torch."),
+        sizes["batch"],
+        sizes["seq_q"],
+        sizes["seq_k"],
+        sizes["heads"],
+        sizes["kv_heads"],
+        sizes["dim_qk"],
+        sizes["dim_v"],
+        _name_of(q.dtype),
         causal=window == (-1, 0),
         window=(-1, -1) if window == (-1, 0) else window,
         varlen=call.packed is not None,
@@ -125,15 +137,20 @@ def problem_of(
     )
 
 
+@functools.cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def boxable(t: torch.Tensor) -> bool:
     """Can TMA read t?  16-byte base and strides, no broadcast dimension, nothing empty."""
-    step = 16 // t.element_size()
-    outer = [(n, s) for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True) if n > 1]
-    return (
-        t.numel() > 0
-        and t.data_ptr() % 16 == 0
-        and all(s > 0 and s % step == 0 and s * t.element_size() < 1 << 40 for _, s in outer)
-    )
+    if t.numel() == 0 or t.data_ptr() % 16:
+        return False
+    size = t.element_size()
+    for n, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True):
+        if n > 1 and (stride <= 0 or stride * size % 16 or stride * size >= 1 << 40):
+            return False
+    return True
 
 
 def hooks_of(call: Call) -> tuple[Any, ...]:
@@ -154,46 +171,46 @@ def band_of(call: Call, window: tuple[int, int]) -> str:
     return BANDS.get(call.mask_mod.first, "") if isinstance(call.mask_mod, Rules) and window == (-1, -1) else ""
 
 
-def head_strides(t: torch.Tensor, layout: Layout) -> tuple[int, ...]:
-    """(batch, row, head), or (row, head) of a packed tensor."""
-    if t.dim() == 3:
-        return t.stride(0), t.stride(1)
-    return (t.stride(0), t.stride(1), t.stride(2)) if layout == "bshd" else (t.stride(0), t.stride(2), t.stride(1))
+def head_strides(t: torch.Tensor | tuple[int, ...], layout: Layout) -> tuple[int, ...]:
+    """(batch, row, head), or (row, head) of a packed tensor; t: or the shape of a contiguous tensor."""
+    strides = contiguous(t) if isinstance(t, tuple) else t.stride()
+    if len(strides) == 3 or layout == "bshd":
+        return strides[:-1]
+    batch, head, row, _ = strides
+    return batch, row, head
 
 
-def sequence_strides(t: torch.Tensor, layout: Layout) -> tuple[int, ...]:
-    """(batch, row, head); a packed tensor has batch stride 0."""
-    return (0, *head_strides(t, layout)) if t.dim() == 3 else head_strides(t, layout)
+def sequence_strides(t: torch.Tensor | tuple[int, ...], layout: Layout) -> tuple[int, ...]:
+    """(batch, row, head), as `head_strides`; a packed tensor has batch stride 0."""
+    strides = head_strides(t, layout)
+    return (0, *strides) if len(strides) == 2 else strides
 
 
 def describe_box(t: torch.Tensor, layout: Layout, rows: int, block_d: int, *kind: Any) -> "Box":
     """The descriptor of [B, H, N, D]; kind: as of Box.  The stride of a dimension of size 1 means nothing and may be invalid:
     use one row's."""
-    from ..launch import Box
-
     stride_b, stride_n, stride_h = head_strides(t, layout)
-    length, heads = (t.shape[1], t.shape[2]) if layout == "bshd" else (t.shape[2], t.shape[1])
-    shape = [t.shape[0], heads, length, t.shape[-1]]
+    batch, length, heads, dim = t.shape if layout == "bshd" else t.transpose(1, 2).shape
     step = 16 // t.element_size()
-    row = -(-t.shape[-1] // step) * step
-    strides = [row if n == 1 else s for n, s in zip(shape, (stride_b, stride_h, stride_n), strict=False)]
-    return Box(t, shape, [*strides, 1], [1, 1, rows, block_d], *kind)
+    row = -(-dim // step) * step
+    strides = [row if n == 1 else s for n, s in ((batch, stride_b), (heads, stride_h), (length, stride_n))]
+    return Box(t, [batch, heads, length, dim], [*strides, 1], [1, 1, rows, block_d], *kind)
 
 
 def shared_values(
     sizes: Mapping[str, int], scale: float, q: Any, k: Any, v: Any, out_shape: tuple[int, ...], layout: Layout
 ) -> dict[str, Any]:
     """What all forward kernels of attention take, by their names; sizes: at least seq_q, heads, kv_heads."""
-    strides = [sequence_strides(t, layout) for t in (q, k, v, torch.empty(out_shape, device="meta"))]
-    named = zip("qkvo", strides, ("bmh", "bnh", "bnh", "bmh"), strict=True)
-    tensors = {name: Slot(name.lower()) for name in ("Q", "K", "V", "Out", "Lse")}
-    lengths = {"max_q": sizes["seq_q"], "group": sizes["heads"] // max(1, sizes["kv_heads"])}
     return {
-        **tensors,
+        **TENSORS,
         "scale": scale,
         **sizes,
-        **lengths,
-        **{n: s for each in named for n, s in strides_named(*each).items()},
+        "max_q": sizes["seq_q"],
+        "group": sizes["heads"] // max(1, sizes["kv_heads"]),
+        **strides_named("q", sequence_strides(q, layout), "bmh"),
+        **strides_named("k", sequence_strides(k, layout), "bnh"),
+        **strides_named("v", sequence_strides(v, layout), "bnh"),
+        **strides_named("o", sequence_strides(out_shape, layout), "bmh"),
     }
 
 

@@ -1,11 +1,8 @@
 """A bias or a boolean mask as TMA reads it: whether it can, the boxes, and what a broadcast dimension becomes."""
 
-from typing import TYPE_CHECKING
-
 import torch
 
-if TYPE_CHECKING:
-    from ..launch import Box
+from ..bound import Box
 
 __all__ = ["bytes_of", "steps_of", "tile_box", "tiles_of"]
 
@@ -37,11 +34,10 @@ def bytes_of(t: torch.Tensor) -> torch.Tensor:
     return t.view(torch.uint8) if t.dtype == torch.bool else t
 
 
-def tile_box(t: torch.Tensor, keys: int, queries: int = ROWS) -> "Box":
+def tile_box(t: torch.Tensor, keys: int, queries: int = ROWS) -> Box:
     """Boxes of so many queries and 128 bytes of keys, or of one row of all keys of a tile where one serves all queries."""
     from ...kernels.hopper.gluon import TensorDescriptor, gl
     from ...kernels.hopper.score_mods import panel_of_tile, tile_layout
-    from ..launch import Box
 
     t = bytes_of(t)
     own = _own(t)

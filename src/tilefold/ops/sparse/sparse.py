@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..bound import Bound, Slot, attribute, meta, strides_named
+from ..bound import Bound, Slot, attribute, stand_in, strides_named
 from ..call import Call, key_of, result_shapes
-from ..dense.attention_parts import boxable, boxed, head_strides, hooks_of, problem_of, shared_values
+from ..dense.attention_parts import boxable, boxed, head_strides, hooks_of, new_results, problem_of, shared_values
 from ..device import device_of, interpreting, on_host
-from ..first_call import without_collector
 from ..places import check_inside, check_pages
 from ..records import recorded
 from ..serve import function_at, plan_at
@@ -32,8 +31,7 @@ BLOCK_SPLITS = 16  # partials that one step of the merge takes in
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of block-sparse attention; see `tilefold.sparse_attention`."""
     p = prepare(q, k, v, call)
-    out = torch.empty(p.out_shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(p.lse_shape, dtype=torch.float32, device=q.device)
+    out, lse = new_results(q, p.out_shape, p.lse_shape)
     if p.plan is None:
         return out, lse
     if on_host(q):
@@ -60,7 +58,6 @@ def _check_placement(k: torch.Tensor, total_q: int, call: Call) -> None:
 
 
 @recorded("sparse_attention", key_of)
-@without_collector()
 def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
     """The record of this call's shapes and options; checks everything the first time they are seen."""
     from ...plan.sparse.sparse import SparseProblem, plan_sparse
@@ -93,7 +90,7 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Pr
         return bind(q, k, v, call, sizes, scale, given, shapes)
     plan = plan_sparse(problem, device, portable=disabled())
     if plan.kernel == HOPPER_KERNEL:
-        given_to = (q, k, v, meta(*out_shape, dtype=q.dtype), meta(*lse_shape), call)
+        given_to = (q, k, v, stand_in(q.dtype), stand_in(torch.float32), call)
         made = functools.partial(bind, q, k, v, call, sizes, scale, plan, shapes)
         found = bound_or_none("block-sparse", made, lambda p: p.bound.compile(given_to))
         if found is not None:
@@ -142,7 +139,7 @@ def _bind(
 
     problem = plan.problem
     n = problem.attention
-    q_strides, k_strides, v_strides, out_strides = (head_strides(t, call.layout) for t in (q, k, v, meta(*out_shape)))
+    q_strides, k_strides, v_strides, out_strides = (head_strides(t, call.layout) for t in (q, k, v, out_shape))
     emulate = interpreting() and q.dtype == torch.bfloat16
     early = plan.splits > 1 and plan.device.dependent_launches
     constants = _constants(plan, emulate, early, (q_strides[-2], k_strides[-2], v_strides[-2]))

@@ -11,6 +11,7 @@ from ..bound import Bound, attribute, meta
 from ..call import facts_of
 from ..device import device_of, interpreting
 from ..first_call import without_collector
+from ..operator import differentiable, first_derivative
 from ..serve import BoundFunction, function_at, plan_at
 from ..watch import resolved, wants_gradient
 from . import sparse, sparse_backward_hopper
@@ -24,7 +25,14 @@ if TYPE_CHECKING:
     from ..source import Lists
     from .sparse_backward_hopper import HopperBound
 
-__all__ = ["SparseAttention", "backward", "backward_plan_of", "check_differentiable", "example_launch"]
+__all__ = [
+    "DIFFERENTIABLE",
+    "TRANSFORMED",
+    "backward",
+    "backward_plan_of",
+    "check_differentiable",
+    "example_launch",
+]
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 HOPPER_KERNEL = "sparse_backward_hopper"
@@ -32,54 +40,38 @@ GIVEN = ("Q", "K", "V", "DOut", "Lse2", "Delta", "DQ", "DK", "DV", "call", "turn
 """What a call gives to the portable kernels."""
 
 
-class SparseAttention(torch.autograd.Function):
-    """(out, lse) of sparse attention, differentiable in q, k and v."""
-
-    @staticmethod
-    def forward(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        call: "Call",
-        transposed: "Callable[[], Lists]",
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if wants_gradient((q, k, v)):  # not if only functorch watches: then the backward pass says so
-            check_differentiable(q, k, v, call)
-        return sparse.forward(q, k, v, call)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Apart from forward, as functorch's transforms want it."""
-        ctx.save_for_backward(*inputs[:3], *output)
-        ctx.call, ctx.transposed = inputs[3:]
-        ctx.versions = versions_of(ctx.call)
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if dout is None and dlse is None:
-            return None, None, None, None, None
-        q, k, v, out, lse = ctx.saved_tensors
-        check_unchanged(ctx.call, ctx.versions)
-        dout, dlse = torch.zeros_like(out) if dout is None else resolved(dout), resolved(dlse)
-        rest = ctx.call, ctx.transposed(), ctx.needs_input_grad[:3]
-        return *SparseGradient.apply(q, k, v, out, lse, dout, dlse, *rest), None, None  # type: ignore[no-untyped-call]
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: "Call", transposed: "Callable[[], Lists]"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if wants_gradient((q, k, v)):  # not if only functorch watches: then the backward pass says so
+        check_differentiable(q, k, v, call)
+    return sparse.forward(q, k, v, call)
 
 
-class SparseGradient(torch.autograd.Function):
-    """The backward pass as a function of its own: torch.func unwraps its tensors, and a second derivative is refused."""
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:3], *output)
+    ctx.call, ctx.transposed = inputs[3:]
+    ctx.versions = versions_of(ctx.call)
+    ctx.set_materialize_grads(False)
 
-    @staticmethod
-    def forward(*given: Any) -> Gradients:
-        return backward(given[:5], *given[5:])
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
-        """Nothing is kept: there is no second derivative."""
+def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    if dout is None and dlse is None:
+        return None, None, None, None, None
+    q, k, v, out, lse = ctx.saved_tensors
+    check_unchanged(ctx.call, ctx.versions)
+    dout, dlse = torch.zeros_like(out) if dout is None else resolved(dout), resolved(dlse)
+    rest = ctx.call, ctx.transposed(), ctx.needs_input_grad[:3]
+    return *_gradient(q, k, v, out, lse, dout, dlse, *rest), None, None
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise Unsupported("sparse_attention has first derivatives only: this call differentiates its gradient")
+
+def _refuse(ctx: Any, *gradients: Any) -> Any:
+    raise Unsupported("sparse_attention has first derivatives only: this call differentiates its gradient")
+
+
+DIFFERENTIABLE, TRANSFORMED = differentiable(_attend, _keep, _differentiate)
+"""(out, lse) of sparse attention, differentiable in q, k and v; and the same for torch.func."""
+_gradient = first_derivative("sparse_attention", lambda *given: backward(given[:5], *given[5:]), _refuse)
 
 
 def check_differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: "Call") -> None:
@@ -209,8 +201,7 @@ def _bind(
     q, k, v, out, lse = saved
     problem, n, device = plan.problem, plan.problem.attention, q.device.index or 0
     packed, boxed, layout = call.packed is not None, plan.kernel == "sparse_backward_box", call.layout
-    gradients = {name: meta(*t.shape) for name, t in zip("gxy", (q, k, v), strict=True)}
-    strides = side_strides(layout, q=q, k=k, v=v, d=dout, o=out, **gradients)
+    strides = side_strides(layout, q=q, k=k, v=v, d=dout, o=out, g=q.shape, x=k.shape, y=v.shape)
     farthest = max(strides[f"stride_{name}"] for name in ("qm", "kn", "vn", "dm"))
     constants = {
         "EMULATE": interpreting() and q.dtype == torch.bfloat16,

@@ -14,7 +14,7 @@ from ..backward.hopper_backward import (
     statistics_bound,
     statistics_box,
 )
-from ..bound import Bound, Slot, meta, strides_named
+from ..bound import Bound, Slot, stand_in, strides_named
 from ..hopper import chosen_or_none
 from .sparse_parts import list_strides, list_values
 
@@ -58,7 +58,8 @@ def bind(
         return bound_launches(scale, saved, dout, call, transposed, plan)
 
     def compile(bound: HopperBound) -> None:
-        bound.main.compile((*saved, dout, None, call, transposed, *scratch(bound, saved, transposed, "meta")))
+        kinds = torch.float32, torch.int32, torch.int32, *[saved[0].dtype] * 4
+        bound.main.compile((*saved, dout, None, call, transposed, *map(stand_in, kinds)))
 
     return chosen_or_none(plan, call.backward_plan, "block-sparse", made, compile, "its backward pass")
 
@@ -127,7 +128,7 @@ def bound_launches(
         "TurnedCount": Slot("turned", lambda turned: turned.counts),
         **strides_named("", list_strides(transposed)[:5], ("tb", "th", "tk", "ub", "uh")),
     }
-    strides = side_strides(layout, o=out, d=dout, g=meta(*q.shape), x=meta(*k.shape), y=meta(*v.shape))
+    strides = side_strides(layout, o=out, d=dout, g=q.shape, x=k.shape, y=v.shape)
 
     # One program a list: lists that heads or batch entries share are looked up once.
     batch, list_heads = (max(call.lists.indices.shape[d], call.lists.counts.shape[d]) for d in (0, 1))

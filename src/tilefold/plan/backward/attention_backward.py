@@ -303,9 +303,7 @@ def _hopper(problem: AttentionProblem, device: Device, bias: tuple[int, ...]) ->
         reason += f" Queries come in spans: of all at once, {spans.why(problem, device)}."
     else:
         at_once = (packed.kept_at_once if problem.varlen else dense.kept_at_once)(problem, device)
-    return AttentionBackwardPlan(
-        problem, device, HOPPER, tile, tile, tile, bias, 0, "hopper-ranges", reason, *at_once, queries_at_once=queries
-    )
+    return _gluon(problem, device, HOPPER, tile, bias, "hopper-ranges", reason, at_once, queries=queries)
 
 
 def _reduce(
@@ -315,6 +313,7 @@ def _reduce(
     if refusal := reduced.reduce_refusal(problem, device):
         raise PlanError(f"plan field kernel: {REDUCE} cannot be used: {refusal}")
     tile, heads = reduced.reduce_tile(problem), reduced.heads_at_once(problem)
+    require_fit(reduced.reduce_violation(problem, device, tile, options, heads, 0))
     order = (
         "in the order of the keys: the same bits every run"
         if options.ordered
@@ -323,9 +322,19 @@ def _reduce(
     reason = f"Five products a pair of tiles; dq is added in memory, {order}."
     if problem.dim_qk == 64:
         reason += " Probabilities are rounded to 16 bits before dS is made."
-    return AttentionBackwardPlan(
-        problem, device, REDUCE, tile, tile, tile, bias, 0, "hopper-reduce", reason, heads,
-        options=options)  # fmt: skip
+    return _gluon(problem, device, REDUCE, tile, bias, "hopper-reduce", reason, (heads, 0), options)
+
+
+def _gluon(
+    problem: AttentionProblem, device: Device, kernel: str, tile: Tile, bias: tuple[int, ...], rule: str, reason: str,
+    at_once: tuple[int, int], options: ReduceOptions | None = None, queries: int = 0,
+) -> AttentionBackwardPlan:  # fmt: skip
+    """The plan of a Gluon kernel that breaks no limit."""
+    return AttentionBackwardPlan.decided(
+        dict, problem=problem, device=device, kernel=kernel, queries=tile, keys=tile, scores=tile, bias=bias, bias_shares=0,
+        rule=rule, reason=reason, heads_at_once=at_once[0], keys_at_once=at_once[1], options=options, queries_at_once=queries,
+        loads=(), load_passes=0,
+    )  # fmt: skip
 
 
 def _tiles(problem: AttentionProblem, device: Device, kernel: str, own: str) -> tuple[Tile, ...]:

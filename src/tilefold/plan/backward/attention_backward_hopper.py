@@ -3,6 +3,8 @@
 A batch of its work is some KV heads and one KV split.  Whole heads, if some of them have room at once; otherwise one
 head and so many keys of it that eight batches have."""
 
+from functools import lru_cache
+
 from tilefold.plan.backward.hopper_backward import (
     KEPT_LIMIT,
     PROGRAMS_PER_SM,
@@ -92,7 +94,8 @@ def tiles(problem: AttentionProblem) -> tuple[int, int]:
 
 def width_of(problem: AttentionProblem) -> int:
     """Columns of a tile: 64, 128 or 256, the least that hold both head dims; TMA fills the rest with zeros."""
-    return next(width for width in (64, 128, WIDE) if width >= max(problem.dim_qk, problem.dim_v))
+    most = max(problem.dim_qk, problem.dim_v)
+    return 64 if most <= 64 else 128 if most <= 128 else WIDE
 
 
 def places(problem: AttentionProblem, device: Device) -> int:
@@ -148,6 +151,7 @@ def slot_bytes(problem: AttentionProblem, heads: int, keys: int) -> int:
     return heads * n.group * lines(n, keys) * line_width(n, keys) * UNIT * UNIT * n.itemsize
 
 
+@lru_cache(maxsize=256)
 def slots(problem: AttentionProblem, device: Device, heads: int, keys: int) -> int:
     """How many batches have room for their dS at a time: HELD key items for each running program, or what KEPT_LIMIT holds, or
     all."""
@@ -176,6 +180,7 @@ def delay(problem: AttentionProblem, device: Device, heads: int, keys: int) -> i
     return backward_delay(batch, batches, slots(problem, device, heads, keys), places(problem, device))
 
 
+@lru_cache(maxsize=256)  # a plan asks more than once
 def kept_at_once(problem: AttentionProblem, device: Device) -> tuple[int, int]:
     """(KV heads of a batch, a divisor of all; keys of its split, a multiple of 64)."""
     n = problem
@@ -208,12 +213,11 @@ def kept_violation(problem: AttentionProblem, device: Device, heads: int, keys: 
     kv_units = tiles(n)[1]
     if type(keys) is not int or keys < UNIT or keys % UNIT or keys > kv_units * UNIT:
         return "keys_at_once", f"must be a multiple of {UNIT} up to {kv_units * UNIT}, got {keys!r}"
-    batch, others = heads * keys // UNIT, query_items(n, device, heads)
-    batches = batches_of(n, heads, keys)
-    kept = kept_bytes(n, device, heads, keys)
+    batch, batches = heads * keys // UNIT, batches_of(n, heads, keys)
+    held = slots(n, device, heads, keys)
+    kept = held * slot_bytes(n, heads, keys)
     if kept > KEPT_LIMIT:
         return "heads_at_once", f"dS of a batch would take {kept / 2**30:.1f} GiB, more than {KEPT_LIMIT / 2**30:.0f}"
-    held = slots(n, device, heads, keys)
     if held < 2 <= batches:
         return (
             "heads_at_once",
@@ -227,6 +231,7 @@ def kept_violation(problem: AttentionProblem, device: Device, heads: int, keys: 
         )
     if kept // (UNIT * n.itemsize) >= 1 << 31:
         return "heads_at_once", f"dS of {heads} heads has more rows than a descriptor can count"
+    others = query_items(n, device, heads)
     if batch * (batch + others) >= 1 << 31:
         return "heads_at_once", f"{heads} heads are more pieces of work than a batch can have"
     if batches * (batch + others) > MAX_GRID:

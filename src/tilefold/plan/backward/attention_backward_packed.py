@@ -4,6 +4,7 @@ The plan knows the longest sequence; the tokens of all sequences are known when 
 A line keeps the dS of one tile of keys with all queries that can see one (kernels/backward/backward_packed.py has the order, and
 why nothing waits for what comes later)."""
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from tilefold.plan.backward.attention_backward_hopper import (
@@ -60,6 +61,7 @@ class Order(NamedTuple):
     blocks: int
 
 
+@lru_cache(maxsize=256)  # a plan asks more than once
 def packed_refusal(problem: AttentionProblem, device: Device) -> str | None:
     """Why the kernel does not serve this packed batch, as a sentence, or None if it does."""
     n = problem

@@ -91,6 +91,7 @@ def batch_of(problem: AttentionProblem, heads: int, keys: int) -> tuple[int, int
 # ---------------------------------------------------------------- how many
 
 
+@lru_cache(maxsize=256)
 def queries_at_once(problem: AttentionProblem, device: Device) -> int:
     """Queries of a span, 0 if all are made at once: where there is room for dS of enough keys of all queries (`why`).
 
@@ -184,6 +185,7 @@ def described(problem: AttentionProblem, queries: int) -> str:
 # ---------------------------------------------------------------- limits
 
 
+@lru_cache(maxsize=256)  # a plan asks more than once
 def hopper_backward_refusal(problem: AttentionProblem, device: Device) -> str | None:
     """Why the kernel does not serve this problem, in one launch or in spans, as a sentence, or None if it does."""
     if refusal := dense.hopper_backward_refusal(problem, device):

@@ -59,6 +59,9 @@ class DecodeProblem:
         if self.storage not in STORAGES:
             raise ValueRangeError(f"storage must be one of {', '.join(STORAGES)}, got {self.storage!r}")
 
+    def __hash__(self) -> int:
+        return hash((self.attention, self.storage, self.page_size))  # tables ask often
+
     def require_same(self, asked: "DecodeProblem") -> None:
         """PlanError, naming the field, unless a plan of this problem serves `asked`; `equal` changes the speed alone."""
         self.attention.require_same(asked.attention)
@@ -221,13 +224,13 @@ class DecodePlan(Plan):
         return "\n".join(lines)
 
 
-def decode_kernel_refusal(problem: DecodeProblem) -> str:
+def decode_kernel_refusal(problem: AttentionProblem) -> str:
     """Empty if the kernel takes the call from attention_cached, else why not."""
-    a = problem.attention
-    if a.dropout:
+    if problem.dropout:
         return "attention_decode has no dropout"
-    if problem.rows > MOST_ROWS:
-        return f"{problem.rows} rows a KV head are more than the {MOST_ROWS} that attention_decode takes"
+    rows = problem.seq_q * problem.group
+    if rows > MOST_ROWS:
+        return f"{rows} rows a KV head are more than the {MOST_ROWS} that attention_decode takes"
     return ""
 
 
@@ -263,44 +266,52 @@ def rules_decode(problem: DecodeProblem, device: Device, splits: int = 0) -> Dec
     if device.backend == "interpreter":
         return DecodePlan(problem, device, block_m, 32, 4, 1, 6, splits=splits, reason="The interpreter has no limits.")
     block_n, num_warps, stages, resident = _tile(problem, device, block_m)
-    plan = DecodePlan(problem, device, block_m, block_n, num_warps, stages, device.sms * resident, splits=splits)
-    if not splits and _few_or_one(plan):
-        return _fixed_shares(plan)
-    # As many times the resident programs as give equal sequences one an item, in the order of items.
-    waves = max(1, min(MOST_WAVES, -(-plan.items // plan.programs)))
-    plan = replace(plan, programs=plan.programs * waves, least=max(1, LEAST_KEYS // block_n))
-    parts = splits or min(plan.programs // max(1, plan.items), -(-a.seq_k // (plan.least * block_n)))
-    if parts > MOST_PARTS:
-        plan = replace(plan, merge="kernel")
-    return replace(plan, reason=_reason(plan, splits), rejected=_rejected(plan, splits))
+    items = a.batch * a.kv_heads * -(-problem.rows // block_m)
+    cut: dict[str, Any] = {"num_stages": stages, "programs": device.sms * resident, "least": 1, "splits": splits}
+    if not splits and _few_or_one(problem, device, block_n, items):
+        cut["splits"] = _fixed_shares(problem, device, block_n, items)
+        if num_warps == 4 and not problem.page_size and a.seq_k > SHORT_SHARE * cut["splits"] * block_n:
+            cut["num_stages"] = MOST_STAGES  # measured; two programs of them fit an SM
+        parts = cut["splits"]
+    else:  # as many times the resident programs as give equal sequences one an item, in the order of items
+        waves = max(1, min(MOST_WAVES, -(-items // cut["programs"])))
+        cut |= {"programs": cut["programs"] * waves, "least": max(1, LEAST_KEYS // block_n)}
+        parts = splits or min(cut["programs"] // max(1, items), -(-a.seq_k // (cut["least"] * block_n)))
+    plan = DecodePlan.decided(
+        lambda: {"reason": _reason(plan, splits), "rejected": _rejected(plan, splits)},
+        problem=problem,
+        device=device,
+        block_m=block_m,
+        block_n=block_n,
+        num_warps=num_warps,
+        maxnreg=None,
+        merge="kernel" if parts > MOST_PARTS else "last",
+        **cut,
+    )
+    plan.__post_init__()  # tiles and programs may be more than are counted
+    return plan
 
 
-def _seconds(plan: DecodePlan) -> float:
+def _seconds(problem: DecodeProblem, device: Device) -> float:
     """What reading a full cache takes at least."""
-    return plan.cost.bytes / plan.device.dram_rate
+    return problem.cost.bytes / device.dram_rate
 
 
-def _few_or_one(plan: DecodePlan) -> bool:
+def _few_or_one(problem: DecodeProblem, device: Device, block_n: int, items: int) -> bool:
     """A full cache is read sooner than slices are found; or there is one sequence, unless a page number for each key has to be
     awaited for many keys, which two programs an SM hide from one another (131072 keys in pages of 16: 131.7 us, not 142)."""
-    keys, page = plan.problem.attention.seq_k, plan.problem.page_size
-    awaited = page % plan.block_n != 0 and keys * plan.items > GATHERED * plan.device.sms
-    return _seconds(plan) <= FIXED_BELOW or (plan.problem.attention.batch == 1 and not awaited)
+    a, page = problem.attention, problem.page_size
+    awaited = page % block_n != 0 and a.seq_k * items > GATHERED * device.sms
+    return (a.batch == 1 and not awaited) or _seconds(problem, device) <= FIXED_BELOW
 
 
-def _fixed_shares(plan: DecodePlan) -> DecodePlan:
+def _fixed_shares(problem: DecodeProblem, device: Device, block_n: int, items: int) -> int:
     """Each item in as many shares as give every SM a program, down to a tile of keys; two programs, of LEAST_KEYS of a full cache
     at least, for several sequences whose lengths differ.  A program knows its share by its number, 3 to 7 us sooner than its
     slice by adding up lengths."""
-    keys = plan.problem.attention.seq_k
-    alike = plan.problem.attention.batch == 1 or plan.problem.equal
-    each, least = (1, plan.block_n) if alike else (2, LEAST_KEYS)
-    splits = max(1, min(each * plan.device.sms // max(1, plan.items), -(-keys // least), MAX_SPLITS))
-    if plan.num_warps == 4 and not plan.problem.page_size and keys > SHORT_SHARE * splits * plan.block_n:
-        plan = replace(plan, num_stages=MOST_STAGES)  # measured; two programs of them fit an SM
-    plan = replace(plan, splits=splits)
-    plan = replace(plan, merge="kernel" if plan.splits > MOST_PARTS else "last")
-    return replace(plan, reason=_reason(plan, 0), rejected=_rejected(plan, 0))
+    alike = problem.attention.batch == 1 or problem.equal
+    each, least = (1, block_n) if alike else (2, LEAST_KEYS)
+    return max(1, min(each * device.sms // max(1, items), -(-problem.attention.seq_k // least), MAX_SPLITS))
 
 
 def _tile(problem: DecodeProblem, device: Device, block_m: int) -> tuple[int, int, int, int]:
@@ -344,7 +355,11 @@ def _reason(plan: DecodePlan, splits: int) -> str:
     if splits:
         return f"{packed}; the caller asked for {counted(splits, 'split')}."
     if plan.splits:
-        why = "one sequence" if p.attention.batch == 1 else f"a full cache takes {_seconds(plan) * 1e6:.3g} us at least"
+        why = (
+            "one sequence"
+            if p.attention.batch == 1
+            else f"a full cache takes {_seconds(p, plan.device) * 1e6:.3g} us at least"
+        )
         return (
             f"{packed}; {why}: {counted(plan.items, 'item')} in {counted(plan.splits, 'share')} each make "
             f"{counted(plan.grid, 'program')} for {plan.device.sms} SMs."

@@ -16,7 +16,7 @@ def decode_fields(problem: AttentionProblem, device: Device, capacity: int, give
     """Fields of the decision for a cache and a problem whose seq_k are the keys that there are, None if attention_cached serves
     it."""
     whole = DecodeProblem(replace(problem, seq_k=capacity))
-    if decode_kernel_refusal(whole):
+    if decode_kernel_refusal(whole.attention):
         return None
     plan = plan_decode(whole, device, given)
     return {**fields_of(problem, plan, given), "rejected": _rejected(plan, given)}

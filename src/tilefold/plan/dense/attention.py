@@ -1,7 +1,8 @@
 """The attention plan: which kernel, tile and grid serve a problem on a device, why, and what was rejected."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from tilefold.errors import Unsupported
@@ -132,7 +133,7 @@ class AttentionPlan(Plan):
             f"{self.kernel}, tile {self.tile}", f"Replaced by the caller; rule {self.rule} had chosen it."
         )
         why = ("The caller chose this tile.", "None is needed: a tile given by the caller is used as it is.")
-        return _plan(self.problem, self.device, chosen, options, ("override", *why), (replaced,))
+        return _plan(self.problem, self.device, chosen, options, ("override", *why), lambda: (replaced,))
 
     def refusing(self, kernel: str, why: str) -> "AttentionPlan":
         """The same plan with another sentence that says why `kernel` was not taken."""
@@ -177,9 +178,12 @@ def rules_attention(problem: AttentionProblem, device: Device, portable: bool = 
         if not rule.applies(problem, device) or (portable and rule.name == HOPPER_RULE):
             continue
         for choice in rule.choices(problem, device):
-            fault = _violation(problem, device, choice, _options(problem, choice))
+            options = _options(problem, choice)
+            fault = _violation(problem, device, choice, options)
             if fault is None:
-                return _decided(problem, device, rule, choice, tuple(rejected))
+                why = (rule.name, rule.reason, choice.evidence or rule.evidence)
+                others = partial(_alternatives, problem, device, rule, choice, tuple(rejected))
+                return _plan(problem, device, choice, options, why, others)
             if fault[0] == "grid":
                 raise Unsupported(f"batch, heads and seq_q: {fault[1]}")
             rejected.append(Rejected(f"tile {choice.tile}", _sentence(fault[1])))
@@ -189,13 +193,11 @@ def rules_attention(problem: AttentionProblem, device: Device, portable: bool = 
     )
 
 
-def _decided(
+def _alternatives(
     problem: AttentionProblem, device: Device, rule: Rule, choice: Choice, misfits: tuple[Rejected, ...]
-) -> AttentionPlan:
-    """The plan of the rule that decided, with every alternative that a reader would ask about."""
-    alternatives = misfits + _runner_up(problem, device, rule, choice) + _other_kernels(problem, device, choice)
-    why = (rule.name, rule.reason, choice.evidence or rule.evidence)
-    return _plan(problem, device, choice, _options(problem, choice), why, alternatives)
+) -> tuple[Rejected, ...]:
+    """Every alternative to the choice of the rule that decided that a reader would ask about."""
+    return misfits + _runner_up(problem, device, rule, choice) + _other_kernels(problem, device, choice)
 
 
 def _options(problem: AttentionProblem, choice: Choice) -> tuple[str, ...]:
@@ -203,7 +205,6 @@ def _options(problem: AttentionProblem, choice: Choice) -> tuple[str, ...]:
     return hopper_options(problem, choice.tile) if choice.kernel == HOPPER else ()
 
 
-@lru_cache(maxsize=256)  # a choice is judged when it is made, and again by the plan
 def _violation(
     problem: AttentionProblem, device: Device, choice: Choice, options: tuple[str, ...]
 ) -> tuple[str, str] | None:
@@ -271,7 +272,6 @@ def _grid(problem: AttentionProblem, choice: Choice, options: tuple[str, ...]) -
     )
 
 
-@lru_cache(maxsize=256)
 def _derived(problem: AttentionProblem, choice: Choice, options: tuple[str, ...]) -> dict[str, object]:
     """The fields that follow exactly from problem and tile; estimates and roofs may differ between versions."""
     return {
@@ -301,11 +301,27 @@ def _plan(
     choice: Choice,
     options: tuple[str, ...],
     why: tuple[str, str, str],
-    rejected: tuple[Rejected, ...],
+    rejected: Callable[[], tuple[Rejected, ...]],
 ) -> AttentionPlan:
-    tile, cost = choice.tile, attention_cost(problem)
+    """The plan of a choice that breaks no limit; rejected: what its field of that name is."""
+    tile, hopper = choice.tile, choice.kernel == HOPPER
     rule, reason, evidence = why
-    return AttentionPlan(
+
+    def rest() -> dict[str, object]:
+        cost = attention_cost(problem)
+        return {
+            "buffers": _buffers(problem),
+            "shared_bytes": hopper_shared_bytes(problem, tile) if hopper else shared_bytes(problem, device, tile),
+            "programs_per_sm": hopper_programs(problem, tile, device) // device.sms
+            if hopper
+            else programs_per_sm(problem, device, choice.kernel, tile),
+            "cost": cost,
+            "bound": bound(cost, device, problem.dtype),
+            "rejected": rejected(),
+        }
+
+    return AttentionPlan.decided(
+        rest,
         problem=problem,
         device=device,
         kernel=choice.kernel,
@@ -318,19 +334,9 @@ def _plan(
         maxnreg=tile.maxnreg,
         splits=1,
         grid=_grid(problem, choice, options),
-        buffers=_buffers(problem),
-        shared_bytes=hopper_shared_bytes(problem, tile)
-        if choice.kernel == HOPPER
-        else shared_bytes(problem, device, tile),
-        programs_per_sm=hopper_programs(problem, tile, device) // device.sms
-        if choice.kernel == HOPPER
-        else programs_per_sm(problem, device, choice.kernel, tile),
         rule=rule,
         reason=reason,
         evidence=evidence,
-        cost=cost,
-        bound=bound(cost, device, problem.dtype),
-        rejected=rejected,
         options=options,
     )
 

@@ -33,6 +33,11 @@ def plan_forward(problem: AttentionProblem, device: Device, portable: bool = Fal
         return plan_attention(problem, device, portable=portable)
     require_supported(problem, device)
     plan = plan_decode(DecodeProblem(problem, equal=not problem.varlen), device)
+    return plan.later(reason=lambda: plan.reason, rejected=lambda: (_not_dense(problem, device), *plan.rejected[1:]))
+
+
+def _not_dense(problem: AttentionProblem, device: Device) -> Rejected:
+    """Why a dense kernel does not serve where the decode kernel does."""
     pack, tiles = _dense_tiles(problem, device)
     few = "at least " * (pack > 1)  # where its kernel packs heads
     rows = problem.seq_q * pack
@@ -40,7 +45,7 @@ def plan_forward(problem: AttentionProblem, device: Device, portable: bool = Fal
     why = f"Would be {few}{tiles} tile{'s' * (tiles > 1)} for {device.sms} SMs, each with {held}"
     if problem.group > pack:
         why += f", and would read K and V {problem.group // pack} times"
-    return replace(plan, rejected=(Rejected("a dense kernel", f"{why}."), *plan.rejected[1:]))
+    return Rejected("a dense kernel", f"{why}.")
 
 
 def plan_holds(problem: AttentionProblem, device: Device) -> bool:
@@ -65,7 +70,7 @@ def decode_refusal(problem: AttentionProblem, device: Device) -> str:
         return "score_mod and mask_mod are the dense kernels'"
     if problem.band:
         return f"a {problem.band} is a band of the dense kernels"
-    if why := decode_kernel_refusal(DecodeProblem(problem)):
+    if why := decode_kernel_refusal(problem):
         return why
     pack, tiles = _dense_tiles(problem, device)
     if problem.seq_q * pack >= FILLED_ROWS and tiles >= device.sms:

@@ -1,6 +1,7 @@
 """The plan of block-sparse attention: tile, loads and splits for lists of KV blocks."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -72,6 +73,9 @@ class SparseProblem:
     def layout(self) -> str:
         """Where K and V lie, to print."""
         return ", packed" if self.attention.varlen else f", in pages of {self.page_size}" if self.page_size else ""
+
+    def __hash__(self) -> int:
+        return hash((self.attention, self.block_q, self.block_k, self.capacity))  # tables ask often
 
     def require_same(self, other: "SparseProblem") -> None:
         """PlanError, naming the field, unless a plan made for this problem serves `other`."""
@@ -161,19 +165,29 @@ def plan_sparse(problem: SparseProblem, device: Device, portable: bool = False) 
         return plan
     refusal = hopper_refusal(problem, device) or ("it makes no shares of lists" if plan.splits > 1 else None)
     if refusal:
-        return replace(plan, reason=f"{plan.reason} {HOPPER_KERNEL} does not serve it: {refusal}.")
+        return plan.later(reason=lambda: f"{plan.reason} {HOPPER_KERNEL} does not serve it: {refusal}.")
     tile = hopper_tile(problem, device)
+    require_fit(_violation(problem, device, HOPPER_KERNEL, tile, 1))
     items = _programs(problem, tile.block_m)
-    use = _use(
-        items,
-        "query block",
-        1,
-        device.sms * hopper_programs_per_sm(problem),
-        _uncut(problem, plan.tile),
-    )
-    return SparsePlan(
-        problem, device, HOPPER_KERNEL, tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, 1, "hopper-lists",
-        f"A loading warp, folding warpgroups and wgmma; {use}", hopper_programs(problem, device, items),
+
+    def reason() -> str:
+        places = device.sms * hopper_programs_per_sm(problem)
+        use = _use(items, "query block", 1, places, _uncut(problem, plan.tile))
+        return f"A loading warp, folding warpgroups and wgmma; {use}"
+
+    programs = hopper_programs(problem, device, items)
+    return _plan(problem, device, HOPPER_KERNEL, tile, 1, "hopper-lists", reason, programs)
+
+
+def _plan(
+    problem: SparseProblem, device: Device, kernel: str, tile: Tile, splits: int, rule: str, reason: Callable[[], str],
+    programs: int = 0,
+) -> SparsePlan:  # fmt: skip
+    """The plan of a tile that breaks no limit."""
+    return SparsePlan.decided(
+        lambda: {"reason": reason()}, problem=problem, device=device, kernel=kernel, block_m=tile.block_m,
+        block_n=tile.block_n, num_warps=tile.num_warps, num_stages=tile.num_stages, splits=splits, rule=rule,
+        programs=programs,
     )  # fmt: skip
 
 
@@ -214,15 +228,15 @@ def choose_splits(items: int, tiles: int, keys_per_tile: int, slots: int) -> int
 def _with_splits(problem: SparseProblem, device: Device, kernel: str, tile: Tile) -> SparsePlan:
     items = _programs(problem, tile.block_m)
     slots = device.sms * max(1, programs_per_sm(problem.attention, device, _dense(kernel), _as_dense(problem, tile)))
-    if device.backend == "interpreter":
-        splits, use = 1, "The interpreter runs programs one after the other; each folds its whole list."
-    else:
-        splits = choose_splits(items, _tiles_of_list(problem, tile), tile.block_n, slots)
-        use = _use(items, "query tile", splits, slots, _uncut(problem, tile, splits))
-    rule = "lists" if splits == 1 else "split-lists"
-    return SparsePlan(
-        problem, device, kernel, tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, splits, rule, use
-    )
+    interpreted = device.backend == "interpreter"
+    splits = 1 if interpreted else choose_splits(items, _tiles_of_list(problem, tile), tile.block_n, slots)
+
+    def reason() -> str:
+        if interpreted:
+            return "The interpreter runs programs one after the other; each folds its whole list."
+        return _use(items, "query tile", splits, slots, _uncut(problem, tile, splits))
+
+    return _plan(problem, device, kernel, tile, splits, "lists" if splits == 1 else "split-lists", reason)
 
 
 def _tiles_of_list(problem: SparseProblem, tile: Tile) -> int:

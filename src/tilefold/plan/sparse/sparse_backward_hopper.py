@@ -1,5 +1,6 @@
 """When the Gluon kernel for sm_90 makes the gradients of a block-sparse problem, and of how many heads it keeps dS at a time."""
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from tilefold.plan.backward.hopper_backward import (
@@ -41,6 +42,7 @@ MOST_SLOTS = (
 )
 
 
+@lru_cache(maxsize=256)  # a plan asks more than once
 def hopper_backward_refusal(problem: "SparseProblem", device: Device) -> str | None:
     """Why the kernel does not serve this problem, as a sentence, or None if it does."""
     n = problem.attention
@@ -62,6 +64,7 @@ def hopper_backward_refusal(problem: "SparseProblem", device: Device) -> str | N
     return box_refusal(n, device)
 
 
+@lru_cache(maxsize=256)
 def units(problem: "SparseProblem") -> tuple[int, int]:
     """Units of 64 tokens of the query blocks and of the KV blocks of one head."""
     n = problem.attention
@@ -93,6 +96,7 @@ def kept_bytes(problem: "SparseProblem", heads: int) -> int:
     return slots(problem, heads) * slot_bytes(problem, heads)
 
 
+@lru_cache(maxsize=256)
 def heads_at_once(problem: "SparseProblem", device: Device) -> int:
     """KV heads of a batch, a divisor of all: as few as give every place of the device work on keys while the batch before is made
     complete; fewer, if KEPT_LIMIT does not hold those."""

@@ -1,0 +1,150 @@
+"""Calls of attention that differ in lengths alone, on sm_90: what is kept of the first is what a call of its own would have."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tilefold.ops.bound import Bound, Slot
+from tilefold.ops.call import Call, result_shapes, sizes_of
+from tilefold.ops.dense import attention
+from tilefold.ops.dense.attention import _key_of_any_length
+from tilefold.ops.dense.attention_hopper import bind, bind_again
+from tilefold.ops.dense.attention_parts import problem_of
+from tilefold.ops.launch import Launch
+from tilefold.ops.source import Packed
+from tilefold.plan import device_named, plan_attention
+
+
+def made(n, m=0, heads=16, kv_heads=4, dim=64, layout="bshd", packed=False, dtype=torch.bfloat16):
+    """q, k, v without memory, and what a packed batch adds to its call."""
+    shapes = ((n, heads, dim), (m or n, kv_heads, dim))
+    if not packed:
+        shapes = tuple((2, *(s if layout == "bshd" else (s[1], s[0], s[2]))) for s in shapes)
+    q, k, v = (torch.empty(shape, dtype=dtype, device="meta") for shape in (shapes[0], *shapes[1:] * 2))
+    cu = torch.empty(4, dtype=torch.int32, device="meta")
+    return q, k, v, {"source": Packed(cu, cu, n - 7, (m or n) - 7)} if packed else {"layout": layout}
+
+
+def record(q, k, v, call):
+    """(the plan, the record of a call of its own) on an H200."""
+    sizes, window = sizes_of(q, k, v, call), (-1, 0) if call.causal else (-1, -1)
+    plan = plan_attention(problem_of(q, k, v, call, sizes, window), device_named("h200"))
+    return plan, bind(q, k, v, call, window, 0.125, plan, result_shapes(call, sizes))
+
+
+def arguments(prepared, q, k, v, call):
+    """Those of the launch, descriptors by what they say."""
+    out = torch.empty(1, dtype=q.dtype, device="meta")
+    given = prepared.bound.arguments((q, k, v, out, out, call))
+    return [
+        {**one.__dict__, "base": one.base.shape} if hasattr(one, "block_shape") else one
+        for one in given if not isinstance(one, torch.Tensor)
+    ]  # fmt: skip
+
+
+SORTS = {
+    "dense": {},
+    "causal": {"causal": True},
+    "no groups": {"heads": 32, "kv_heads": 32, "dim": 128},
+    "bhsd": {"layout": "bhsd", "causal": True},
+    "packed": {"packed": True, "causal": True},
+}
+
+
+@pytest.mark.parametrize("sort", SORTS)
+@pytest.mark.parametrize("lengths", [(1057, 0), (1100, 1603), (1664, 1664)])
+def test_the_record_is_that_of_a_call_of_its_own(sort, lengths):
+    options = {name: value for name, value in SORTS[sort].items() if name != "causal"}
+    causal = SORTS[sort].get("causal", False)
+    q, k, v, more = made(1500, **options)
+    _, near = record(q, k, v, Call(causal=causal, **more))
+    near.bound.launch._compiled = "compiled"
+    first = _key_of_any_length(q, k, v, Call(causal=causal, **more))
+    q, k, v, more = made(*lengths, **options)
+    call = Call(causal=causal, **more)
+    assert _key_of_any_length(q, k, v, call) == first is not None
+    plan, own = record(q, k, v, call)
+    again = bind_again(near, q, k, v, call, plan)
+    if plan.tile != near.plan.tile or plan.options != near.plan.options:
+        assert again is None
+        return
+    assert (again.plan, again.out_shape, again.lse_shape) == (own.plan, own.out_shape, own.lse_shape)
+    assert again.bound.launch.grid == own.bound.launch.grid
+    assert again.bound.launch.keywords == own.bound.launch.keywords
+    assert arguments(again, q, k, v, call) == arguments(own, q, k, v, call)
+    assert again.bound.launch._compiled == "compiled" and near.plan.problem.seq_q != plan.problem.seq_q
+
+
+def test_a_wider_number_is_compiled_for():
+    q, k, v, more = made(1500)
+    _, near = record(q, k, v, Call(**more))
+    near.bound.launch._compiled = "compiled"
+    for stride, kept in ((5, "compiled"), (1 << 31, None)):
+        other = near.bound.with_values({"stride_ob": stride}, (1, 1, 1))
+        assert other.launch._compiled == kept and other.launch.grid == (1, 1, 1) != near.bound.launch.grid
+
+
+CHANGES = {
+    "k is longer than v": lambda q, k, v, call: (q, k, v[:, :-1], call),
+    "another head dim": lambda q, k, v, call: (q[..., :32], k[..., :32], v, call),
+    "fewer heads": lambda q, k, v, call: (q[:, :, :8], k, v, call),
+    "rows apart": lambda q, k, v, call: (q, k.expand(2, -1, -1, -1)[..., ::2], v, call),
+    "another dtype": lambda q, k, v, call: (q.half(), k, v, call),
+    "a softcap": lambda q, k, v, call: (q, k, v, call._replace(softcap=30.0)),
+    "a number for a flag": lambda q, k, v, call: (q, k, v, call._replace(causal=0)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_no_length_has_a_key_of_its_own(change):
+    q, k, v, more = made(1500)
+    key = functools.partial(_key_of_any_length, q, k, v)(Call(**more))
+    assert _key_of_any_length(*CHANGES[change](q, k, v, Call(**more))) != key
+
+
+def test_calls_with_tensors_of_their_own_share_nothing():
+    q, k, v, more = made(1500)
+    for field in ("bias", "mask", "sinks", "alibi_slopes"):
+        assert _key_of_any_length(q, k, v, Call(**more, **{field: q})) is None
+    q, k, v, more = made(1500, packed=True)
+    assert _key_of_any_length(q, k, v, Call(source=more["source"]._replace(max_q=0))) is None
+    assert _key_of_any_length(q, k, v, Call(source=more["source"]._replace(max_q=True))) is None
+
+
+def test_prepare_keeps_the_first_record(monkeypatch):
+    """A second length takes the first one's; checks and problem are not made again."""
+    q, k, v, more = made(1500)
+    call, device = Call(**more), device_named("h200")
+    plan, near = record(q, k, v, call)
+    monkeypatch.setattr(attention, "device_of", lambda *args: device)
+    monkeypatch.setattr(attention, "_prepare", lambda *args: near)
+    monkeypatch.setattr(attention.records, "CACHE", {})
+    assert attention.prepare.__wrapped__(q, k, v, call) is near
+    monkeypatch.setattr(attention, "_prepare", None)
+    q, k, v, more = made(1501)
+    found = attention.prepare.__wrapped__(q, k, v, Call(**more))
+    assert found.plan.problem == replace(plan.problem, seq_q=1501, seq_k=1501) and found is not near
+
+
+def test_a_launch_is_ready_where_another_was_compiled_alike(monkeypatch):
+    from tilefold.kernels.hopper.attention_forward import attention_forward_hopper as fn
+    from tilefold.ops import launch
+
+    monkeypatch.setattr(launch, "_COMPILED", {})
+    one, other = (Launch(fn, (1, 1, 1), {"KIND": 1}, {}, 0) for _ in range(2))
+    args = [None] * 6 + [0.5, 100]
+    assert not one.found(args) and one._compiled is None
+    launch._COMPILED[one._key(args)] = "entry", []
+    assert other.found([None] * 6 + [0.5, 112]) and other._compiled == "entry"  # lengths are not specialised
+    assert not other.found([None] * 6 + [0.5, 1 << 31])
+
+
+def test_slots_are_replaced_by_slots():
+    q, k, v, more = made(1500)
+    bound: Bound = record(q, k, v, Call(**more))[1].bound
+    other = bound.with_values({"q_desc": Slot("q", lambda t: "another")})
+    at = bound.names.index("q_desc")
+    given = (q, k, v, q, q, Call(**more))
+    assert other.arguments(given)[at] == "another" != bound.arguments(given)[at]
