@@ -7,7 +7,7 @@ from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 
-from simulated import Anything, Number, Ring, Turn, barriers, run_threads
+from simulated import Anything, Number, Offsets, Ring, Turn, barriers, run_threads
 from simulated.backward import FULL, GRADIENTS, WINDOW, Backward, Panel, Value, View
 from tilefold.kernels.hopper import (
     attention_backward_reduce,
@@ -89,7 +89,7 @@ class Boxes(str):
 
 class Run(Backward):
     """sizes: queries, keys, heads of queries, how many share a KV head; dim 64 or 128.  late: dP behind P.  mask: rows of a
-    tile of the mask that all heads share, 0 for none."""
+    tile of the mask that all heads share, 0 for none.  lists: a third of the tiles is hidden, at random, from some block."""
 
     functions = (
         (parts, ("load_panels",)),
@@ -110,7 +110,9 @@ class Run(Backward):
     )
     pairs = 2  # of barriers at which the warpgroups meet, in turns
 
-    def __init__(self, seed, kind, sizes, dim=128, ordered=False, heads_at_once=1, slots=2, late=False, mask=0):
+    def __init__(
+        self, seed, kind, sizes, dim=128, ordered=False, heads_at_once=1, slots=2, late=False, mask=0, lists=False
+    ):
         super().__init__(seed)
         self.kind, self.dim, self.ordered, self.late_dp, self.mask = kind, dim, ordered, late, mask
         self.seq_q, self.seq_k, self.heads, self.group = sizes
@@ -119,6 +121,20 @@ class Run(Backward):
         self.no_tile = self.heads * self.q_tiles
         self.sums, self.adding, self.adders = {}, 0, {}
         self.progress = [0] * (self.no_tile + 1)
+        pairs = ((t, b) for t in range(self.q_tiles) for b in range(self.blocks)) if lists else ()
+        self.hidden = {pair for pair in pairs if self.memory.random.random() < 1 / 3}
+        self.lists = (self.offsets_of_lists(), 0, 0) if lists else (None, None, None)
+
+    def offsets_of_lists(self):
+        """For each block: how many tiles see it, which, and for each how many blocks see that before."""
+        made = []
+        for block in range(self.blocks):
+            tiles = [t for t in range(self.q_tiles) if self.sees(t, block)]
+            before = [sum(self.sees(t, b) for b in range(block)) for t in tiles] or [0]
+            entries = [2 * t + t % 2 for t in tiles] or [2 * self.q_tiles + 1]
+            blank = [-1] * self.q_tiles
+            made += [len(tiles), *(entries + blank)[: self.q_tiles], *(before + blank)[: self.q_tiles]]
+        return Offsets(made)
 
     # ------------------------------------------------------------ the language
 
@@ -133,6 +149,7 @@ class Run(Backward):
     def namespace(self):
         names = super().namespace()
         names["gl"].program_id = lambda axis: Number(self.local.program)
+        names["gl"].load = lambda pointer: Number(pointer.values[pointer.i])
         names["gl"].num_programs = lambda axis: Number(self.blocks * (self.heads // self.group))
         names["ReducePipeline"].tile = lambda pipe, panels, slot, slots, rows: self.tiles(panels, slots).index(slot)
         return names
@@ -202,6 +219,8 @@ class Run(Backward):
 
     def sees(self, tile, block):
         """Whether some query of a tile sees some key of a block: by looking at each."""
+        if (tile, block) in self.hidden:
+            return False
         keys = range(block * KEYS, min(block * KEYS + KEYS, self.seq_k))
         for i in range(tile * self.queries, min((tile + 1) * self.queries, self.seq_q)):
             own = i + self.seq_k - self.seq_q
@@ -274,7 +293,7 @@ class Run(Backward):
         lengths = names["Lengths"](self.seq_q, self.seq_k, -(-self.seq_q // 64), -(-self.seq_k // 64))
         mask = names["BackwardMask"](*BAND, self.kind)
         scheduler = names["BlockScheduler"](lengths, self.heads, self.group, self.q_tiles, self.blocks, self.heads_at_once,
-                                            self.no_tile, mask, self.queries, self.ordered)  # fmt: skip
+                                            self.no_tile, mask, *self.lists, self.queries, self.ordered)  # fmt: skip
         gradients = [names["Gradient"](out, 0, 0, 0, None, None, None) for out in GRADIENTS[1:]]
 
         mods = self.mods(names)
@@ -303,7 +322,7 @@ class Run(Backward):
         tiles = Ring((Panel(self.memory, f"mask {i}", frozenset()) for i in range(2 * self.slots)), Anything())
         mask = names["ModTiles"](Boxes("mask"), 1, 0, tiles, self.mask, 2 * 64 * self.mask)
 
-        def apply(s, slope, batch, head, query, key, lengths, slot, own):
+        def apply(s, slope, batch, head, query, key, lengths, partial, slot, own):
             return s._with(Value(tiles.index(slot * 2 + own).content)), 1.0
 
         plain = {"scale": 1.0, "slope": lambda *head: 0.0, "to_base_2": lambda: 1.0, "STEEP": False}

@@ -9,6 +9,7 @@ from tilefold.plan.backward.attention_backward_reduce import KERNEL, ReduceOptio
 
 ORDERED = ReduceOptions(ordered=True)
 LATE = ReduceOptions(ordered=True, late=True)
+LISTS = ReduceOptions(ordered=True, late=True, lists=True)
 USER = {"score_mods": ("user",), "mask_mods": ("user",)}
 CASES = {
     "d128": (problem(128), ReduceOptions()),
@@ -42,6 +43,12 @@ CASES = {
     "d128 causal mask of keys": (problem(128, causal=True, mask_mods=("mask",), mask_descriptors="keys"), ORDERED),
     "d64 mask": (problem(64, mask_mods=("mask",), mask_descriptors="tiles"), ORDERED),
     "d64 softcap": (problem(64, score_mods=("softcap",)), LATE),
+    "d128 causal lists": (problem(128, causal=True, mask_mods=("user",), mask_by_place=True), LISTS),
+    "d64 lists and mods": (problem(64, **USER, mask_by_place=True), LISTS),
+    "d128 lists in any order": (
+        problem(128, mask_mods=("user",), mask_by_place=True),
+        ReduceOptions(late=True, lists=True),
+    ),
     "d64 causal alibi": (problem(64, causal=True, score_mods=("alibi",)), LATE),
     "d64 score_mod fp16": (problem(64, score_mods=("user",), dtype="float16"), ReduceOptions(late=True)),
     "d64 mods that load": (problem(64, **USER), LATE),

@@ -250,6 +250,8 @@ def test_reducing_backward(dim, places, ordered, kind, sizes):
         Reduce(1, kind, sizes, dim, ordered, heads_at_once)(places)
     for mask in (0, 1, 8192 // dim):
         Reduce(places, kind, sizes, dim, ordered, late=mask != 1, mask=mask)(places)
+    for seed in range(3):
+        Reduce(seed, kind, sizes, dim, ordered, late=seed > 1, lists=True)(places)
 
 
 # ---------------------------------------------------------------- products

@@ -12,7 +12,7 @@ import tilefold
 from tilefold.device import mods
 from tilefold.ops.bound import runtime_ints
 from tilefold.ops.sparse import classify
-from tilefold.ops.sparse.classify import Reads, TileLists, reads
+from tilefold.ops.sparse.classify import QueryLists, Reads, TileLists, reads
 from tilefold.plan import device_named, plan_attention
 from tilefold.types import Rule, Rules
 
@@ -173,3 +173,42 @@ def test_plans_take_lists_where_a_mask_mod_looks_at_places_alone():
         taken.with_tile(options=("skip", "anew"))
     with pytest.raises(tilefold.PlanError, match="indices alone"):
         plan_attention(problem_of(of_score), device).with_tile(options=("skip", "lists"))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("name", ["same", "of_head", "of_sequence"])
+def test_entries_of_keys_are_those_of_queries_turned(name, window):
+    """And each says how many KV tiles its query tile sees before; KV heads share what one of their group sees."""
+    batch, heads, kv_heads = 2, 4, 2
+    mod, args = {"same": (same, (numbers_of(),)), "of_head": (of_head, ()), "of_sequence": (of_sequence, ())}[name]
+    sizes = batch, heads, *LENGTHS
+    bound = ((mod, runtime_ints(args)),)
+    lists = TileLists(mod, sizes, TILE, window, torch.device("cpu"), False)
+    turned = QueryLists(kv_heads, mod, sizes, TILE, window, torch.device("cpu"), False)
+    got, (_, shared, q_blocks, _) = turned.of(bound, args), lists.of(bound, args).shape
+    rows = entries_of(lists.of(bound, args))
+    each = heads // kv_heads if shared > 1 else 1
+    for at, row in enumerate(got.flatten(0, 2).tolist()):
+        which, kv_block = divmod(at, got.shape[2])
+        seen = {}
+        for i in range(q_blocks):
+            # A query tile that sees nothing has one tile, as a partial one, to fold: no KV tile's list names it.
+            of_group = [rows[(which * each + g) * q_blocks + i] for g in range(each)]
+            kinds = kinds_of(mod, sizes, window, bound)[which * each : (which + 1) * each, i]
+            if bool((kinds[:, kv_block] > 0).any()):
+                seen[i] = bool((kinds[:, kv_block] == 2).all()), int((kinds[:, :kv_block] > 0).any(0).sum())
+                assert any(kv_block in [entry >> 1 for entry in entries] for entries in of_group)
+        assert row[0] == len(seen)
+        assert row[1 : 1 + len(seen)] == [2 * i + whole for i, (whole, _) in seen.items()]
+        assert row[1 + q_blocks : 1 + q_blocks + len(seen)] == [before for _, before in seen.values()]
+        if not seen:
+            assert (row[1] >> 1, row[1 + q_blocks]) == (q_blocks, 0)
+
+
+def kinds_of(mod, sizes, window, bound):
+    """[B * H, Q tiles, KV tiles] as the kernel has them."""
+    lists = TileLists(mod, sizes, TILE, window, torch.device("cpu"), False)
+    kinds = torch.empty(lists.kinds, dtype=torch.uint8)
+    lists.classify((kinds, *classify._sizes(kinds, lists.grid), *lists.band, bound))
+    return kinds.flatten(0, 1)

@@ -38,7 +38,7 @@ from .reduce_scheduler import BlockScheduler, own_keys
 
 RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_units", "kv_units", "q_tiles", "blocks", "left", "right",
            "heads_at_once", "no_tile", "stride_xb", "stride_xn", "stride_xh", "stride_yb", "stride_yn", "stride_yh", "cap",
-           "slope_b", "slope_h", "mask_b", "mask_h"]  # fmt: skip
+           "slope_b", "slope_h", "mask_b", "mask_h", "lists_b", "lists_h"]  # fmt: skip
 
 
 # ---------------------------------------------------------------- the partitions
@@ -65,13 +65,13 @@ def add(ADDER: gl.constexpr, scheduler, sums):
     visit = scheduler.first_visit(block)
     for i in range(block.visits):
         if i % sums.ADDERS == ADDER:
-            sums.add_parts(visit.row, i, scheduler.place(visit.tile, block))
+            sums.add_parts(visit.row, i, scheduler.place(visit, block))
         visit = scheduler.next_visit(visit, block)
 
 
 @jit
-def step(dk, dv, own, batch, head, tile, pipe, mods, recompute, sums, i, CID: gl.constexpr):
-    """The i-th query tile, number `tile` of a head, and this consumer's own 64 keys.  What is in flight behind each line:
+def step(dk, dv, own, batch, head, visit, pipe, mods, recompute, sums, i, CID: gl.constexpr):
+    """The i-th visit, of a query tile of a head, and this consumer's own 64 keys.  What is in flight behind each line:
 
         issue S, dP; wait for S; P                 dP
         wait for dP; dS; publish dS; issue dv      dv
@@ -84,6 +84,7 @@ def step(dk, dv, own, batch, head, tile, pipe, mods, recompute, sums, i, CID: gl
 
     Source: the order of the products is FlashAttention-4's (https://github.com/Dao-AILab/flash-attention, flash_bwd_sm90.py)."""
     config = pipe.config
+    tile = visit.tile
     stage = pipe.stage(i)
     ds = pipe.ds.index(i & 1)
     slope = mods.slope(batch, head)
@@ -96,7 +97,7 @@ def step(dk, dv, own, batch, head, tile, pipe, mods, recompute, sums, i, CID: gl
         s = wgmma_wait(1, deps=(s_flying,))
     if mods.ON:
         s, steep = mods.apply(
-            s, slope, batch, head, tile * config.QUERIES, own.tile * UNIT, own.lengths, stage.slot, CID
+            s, slope, batch, head, tile * config.QUERIES, own.tile * UNIT, own.lengths, visit.partial, stage.slot, CID
         )
     p = recompute.probabilities(own.cut(s, tile), statistics)
     p16 = narrowed(p, config.DTYPE)
@@ -140,7 +141,7 @@ def consume(CID: gl.constexpr, scheduler, pipe, mods, sums, dk_out, dv_out):
     for i in range(block.visits):
         recompute = Recompute(pipe.statistics, mods.to_base_2(), config.SCORES, config.QUERIES)
         head = block.head * scheduler.group + visit.head
-        dk, dv = step(dk, dv, own, block.batch, head, visit.tile, pipe, mods, recompute, sums, i, CID)
+        dk, dv = step(dk, dv, own, block.batch, head, visit, pipe, mods, recompute, sums, i, CID)
         visit = scheduler.next_visit(visit, block)
     n = own.tile.to(gl.int64) * UNIT
     rows = own.lengths.seq_k - own.tile * UNIT
@@ -154,6 +155,7 @@ def attention_backward_reduce(
     scale, seq_q, seq_k, heads, group, q_units, kv_units, q_tiles, blocks, left, right, heads_at_once, no_tile,
     stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh,
     cap, Slopes, slope_b, slope_h, score_mods, score_grads, mask_desc, mask_b, mask_h, mask_mods,
+    Lists, lists_b, lists_h,
     SOFTCAP: gl.constexpr, MASK: gl.constexpr, KIND: gl.constexpr, D: gl.constexpr, QUERIES: gl.constexpr, SLOTS: gl.constexpr,
     ORDERED: gl.constexpr, LATE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -171,6 +173,8 @@ def attention_backward_reduce(
     MASK: rows of a tile of the mask: QUERIES, 1 where one row serves all queries, or 0.  mask_desc (8 bits, 0: not seen)
     [B or 1, H or 1, Sq or 1, Sk], boxes [1, 1, MASK, 64]; mask_b, mask_h: 1, or 0 where there is one for all.
 
+    Lists by their strides, or None: see `BlockScheduler`.
+
     Grid: B * H/group * blocks, heads_at_once KV heads at a time."""
     config = ReduceConfig(q_desc.dtype, D, QUERIES, SLOTS, LATE)
     pipe = make_reduce_pipeline(q_desc, do_desc, k_desc, v_desc, stat_desc, config)
@@ -179,7 +183,9 @@ def attention_backward_reduce(
     fence_async_shared()
     lengths = Lengths(seq_q, seq_k, q_units, kv_units)
     mask = BackwardMask(left, right, KIND)
-    scheduler = BlockScheduler(lengths, heads, group, q_tiles, blocks, heads_at_once, no_tile, mask, QUERIES, ORDERED)
+    scheduler = BlockScheduler(
+        lengths, heads, group, q_tiles, blocks, heads_at_once, no_tile, mask, Lists, lists_b, lists_h, QUERIES, ORDERED
+    )
     mask_tiles = make_mod_tiles(mask_desc, mask_b, mask_h, MASK, SLOTS)
     mods = BackwardMods(
         scale, cap, Slopes, slope_b, slope_h, score_mods, score_grads, mask_tiles, mask_mods, SOFTCAP, KIND

@@ -113,9 +113,9 @@ class BackwardMods:
             return gl.load(self.Slopes + batch.to(gl.int64) * self.stride_b + head.to(gl.int64) * self.stride_h)
 
     @jit
-    def apply(self, s, slope, batch, head, query, key, lengths, slot, CID: gl.constexpr):
+    def apply(self, s, slope, batch, head, query, key, lengths, partial, slot, CID: gl.constexpr):
         """Scores [64, QUERIES] of consumer CID's keys from `key` on and the queries of a slot, from `query` on -> changed scores,
-        and the derivative."""
+        and the derivative.  partial: may mask_mods hide some?"""
         scale = self.scale
         steep = 1.0
         if self.SOFTCAP:
@@ -128,9 +128,8 @@ class BackwardMods:
             sign: gl.constexpr = -1.0 if self.KIND == CAUSAL else 1.0
             s = subtract_distance(s, scale, slope * sign, key, query, lengths.seq_q - lengths.seq_k, self.KIND, 1)
             scale = 1.0
-        if self.score_mods is not None or self.mask_mods is not None:
-            place, kv_index = self.place(s, batch, head, query, key, lengths)
         if self.score_mods is not None:
+            place, kv_index = self.place(s, batch, head, query, key, lengths)
             s = s * scale
             scale = 1.0
             for i in gl.static_range(len(self.score_mods)):
@@ -140,7 +139,9 @@ class BackwardMods:
         if self.mask.ROWS:
             s = gl.where(self.mask.read(slot, s, CID) != 0, s, float("-inf"))
         if self.mask_mods is not None:
-            s = hide(s, scale, place, kv_index, self.mask_mods)
+            if partial:
+                place, kv_index = self.place(s, batch, head, query, key, lengths)
+                s = hide(s, scale, place, kv_index, self.mask_mods)
         return s, steep
 
     @jit

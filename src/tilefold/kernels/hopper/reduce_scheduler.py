@@ -12,7 +12,9 @@ class KeyBlock:
     """A program's work tile: 128 keys of a KV head, and the query tiles of the group's heads that it walks over.
 
     first, end: the first tile and the one after the last; begin: where the walk begins; visits: how many.  row: what makes of a
-    tile of the group's first head its number among statistics and sums; step: how much more of the next head's."""
+    tile of the group's first head its number among statistics and sums; step: how much more of the next head's.
+
+    With lists, first, end and begin are places in the block's list, whose entries begin at `entries`."""
 
     tile: gl.tensor
     batch: gl.tensor
@@ -24,15 +26,22 @@ class KeyBlock:
     visits: gl.tensor
     row: gl.tensor
     step: gl.tensor
+    entries: Value
 
 
 @struct
 class Visit:
-    """A place of a walk: a query tile of one of the group's heads, and its number among statistics and sums."""
+    """A place of a walk: a query tile of one of the group's heads, and its number among statistics and sums.
+
+    With lists: its place `at` in the block's list; before: how many blocks of keys add to the tile before this one.  partial: may
+    a mask_mod hide some of the tile from the block?"""
 
     tile: gl.tensor
     head: gl.tensor
     row: gl.tensor
+    at: Value
+    before: Value
+    partial: Value
 
 
 @struct
@@ -69,6 +78,10 @@ class BlockScheduler:
     Programs that run side by side do not add to one query tile at a time.  Where the mask has a diagonal, their walks begin
     there.  Else they begin STAGGER tiles apart and go around.  A walk ends a head of the group before it begins the next.
 
+    Lists [B or 1, KV heads or 1, blocks, 1 + 2 q_tiles] int32 by strides of batch entry and KV head, or None: for each block of
+    keys how many query tiles see it, and, ascending, which: entries, twice a tile's number, plus 1 where no mask_mod hides any of
+    it; behind q_tiles of these, for each how many blocks add to it before (kernels.sparse.classify.list_queries).
+
     ORDERED: the blocks of keys that see a query tile add to it one after the other, the first block first.  All walks go down
     from the last tile that sees the block, so under any mask each follows the one before it: its own last tile is never before
     that one's.  Short blocks that come together wait for one another at their first tile; so where the mask has a diagonal, the
@@ -83,6 +96,9 @@ class BlockScheduler:
     heads_at_once: gl.tensor
     no_tile: gl.tensor
     mask: BackwardMask
+    Lists: Value
+    lists_b: Value
+    lists_h: Value
     QUERIES: gl.constexpr
     ORDERED: gl.constexpr
 
@@ -93,12 +109,19 @@ class BlockScheduler:
         i = program // self.heads_at_once
         segment = i // self.blocks
         block = i - segment * self.blocks
-        if self.ORDERED and self.mask.KIND != FULL:
+        if self.ORDERED and (self.mask.KIND != FULL or self.Lists is not None):
             segment, block = self.alternating(i)
         of_all = segment * self.heads_at_once + program % self.heads_at_once
         batch, head = of_all // kv_heads, of_all % kv_heads
-        first, tiles = self.mask.queries_of_block(block, self.lengths, self.QUERIES)
-        first = gl.where(tiles > 0, first, self.q_tiles)
+        entries = None
+        if self.Lists is None:
+            first, tiles = self.mask.queries_of_block(block, self.lengths, self.QUERIES)
+            first = gl.where(tiles > 0, first, self.q_tiles)
+        else:
+            begin = self.Lists + batch.to(gl.int64) * self.lists_b + head.to(gl.int64) * self.lists_h
+            begin += block.to(gl.int64) * (1 + 2 * self.q_tiles)
+            first, tiles = block * 0, gl.load(begin)
+            entries = begin + 1
         row = gl.where(tiles > 0, (batch * self.heads + head * self.group) * self.q_tiles, self.no_tile - self.q_tiles)
         step = gl.where(tiles > 0, self.q_tiles, 0)
         tiles = gl.maximum(tiles, 1)
@@ -107,7 +130,9 @@ class BlockScheduler:
             begin += tiles - 1
         elif self.mask.KIND == FULL:
             begin += block * STAGGER % tiles
-        return KeyBlock(block, batch, head, self.lengths, first, first + tiles, begin, tiles * self.group, row, step)
+        return KeyBlock(
+            block, batch, head, self.lengths, first, first + tiles, begin, tiles * self.group, row, step, entries
+        )
 
     @jit
     def alternating(self, i):
@@ -125,33 +150,47 @@ class BlockScheduler:
 
     @jit
     def first_visit(self, block):
-        return Visit(block.begin, block.begin * 0, block.row + block.begin)
+        return self.visit(block, block.begin, block.begin * 0)
+
+    @jit
+    def visit(self, block, at, head):
+        """Of a tile, or of a place in the block's list, for a head of the group."""
+        if self.Lists is None:
+            return Visit(at, head, block.row + head * block.step + at, None, None, True)
+        else:
+            inside = gl.maximum(at, 0)  # behind the last visit nothing is read
+            entry = gl.load(block.entries + inside)
+            before = gl.load(block.entries + self.q_tiles + inside)
+            tile = entry >> 1
+            return Visit(tile, head, block.row + head * block.step + tile, at, before, (entry & 1) == 0)
 
     @jit
     def next_visit(self, visit, block):
         head = visit.head
+        at = visit.tile if self.Lists is None else visit.at
         if self.ORDERED:
             head += 1
             through = head == self.group
             head = gl.where(through, 0, head)
-            tile = visit.tile - gl.where(through, 1, 0)
-            row = block.row + head * block.step + tile
+            at = at - gl.where(through, 1, 0)
         else:
-            tile = visit.tile + 1
+            at = at + 1
             if self.mask.KIND == FULL:
-                tile = gl.where(tile == block.end, block.first, tile)
-                through = tile == block.begin
+                at = gl.where(at == block.end, block.first, at)
+                through = at == block.begin
             else:
-                through = tile == block.end
-            tile = gl.where(through, block.begin, tile)
+                through = at == block.end
+            at = gl.where(through, block.begin, at)
             head += gl.where(through, 1, 0)
-            row = block.row + head * block.step + tile
-        return Visit(tile, head, row)
+        return self.visit(block, at, head)
 
     @jit
-    def place(self, tile, block):
+    def place(self, visit, block):
         """How many blocks of keys add to a query tile before this one; 0 for the tile past the end."""
-        if self.mask.KIND != WINDOW:
+        tile = visit.tile
+        if self.Lists is not None:
+            return visit.before
+        elif self.mask.KIND != WINDOW:
             return gl.where(tile < self.q_tiles, block.tile, 0)
         else:
             PER: gl.constexpr = self.QUERIES // UNIT

@@ -5,24 +5,27 @@ import triton.language as tl
 
 from ...device.ranges import range_of_tile
 
-RUNTIME = ["seq_q", "seq_k", "heads", "q_blocks", "kv_blocks"]
+RUNTIME = ["seq_q", "seq_k", "heads", "q_blocks", "kv_blocks", "left", "right"]
 EMPTY, PARTIAL, FULL = (tl.constexpr(kind) for kind in range(3))
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def classify_blocks(
-    Kinds, seq_q, seq_k, heads, q_blocks, kv_blocks, mask_mods,
-    Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    Kinds, seq_q, seq_k, heads, q_blocks, kv_blocks, left, right, mask_mods,
+    KIND: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Kinds [batch, heads, q_blocks, kv_blocks] uint8 contiguous: 0 no query of the block sees a key of it, 2 all see all, 1
-    else.  Only queries and keys of the sequence count.  Grid (q_blocks * kv_blocks * heads * batch,)."""
+    else.  Only queries and keys of the sequence count.  The band (device.ranges) makes the blocks outside of its range empty, and
+    is otherwise left out.  Grid (q_blocks * kv_blocks * heads * batch,)."""
     i = tl.program_id(0).to(tl.int64)
     i_n = (i % kv_blocks).to(tl.int32)
     i_m = (i // kv_blocks % q_blocks).to(tl.int32)
     i_bh = i // kv_blocks // q_blocks
     i_b, i_h = (i_bh // heads).to(tl.int32), (i_bh % heads).to(tl.int32)
+    first, _, _, end = range_of_tile(i_m, seq_q, seq_k, left, right, KIND, Q_BLOCK, KV_BLOCK)
+    last_q = tl.where((i_n >= first) & (i_n < end), tl.minimum((i_m + 1) * Q_BLOCK, seq_q), 0)
     seen, looked = tl.zeros((BLOCK_M, BLOCK_N), tl.int32), 0
-    for first_q in range(i_m * Q_BLOCK, tl.minimum((i_m + 1) * Q_BLOCK, seq_q), BLOCK_M):
+    for first_q in range(i_m * Q_BLOCK, last_q, BLOCK_M):
         # Lanes past the end look at the last query or key again, which changes nothing.
         q_index = tl.minimum(first_q + tl.arange(0, BLOCK_M), seq_q - 1)[:, None]
         for first_k in range(i_n * KV_BLOCK, tl.minimum((i_n + 1) * KV_BLOCK, seq_k), BLOCK_N):
@@ -30,7 +33,7 @@ def classify_blocks(
             seen += shown((i_b, i_h, q_index, (seq_q, seq_k)), kv_index, mask_mods, BLOCK_M, BLOCK_N)
             looked += BLOCK_M * BLOCK_N
     count = tl.sum(tl.sum(seen, 1), 0)
-    kind = tl.where(count == looked, FULL, tl.where(count > 0, PARTIAL, EMPTY))
+    kind = tl.where(count == 0, EMPTY, tl.where(count == looked, FULL, PARTIAL))
     tl.store(Kinds + i, kind.to(tl.uint8))
 
 
@@ -47,26 +50,21 @@ def shown(place, kv_index, mods, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     return found.to(tl.int32)
 
 
-@triton.jit(
-    do_not_specialize=["seq_q", "seq_k", "left", "right", "q_blocks", "kv_blocks", "capacity", "stride_i", "stride_c"]
-)
+@triton.jit(do_not_specialize=["kv_blocks", "capacity", "stride_i", "stride_c"])
 def list_blocks(
-    Kinds, Index, Count, seq_q, seq_k, left, right, q_blocks, kv_blocks, capacity, stride_i, stride_c,
-    KIND: tl.constexpr, MARKED: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, ENTRIES: tl.constexpr,
+    Kinds, Index, Count, kv_blocks, capacity, stride_i, stride_c, MARKED: tl.constexpr, ENTRIES: tl.constexpr
 ):  # fmt: skip
     """Lists of Kinds [rows, kv_blocks], rows = batch * heads * q_blocks: Index [rows, capacity] by stride_i, ascending, of which
-    Count [rows] by stride_c count, int32; the last block stands behind them.  Only blocks in the range of the band
-    (device.ranges) count.  Grid (rows,).
+    Count [rows] by stride_c count, int32; the last block stands behind them.  Grid (rows,).
 
     MARKED: entries are twice a block's number, plus 1 if it is full, and a row without any gets block 0 as a partial one: a
     kernel folds at least one."""
     row = tl.program_id(0).to(tl.int64)
     kinds, entries = Kinds + row * kv_blocks, Index + row * stride_i
-    first, _, _, end = range_of_tile((row % q_blocks).to(tl.int32), seq_q, seq_k, left, right, KIND, Q_BLOCK, KV_BLOCK)
     count = 0
-    for start in range(first, end, ENTRIES):
+    for start in range(0, kv_blocks, ENTRIES):
         block = start + tl.arange(0, ENTRIES)
-        kind = tl.load(kinds + block, mask=block < end, other=EMPTY)
+        kind = tl.load(kinds + block, mask=block < kv_blocks, other=EMPTY)
         seen = (kind != EMPTY).to(tl.int32)
         place = count + tl.cumsum(seen, 0) - seen
         entry = block * 2 + (kind == FULL).to(tl.int32) if MARKED else block
@@ -81,3 +79,29 @@ def list_blocks(
             place = start + tl.arange(0, ENTRIES)
             tl.store(entries + place, kv_blocks - 1, mask=place < capacity)
     tl.store(Count + row * stride_c, count)
+
+
+@triton.jit(do_not_specialize=["q_blocks", "kv_blocks"])
+def list_queries(Kinds, Counts, Lists, q_blocks, kv_blocks, ENTRIES: tl.constexpr):
+    """The other way round: Lists [rows, 1 + 2 q_blocks] int32 contiguous, rows = batch * heads * kv_blocks, of Kinds [batch *
+    heads, q_blocks, kv_blocks] and Counts, of these how many up to each are not empty: how many Q blocks see the KV block; which,
+    ascending, as entries of MARKED `list_blocks`; and behind q_blocks of these, for each how many KV blocks before this one it
+    sees.  A row without any has an entry behind the last Q block.  Grid (rows,)."""
+    row = tl.program_id(0).to(tl.int64)
+    begin = row // kv_blocks * q_blocks * kv_blocks + row % kv_blocks
+    entries = Lists + row * (1 + 2 * q_blocks) + 1
+    count = 0
+    for start in range(0, q_blocks, ENTRIES):
+        block = start + tl.arange(0, ENTRIES)
+        at = begin + block.to(tl.int64) * kv_blocks
+        kind = tl.load(Kinds + at, mask=block < q_blocks, other=EMPTY)
+        seen = (kind != EMPTY).to(tl.int32)
+        place = count + tl.cumsum(seen, 0) - seen
+        tl.store(entries + place, block * 2 + (kind == FULL).to(tl.int32), mask=seen > 0)
+        before = tl.load(Counts + at, mask=seen > 0, other=1) - 1
+        tl.store(entries + q_blocks + place, before, mask=seen > 0)
+        count += tl.sum(seen, 0)
+    if count == 0:
+        tl.store(entries, q_blocks * 2 + 1)
+        tl.store(entries + q_blocks, 0)
+    tl.store(entries - 1, count)

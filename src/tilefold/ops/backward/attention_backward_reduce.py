@@ -10,6 +10,7 @@ from ..dense.attention_hopper import slope_values
 from ..dense.attention_parts import kind_of, mask_mods_of, score_mods_of
 from ..dense.attention_tiles import bytes_of, steps_of, tile_box, tiles_of
 from ..hopper import box_of, descriptor
+from ..sparse.classify import QueryLists
 from .backward_parts import score_slope, side_strides
 from .hopper_backward import (
     SIDES,
@@ -73,6 +74,7 @@ def bound_launches(
         "heads_at_once": plan.heads_at_once,
         "no_tile": rows - 1,
         **_mod_values(call, n),
+        **_list_values(call, plan, q.device),
         **side_strides(call.layout, g=q.shape, x=k.shape, y=v.shape),
     }
     scratch = (
@@ -129,6 +131,25 @@ def _mod_values(call: Call, problem: "AttentionProblem") -> dict[str, Any]:
         "mask_desc": box,
         "mask_b": steps[0],
         "mask_h": steps[1],
+    }
+
+
+def _list_values(call: Call, plan: "AttentionBackwardPlan", device: torch.device) -> dict[str, Any]:
+    """The lists of query tiles, and their strides."""
+    from ...device import mods
+    from ...plan.backward import attention_backward_reduce as rules
+
+    n, options = plan.problem, plan.options
+    if options is None or not options.lists:
+        return dict.fromkeys(("Lists", "lists_b", "lists_h"))
+    sizes, tile = (n.batch, n.heads, n.seq_q, n.seq_k), (rules.queries_of(n), rules.KEYS)
+    window = window_of(call.window, call.causal)
+    lists = QueryLists(n.kv_heads, call.mask_mod, sizes, tile, window, device, False)
+    user = int(call.mask is not None)  # where the user's stand among the mask_mods
+    return {
+        "Lists": Slot("call", lambda given: lists.of(mask_mods_of(mods, given)[user:], given.mask_args)),
+        "lists_b": lists.strides[0],
+        "lists_h": lists.strides[1],
     }
 
 

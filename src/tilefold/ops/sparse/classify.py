@@ -19,7 +19,7 @@ from ..device import device_of
 if TYPE_CHECKING:
     from ..launch import Launch
 
-__all__ = ["TileLists", "block_kinds", "blocks_of", "lists_of_kinds", "reads"]
+__all__ = ["QueryLists", "TileLists", "block_kinds", "blocks_of", "lists_of_kinds", "reads"]
 
 KEPT = 4  # lists of a call's shapes and mask_mod: layers may take turns with their args
 ENTRIES = 128  # that are written at a time
@@ -43,7 +43,9 @@ def block_kinds(
     check_hooks(Call(mask_mod=mask_mod, mask_args=args), device)
     kinds = torch.empty((*grid[:2], *blocks_of(grid[2:], block)), dtype=torch.uint8, device=device)
     if kinds.numel() > 0:
-        _classify(kinds.numel(), block, device)((kinds, *_sizes(kinds, grid), ((mask_mod, runtime_ints(args)),)))
+        _classify(kinds.numel(), block, 0, device)(
+            (kinds, *_sizes(kinds, grid), 0, 0, ((mask_mod, runtime_ints(args)),))
+        )
     return kinds
 
 
@@ -56,13 +58,18 @@ def _sizes(kinds: torch.Tensor, grid: tuple[int, int, int, int]) -> tuple[int, .
     return grid[2], grid[3], grid[1], *kinds.shape[2:]
 
 
-def _classify(blocks: int, block: tuple[int, int], device: torch.device) -> "Launch":
-    from ...kernels.sparse.classify import classify_blocks
+def _classify(blocks: int, block: tuple[int, int], kind: int, device: torch.device) -> "Launch":
+    at_once = {"BLOCK_M": min(block[0], TILE[0]), "BLOCK_N": min(block[1], TILE[1])}
+    return _launch(
+        "classify_blocks", blocks, {"KIND": kind, "Q_BLOCK": block[0], "KV_BLOCK": block[1], **at_once}, device
+    )
+
+
+def _launch(name: str, programs: int, constants: dict[str, Any], device: torch.device) -> "Launch":
+    from ...kernels.sparse import classify
     from ..launch import Launch
 
-    at_once = {"BLOCK_M": min(block[0], TILE[0]), "BLOCK_N": min(block[1], TILE[1])}
-    constants = {"Q_BLOCK": block[0], "KV_BLOCK": block[1], **at_once}
-    return Launch(classify_blocks, (blocks, 1, 1), constants, {"num_warps": 4}, device.index or 0)
+    return Launch(getattr(classify, name), (programs, 1, 1), constants, {"num_warps": 4}, device.index or 0)
 
 
 def lists_of_kinds(kinds: torch.Tensor, capacity: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -70,20 +77,12 @@ def lists_of_kinds(kinds: torch.Tensor, capacity: int) -> tuple[torch.Tensor, to
     wanted = torch.empty(kinds.shape[:3], dtype=torch.int32, device=kinds.device)
     indices = torch.empty((*kinds.shape[:3], capacity), dtype=torch.int32, device=kinds.device)
     if wanted.numel() > 0 and kinds.shape[3] > 0:
-        sizes = 1, kinds.shape[3], UNBOUNDED, UNBOUNDED, *kinds.shape[2:], capacity, capacity, 1
-        _list(wanted.numel(), 0, False, (1, 1), kinds.device)((kinds, indices, wanted, *sizes))
+        made = _launch("list_blocks", wanted.numel(), {"MARKED": False, "ENTRIES": ENTRIES}, kinds.device)
+        made((kinds, indices, wanted, kinds.shape[3], capacity, capacity, 1))
     else:
         wanted.zero_()
         indices.zero_()
     return indices, wanted.clamp(max=capacity), wanted
-
-
-def _list(rows: int, kind: int, marked: bool, block: tuple[int, int], device: torch.device) -> "Launch":
-    from ...kernels.sparse.classify import list_blocks
-    from ..launch import Launch
-
-    constants = {"KIND": kind, "MARKED": marked, "Q_BLOCK": block[0], "KV_BLOCK": block[1], "ENTRIES": ENTRIES}
-    return Launch(list_blocks, (rows, 1, 1), constants, {"num_warps": 4}, device.index or 0)
 
 
 class TileLists:
@@ -107,18 +106,26 @@ class TileLists:
         read = reads(mask_mod)
         batch, heads = sizes[0] if read.batch else 1, sizes[1] if read.head else 1
         self.grid, self.device, self.anew = (batch, heads, *sizes[2:]), device, anew
-        self.shape = batch, heads, *blocks_of(sizes[2:], tile)
-        row = self.shape[3] + 1
-        self.strides = self.shape[2] * heads * row * (batch > 1), self.shape[2] * row * (heads > 1), row
+        self.kinds = batch, heads, *blocks_of(sizes[2:], tile)
         self.band = [UNBOUNDED if side < 0 else side for side in window]
-        self.classify = _classify(math.prod(self.shape), tile, device)
-        self.list = _list(math.prod(self.shape[:3]), kind_of(window), True, tile, device)
+        self.classify = _classify(math.prod(self.kinds), tile, kind_of(window), device)
         self._kept: dict[Any, tuple[list[Any], torch.Tensor]] = {}
+        self._plan_lists()
+
+    def _plan_lists(self) -> None:
+        self.shape = *self.kinds[:3], 1 + self.kinds[3]
+        self.list = _launch("list_blocks", math.prod(self.shape[:3]), {"MARKED": True, "ENTRIES": ENTRIES}, self.device)
+
+    @property
+    def strides(self) -> tuple[int, int, int]:
+        """Of batch entries, heads and lists; 0 where one serves all."""
+        batch, heads, lists, size = self.shape
+        return heads * lists * size * (batch > 1), lists * size * (heads > 1), size
 
     def of(self, mods: tuple[Any, ...], args: tuple[Any, ...]) -> torch.Tensor:
         """[batch or 1, heads or 1, query tiles, 1 + KV tiles] int32; mods: the mask_mods with their args as kernels take them."""
         if self.device.type == "meta":
-            return self._empty(torch.int32, 1)
+            return torch.empty(self.shape, dtype=torch.int32, device="meta")
         stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
         if stream and torch.cuda.is_current_stream_capturing():
             return self._make(mods)
@@ -137,15 +144,38 @@ class TileLists:
         return found[1]
 
     def _make(self, mods: tuple[Any, ...]) -> torch.Tensor:
-        kinds, lists = self._empty(torch.uint8, 0), self._empty(torch.int32, 1)
-        sizes = _sizes(kinds, self.grid)
-        self.classify((kinds, *sizes, mods))
-        row = lists.shape[3]
-        self.list((kinds, lists[..., 1:], lists, *sizes[:2], *self.band, *sizes[3:], row - 1, row, row))
+        kinds = torch.empty(self.kinds, dtype=torch.uint8, device=self.device)
+        self.classify((kinds, *_sizes(kinds, self.grid), *self.band, mods))
+        return self._listed(kinds)
+
+    def _listed(self, kinds: torch.Tensor) -> torch.Tensor:
+        lists = torch.empty(self.shape, dtype=torch.int32, device=self.device)
+        size = self.shape[3]
+        self.list((kinds, lists[..., 1:], lists, size - 1, size - 1, size, size))
         return lists
 
-    def _empty(self, dtype: torch.dtype, more: int) -> torch.Tensor:
-        return torch.empty((*self.shape[:3], self.shape[3] + more), dtype=dtype, device=self.device)
+
+class QueryLists(TileLists):
+    """The other way round, for a backward pass: for each KV tile the query tiles to which the mask_mod shows it (list_queries).
+
+    KV heads have lists where the mod names heads: of a tile that it shows to one of the group, whole if to all whole."""
+
+    def __init__(self, kv_heads: int, *args: Any) -> None:
+        self.kv_heads = kv_heads
+        super().__init__(*args)
+
+    def _plan_lists(self) -> None:
+        batch, heads, q_blocks, kv_blocks = self.kinds
+        self.shape = batch, min(heads, self.kv_heads), kv_blocks, 1 + 2 * q_blocks
+        self.list = _launch("list_queries", math.prod(self.shape[:3]), {"ENTRIES": ENTRIES}, self.device)
+
+    def _listed(self, kinds: torch.Tensor) -> torch.Tensor:
+        if self.kinds[1] > self.shape[1]:
+            groups = kinds.unflatten(1, (self.shape[1], -1))
+            kinds = torch.where(groups.amin(2) == 2, 2, groups.amax(2).clamp(max=1)).to(torch.uint8)
+        lists = torch.empty(self.shape, dtype=torch.int32, device=self.device)
+        self.list((kinds, (kinds > 0).cumsum(-1, dtype=torch.int32), lists, *self.kinds[2:]))
+        return lists
 
 
 class Reads(NamedTuple):

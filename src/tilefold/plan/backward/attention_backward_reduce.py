@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilefold.plan.backward.hopper_backward import divisors
+from tilefold.plan.dense.attention_hopper import LISTS_FROM
 from tilefold.plan.device import Device
 from tilefold.plan.hopper import chip_refusal, tile_fault
 from tilefold.plan.limits import MAX_GRID, Tile, box_refusal
@@ -59,13 +60,16 @@ class ReduceOptions:
 
     ordered: each tile of queries gets its additions in the order of the keys' blocks, so the bits are the same every run.
     late: with changes of scores, dP is issued behind them: the two do not run side by side, but nothing has to leave registers
-    for the other."""
+    for the other.
+    lists: tiles that a mask_mod hides are left out, and it is not asked about those that it shows whole."""
 
     ordered: bool = False
     late: bool = False
+    lists: bool = False
 
     def __str__(self) -> str:
         late = ", dP behind the changes of scores" if self.late else ""
+        late += ", over lists of the tiles that the mask_mod shows" if self.lists else ""
         return "dq added in memory, " + ("in the order of the keys" if self.ordered else "in any order") + late
 
 
@@ -108,7 +112,8 @@ def options_for(problem: AttentionProblem, device: Device, deterministic: bool) 
     if not n.plain:
         if min(n.seq_q, n.seq_k) < LEAST_CHANGED:
             return f"with fewer than {LEAST_CHANGED} queries or keys it was not measured with changes of scores"
-        return ReduceOptions(ordered=deterministic or not _any_order_pays(n), late=is_late(n))
+        lists = n.mask_by_place and n.seq_q * n.seq_k >= LISTS_FROM
+        return ReduceOptions(ordered=deterministic or not _any_order_pays(n), late=is_late(n), lists=lists)
     if min(n.sides) >= 0:
         return "it was not measured with a window"
     causal, tokens, least = max(n.sides) >= 0, min(n.seq_q, n.seq_k), LEAST_TOKENS[n.dim_qk]
@@ -214,6 +219,8 @@ def reduce_violation(
         return fault
     if n.plain and options is not None and options.late:
         return "options.late", "is a version of changes of scores, which the problem does not have"
+    if options is not None and options.lists and not n.mask_by_place:
+        return "options.lists", "are of a mask_mod that looks at indices alone, which the problem does not have"
     fixed = {"block_m": queries_of(n), "block_n": KEYS, "num_warps": 4}
     if fault := tile_fault(KERNEL, tile, fixed, reduce_shared(n, tile.num_stages), device):
         return fault
@@ -231,7 +238,7 @@ def options_violation(options: object) -> tuple[str, str] | None:
     """As reduce_violation, of the options alone."""
     if not isinstance(options, ReduceOptions):
         return "options", f"must be ReduceOptions with {KERNEL}, got {options!r}"
-    for name in ("ordered", "late"):
+    for name in ("ordered", "late", "lists"):
         given: Any = getattr(options, name)
         if type(given) is not bool:
             return f"options.{name}", f"must be a bool, got {given!r}"

@@ -13,6 +13,7 @@ from tilefold.plan.problem import MAX_HEAD_DIM, AttentionProblem
 
 __all__ = [
     "KERNEL",
+    "LISTS_FROM",
     "MAX_PACKED",
     "MOD_SLOTS",
     "OPTIONS",
