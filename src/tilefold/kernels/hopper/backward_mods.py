@@ -1,4 +1,4 @@
-"""What changes scores in the backward kernels: softcap, ALiBi, the user's score_mod and mask_mods.  See `score_mods`.
+"""What changes scores in the backward kernels: softcap, ALiBi, mods that load (a bias among them), masks.  See `score_mods`.
 
 Scores are transposed here, [64 keys, QUERIES].  A mod works element by element, so it takes them as they lie: q_index
 [1, QUERIES], kv_index [64, 1] (device.mods).
@@ -54,6 +54,7 @@ class ModTiles:
 
 @jit
 def make_mod_tiles(desc, step_b, step_h, ROWS: gl.constexpr, SLOTS: gl.constexpr):
+    """With their memory."""
     if ROWS == 0:
         return ModTiles(None, None, None, None, 0, 0)
     else:
@@ -66,7 +67,8 @@ def make_mod_tiles(desc, step_b, step_h, ROWS: gl.constexpr, SLOTS: gl.constexpr
 
 @aggregate
 class BackwardMods:
-    """softcap, ALiBi, score_mods, mask and mask_mods, in this order; score_grads: a derivative of each score_mod.
+    """softcap, ALiBi, score_mods, mask and mask_mods, in this order; score_grads: a derivative of each score_mod.  A bias is the
+    first of the score_mods, and a mask that no box reads of the mask_mods.
 
     SOFTCAP, Slopes [B, H] by strides: as of ScoreMods.  KIND: of the BackwardMask."""
 
@@ -122,9 +124,7 @@ class BackwardMods:
             s = softcap(s, self.scale / self.cap, self.SOFTCAP)
             scale = self.cap
             steep = 1.0 - s * s
-        if (
-            self.Slopes is not None
-        ):  # rows are keys here: a distance without a sign is that of the forward pass, else its opposite
+        if self.Slopes is not None:  # rows are keys here: a distance that has a sign has the other one
             sign: gl.constexpr = -1.0 if self.KIND == CAUSAL else 1.0
             s = subtract_distance(s, scale, slope * sign, key, query, lengths.seq_q - lengths.seq_k, self.KIND, 1)
             scale = 1.0
