@@ -194,6 +194,9 @@ def gradients(
     plans = {"portable": plan.with_tiles(kernel="attention_backward_box"), plan.kernel: plan}
     if plan.options is not None and plan.options.late:
         plans["dP beside the changes"] = plan.with_tiles(options=replace(plan.options, late=False))
+    if plan.options is not None and plan.options.lists:
+        plans["without lists"] = plan.with_tiles(options=replace(plan.options, lists=False))
+        plans["any order"] = plan.with_tiles(options=replace(plan.options, ordered=False))
     outs: dict[str, Any] = {n: tilefold.attention(*inputs, **ours, backward_plan=one) for n, one in plans.items()}
     outs |= {n: call() for n, call in candidates(*inputs, ours, flex).items() if n in ("flex", "sdpa")}
     return {n: lambda out=out: torch.autograd.grad(out, inputs, dout, retain_graph=True) for n, out in outs.items()}

@@ -60,6 +60,18 @@ def alone_twin(score, batch, head, q_index, kv_index, args):
 
 
 @triton.jit
+def by_head(score, batch, head, q_index, kv_index, args):
+    """Every head has keys of its own, and the last 300 queries of the second one none: args = (step,)."""
+    step, seq_q, seq_k = args
+    return (kv_index >= step * head) & ((head != 1) | (q_index < seq_q - 300))
+
+
+def by_head_twin(score, batch, head, q_index, kv_index, args):
+    step, seq_q, seq_k = args
+    return (kv_index >= step * head) & ((head != 1) | (q_index < seq_q - 300))
+
+
+@triton.jit
 def filled(score, batch, head, q_index, kv_index, args):
     """Makes a tensor of its own, which has no layout in this kernel."""
     return score + tl.full(score.shape, 1.0, tl.float32)
@@ -84,6 +96,8 @@ def users(name, sq, sk, batch=2, heads=4):
     if name == "alone":
         numbers = torch.randint(0, 3, (sk,), dtype=torch.int32).sort().values.to(DEVICE)
         return {"mask_mod": alone, "mask_args": (numbers,)}, {"mask_mod": alone_twin}, 1
+    if name == "by_head":
+        return {"mask_mod": by_head, "mask_args": (150,)}, {"mask_mod": by_head_twin}, 1
     if name == "dilated":
         return {"mask_mod": dilated, "mask_args": (3,)}, {"mask_mod": dilated_twin}, 1
     return {"mask_mod": sliding, "mask_args": (77,)}, {"mask_mod": sliding_twin}, 1

@@ -13,7 +13,7 @@ from cases import qkv, rand, same
 from cases.backward_kernels import RoundedTwice, compiled_once
 from cases.device import DEVICE, SM_90, captured, near
 from cases.gradient import BOX_BACKWARD, gradients, judged, oracle, upstream
-from cases.mods import filled, users
+from cases.mods import alone, filled, users
 from tilefold.plan.backward.attention_backward_reduce import KERNEL, ReduceOptions
 
 pytestmark = [pytest.mark.no_poison, SM_90]
@@ -210,3 +210,56 @@ def test_what_does_not_compile_runs_in_the_portable_kernel():
         got = gradients(tensors, dout, dlse, score_mod=filled)
     other = gradients(tensors, dout, dlse, score_mod=filled, backward_plan=plan.with_tiles(kernel=BOX_BACKWARD))
     assert same(got, other)
+
+
+# ---------------------------------------------------------------- lists of tiles
+
+MASK_MODS = ("numbered", "dilated", "sliding", "alone", "by_head")
+LISTS = replace(LATE, lists=True)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", MASK_MODS)
+def test_lists_first(name, dim):
+    """Tiles of every kind: hidden, partial, whole; blocks of keys that nobody sees."""
+    held((name,), qkv(1, 700, 1100, 4, 2, dim, dtype=BF, device=DEVICE), LISTS)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("options", MASKS, ids=str)
+@pytest.mark.parametrize("name", MASK_MODS)
+def test_lists(name, options, dim):
+    for sq, sk in ((1, 1), (127, 129), (1001, 333), (64, 2000), (2000, 63)):
+        held((name,), qkv(2, sq, sk, 4, 2, dim, dtype=BF, device=DEVICE), LISTS, **options)
+    for version in (
+        replace(EARLY, lists=True),
+        replace(LISTS, ordered=False),
+        replace(EARLY, ordered=False, lists=True),
+    ):
+        held((name,), qkv(2, 333, 1001, 6, 2, dim, dtype=torch.float16, device=DEVICE), version, **options)
+
+
+@pytest.mark.parametrize(
+    "names", [("softcap", "alibi", "mask of heads", "relative", "dilated"), ("slanted", "by_head")], ids="-".join
+)
+def test_lists_behind_the_others(names):
+    for options in MASKS:
+        held(names, qkv(2, 333, 1001, 4, 2, 128, dtype=BF, device=DEVICE), LISTS, **options)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_lists_are_planned_and_give_the_same_bits(dim):
+    """By default, many blocks of keys that wait for one another; what changes in place changes the lists."""
+    q, k, v = (t.requires_grad_() for t in qkv(2, 4096, 4096, 8, 2, dim, dtype=BF, device=DEVICE))
+    numbers = torch.zeros(4096, dtype=torch.int32, device=DEVICE)
+    options = {"mask_mod": alone, "mask_args": (numbers,)}
+    plan = tilefold.attention_backward_plan(q, k, v, **options)
+    assert plan.kernel == KERNEL and plan.options == LISTS
+    bare = plan.with_tiles(options=LATE)
+    for documents in (1, 7, 64, 4096):
+        numbers.copy_(torch.arange(4096) * documents // 4096)
+        dout = torch.randn_like(q)
+        made = [torch.autograd.grad(tilefold.attention(q, k, v, **options), (q, k, v), dout) for _ in range(10)]
+        assert all(same(made[0], each) for each in made[1:])
+        want = torch.autograd.grad(tilefold.attention(q, k, v, backward_plan=bare, **options), (q, k, v), dout)
+        assert near(made[0], want)

@@ -306,7 +306,7 @@ def test_user_versions(dim, changes):
         held_user(["numbered"], q, k, v, changes, **options)
 
 
-MASK_MODS = ["numbered", "dilated", "sliding", "alone"]
+MASK_MODS = ["numbered", "dilated", "sliding", "alone", "by_head"]
 
 
 @pytest.mark.parametrize("name", MASK_MODS)
