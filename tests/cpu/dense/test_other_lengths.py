@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -92,6 +93,17 @@ def test_a_wider_number_is_compiled_for():
     for stride, kept in ((5, "compiled"), (1 << 31, None)):
         other = near.bound.with_values({"stride_ob": stride}, (1, 1, 1))
         assert other.launch._compiled == kept and other.launch.grid == (1, 1, 1) != near.bound.launch.grid
+
+
+def test_integers_of_another_class_are_compiled_for():
+    params = [SimpleNamespace(do_not_specialize=flag) for flag in (True, False)]
+    launch = Launch(SimpleNamespace(arg_names=["n", "stride"], params=params), (1, 1, 1), {}, {}, 0)
+    bound = Bound(launch, (), {"n": 16, "stride": 32})
+    launch._compiled = "compiled"
+    for name, value, kept in (
+        ("n", 17, True), ("n", 1 << 31, False), ("stride", 48, True), ("stride", 33, False), ("stride", 1, False)
+    ):  # fmt: skip
+        assert (bound.with_values({name: value}, (2, 1, 1)).launch._compiled == "compiled") is kept
 
 
 CHANGES = {
