@@ -15,7 +15,7 @@ from tilefold.ops.dense.attention_hopper import bind
 from tilefold.ops.dense.attention_parts import problem_of
 from tilefold.ops.launch import Launch
 from tilefold.ops.source import Packed
-from tilefold.plan import device_named, plan_attention
+from tilefold.plan import DecodePlan, device_named, plan_attention, plan_forward
 
 
 def made(n, m=0, heads=16, kv_heads=4, dim=64, layout="bshd", packed=False, dtype=torch.bfloat16):
@@ -168,3 +168,15 @@ def test_slots_are_replaced_by_slots():
     at = bound.names.index("q_desc")
     given = (q, k, v, q, q, Call(**more))
     assert other.arguments(given)[at] == "another" != bound.arguments(given)[at]
+
+
+def test_lengths_of_the_decode_kernel_have_a_record_of_their_own(monkeypatch):
+    """Packed prompts, then packed steps of generation: the key is the same, the kernel is not."""
+    q, k, v, more = made(4096, packed=True)
+    _, near = record(q, k, v, Call(**more))
+    steps = more["source"]._replace(max_q=1)
+    assert isinstance(plan_forward(replace(near.plan.problem, seq_q=1), device_named("h200")), DecodePlan)
+    monkeypatch.setattr(attention, "device_of", lambda *args: device_named("h200"))
+    monkeypatch.setattr(attention.records, "CACHE", {_key_of_any_length(q, k, v, Call(**more)): near})
+    monkeypatch.setattr(attention, "_prepare", lambda *args: SimpleNamespace(bound=None, decoder="decoder"))
+    assert attention.prepare.__wrapped__(q, k, v, Call(source=steps)).decoder == "decoder"

@@ -157,7 +157,7 @@ def _of_other_lengths(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch
     at, packed = 2 if call.layout == "bhsd" else 1, call.packed
     lengths = (q.shape[at], k.shape[at]) if packed is None else (packed.max_q, packed.max_k)
     problem = replace(near.problem, seq_q=lengths[0], seq_k=lengths[1])
-    plan: Any = plan_forward(problem, device_of(q.device, "attention"), portable=disabled())
+    plan = plan_forward(problem, device_of(q.device, "attention"), portable=disabled())
     return _bind_again(near, q, k, v, call, plan)
 
 
@@ -181,12 +181,17 @@ def _plan_of_length(problem: "AttentionProblem", seq_k: int, device: "Device") -
 
 
 def _bind_again(
-    near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, plan: "AttentionPlan"
+    near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, plan: "AttentionPlan | DecodePlan"
 ) -> Prepared | None:
     """`_of_other_lengths` under this plan."""
-    old, n = cast("AttentionPlan", near.planned), plan.problem
-    if plan.kernel != old.kernel or plan.tile != old.tile or plan.options != old.options:
+    from ...plan import DecodePlan
+
+    old = cast("AttentionPlan", near.planned)
+    if isinstance(plan, DecodePlan) or plan.kernel != old.kernel:
         return None
+    if plan.tile != old.tile or plan.options != old.options:
+        return None
+    n = plan.problem
     sizes = {"batch": n.batch, "seq_q": n.seq_q, "seq_k": n.seq_k, "heads": n.heads, "kv_heads": n.kv_heads}
     shapes = result_shapes(call, {**sizes, "dim_v": n.dim_v, "total_q": q.shape[0]})
     if plan.kernel == HOPPER_KERNEL:
