@@ -139,10 +139,10 @@ def new_rows() -> dict[str, Call]:
         n = itertools.count(FIRST)
         return both
 
-    def over(keys: torch.Tensor, *_: Any) -> Any:
+    def over(keys: int, *_: Any) -> Any:
         return tilefold.attention_kvcache(one, cache[:, :keys], cache[:, :keys], cache_seqlens=lengths)
 
-    def in_pages(keys: torch.Tensor, *_: Any) -> Any:
+    def in_pages(keys: int, *_: Any) -> Any:
         return tilefold.attention_kvcache(one, pages, pages, cache_seqlens=lengths, block_table=table[:, :keys])
 
     return {
@@ -176,10 +176,10 @@ def shortest(call: Call, calls: int = 20, runs: int = 100) -> float:
 
 
 STAGES = {
-    "checks": ("check_options", "sizes_of", "check_hooks", "_checked", "check_call"),
+    "checks": ("check_options", "sizes_of", "check_hooks", "_checked", "check_call", "_key_of_any_length"),
     "problem": ("problem_of", "problem_of_decode"),
     "plan": ("plan_forward", "plan_decode", "plan_sparse", "backward_plan_of", "backward_plan"),
-    "bind": ("bind", "_bind", "bind_decode", "bound_launches"),
+    "bind": ("bind", "_bind", "_bind_again", "bind_decode", "bound_launches"),
     "compile": ("compile", "found", "compiled"),
 }
 """Functions of tilefold by the stage that they are."""

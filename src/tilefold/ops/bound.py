@@ -127,31 +127,31 @@ class Bound:
     def with_values(self, values: Mapping[str, Any], grid: tuple[int, int, int] | None = None) -> "Bound":
         """The same launch with other values, on another grid if one is given.
 
-        values: integers that the compiled kernel takes as those before; a Slot of what a slot of the same name makes its argument
-        of.  KeyError for a name that is no parameter of the kernel, or a slot."""
+        values: more than the kernel has may be there; a Slot makes its argument of what the slot of this name does.  KeyError for
+        another value of a slot."""
         made = object.__new__(Bound)
         made.names, made._template = self.names, self._template.copy()
         made.values, made._as_given = {**self.values, **values}, self._as_given
         slots, alike = {at for at, *_ in (*self._as_given, *self._made)}, True
         makes: dict[int, Any] = {}
-        for name, value in values.items():
-            at = self.names.index(name) if name in self.names else -1
-            if type(value) is Slot and at in slots:
-                makes[at] = value.make
+        for at, name in enumerate(self.names):
+            if name not in values:
                 continue
-            if at < 0 or at in slots:
+            value = values[name]
+            if at not in slots:
+                alike = alike and self.launch.alike(at, made._template[at], value)
+                made._template[at] = value
+            elif type(value) is Slot:
+                makes[at] = value.make
+            else:
                 raise KeyError(f"{self.launch.fn.__name__} has no parameter {name!r} that is the same in all calls")
-            alike = alike and (type(value) is not int or is_wide(value) == is_wide(made._template[at]))
-            made._template[at] = value
         made._made = tuple([(at, place, makes.get(at, make)) for at, place, make in self._made])
         made._rest = None if self._rest is None else made._template[len(self.names) - len(self._rest) :]
         made.launch = self.launch if grid is None and alike else self.launch.on_grid(grid, alike)
         return made
 
 
-_CHECKED: dict[
-    Any, tuple[Any, dict[str, Any]]
-] = {}  # descriptors' class and fields, the layout too, by those and the block
+_CHECKED: dict[Any, tuple[Any, dict[str, Any]]] = {}  # a descriptor's class and fields, by class, layout and block
 
 
 class Box:
@@ -171,7 +171,7 @@ class Box:
         layout: Any = None,
     ) -> None:
         """kind: Gluon's descriptor, which also has the layout of the box in shared memory; None: Triton's."""
-        key = kind, id(layout), tuple(block)
+        key = kind, layout, tuple(block)
         checked = _CHECKED.get(key)
         if checked is None:  # by Triton, once: shape and strides of other lengths are as good
             if kind is None:

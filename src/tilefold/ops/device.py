@@ -30,7 +30,8 @@ def device_of(device: torch.device, operation: str = "") -> "Device":
     """The record that plans for `device` are made with; DeviceError where nothing serves it.
 
     operation: a name in `plan/capabilities.py`: a CPU tensor is served where `cpu` has it."""
-    from ..plan import architecture, capabilities, device_named
+    from ..plan import architecture, capabilities
+    from ..plan.device import device_named
 
     found = architecture.architecture_at(device.type, interpreting())
     if found is architecture.INTERPRETER:

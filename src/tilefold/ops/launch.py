@@ -53,6 +53,14 @@ class Launch:
         self._tail = tuple([constants[name] for name in named])
         self._compiled: Any = None
 
+    def alike(self, at: int, old: Any, new: Any) -> bool:
+        """Whether the kernel that was compiled, if any, takes another integer in this place."""
+        if self._compiled is None or new == old:
+            return True
+        if type(new) is not int or type(old) is not int:
+            return False
+        return is_wide(old) == is_wide(new) if self.fn.params[at].do_not_specialize else _class(old) == _class(new)
+
     def on_grid(self, grid: tuple[int, int, int] | None, alike: bool) -> "Launch":
         """The same on another grid, or the same one; alike: args are specialised as before."""
         made = object.__new__(Launch)

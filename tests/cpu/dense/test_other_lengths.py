@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,12 +10,12 @@ import torch
 from tilefold.ops.bound import Bound, Slot
 from tilefold.ops.call import Call, result_shapes, sizes_of
 from tilefold.ops.dense import attention
-from tilefold.ops.dense.attention import _key_of_any_length
-from tilefold.ops.dense.attention_hopper import bind, bind_again
+from tilefold.ops.dense.attention import _bind, _bind_again, _key_of_any_length
+from tilefold.ops.dense.attention_hopper import bind
 from tilefold.ops.dense.attention_parts import problem_of
 from tilefold.ops.launch import Launch
 from tilefold.ops.source import Packed
-from tilefold.plan import device_named, plan_attention
+from tilefold.plan import DecodePlan, device_named, plan_attention, plan_forward
 
 
 def made(n, m=0, heads=16, kv_heads=4, dim=64, layout="bshd", packed=False, dtype=torch.bfloat16):
@@ -27,11 +28,17 @@ def made(n, m=0, heads=16, kv_heads=4, dim=64, layout="bshd", packed=False, dtyp
     return q, k, v, {"source": Packed(cu, cu, n - 7, (m or n) - 7)} if packed else {"layout": layout}
 
 
-def record(q, k, v, call):
-    """(the plan, the record of a call of its own) on an H200."""
+def record(q, k, v, call, portable=False):
+    """(the plan, the record of a call of its own) on an H200; portable: by pointers, or by boxes, of which Triton specialises
+    strides."""
     sizes, window = sizes_of(q, k, v, call), (-1, 0) if call.causal else (-1, -1)
-    plan = plan_attention(problem_of(q, k, v, call, sizes, window), device_named("h200"))
-    return plan, bind(q, k, v, call, window, 0.125, plan, result_shapes(call, sizes))
+    plan, shapes = (
+        plan_attention(problem_of(q, k, v, call, sizes, window), device_named("h200"), portable),
+        result_shapes(call, sizes),
+    )
+    if portable:
+        return plan, _bind(q, k, v, call, sizes, window, 0.125, 0.0, plan, *shapes)
+    return plan, bind(q, k, v, call, window, 0.125, plan, shapes)
 
 
 def arguments(prepared, q, k, v, call):
@@ -50,23 +57,25 @@ SORTS = {
     "no groups": {"heads": 32, "kv_heads": 32, "dim": 128},
     "bhsd": {"layout": "bhsd", "causal": True},
     "packed": {"packed": True, "causal": True},
+    "boxes": {"portable": True, "dim": 128},
+    "pointers": {"portable": True, "packed": True},
 }
 
 
 @pytest.mark.parametrize("sort", SORTS)
 @pytest.mark.parametrize("lengths", [(1057, 0), (1100, 1603), (1664, 1664)])
 def test_the_record_is_that_of_a_call_of_its_own(sort, lengths):
-    options = {name: value for name, value in SORTS[sort].items() if name != "causal"}
-    causal = SORTS[sort].get("causal", False)
+    options = dict(SORTS[sort])
+    causal, portable = options.pop("causal", False), options.pop("portable", False)
     q, k, v, more = made(1500, **options)
-    _, near = record(q, k, v, Call(causal=causal, **more))
-    near.bound.launch._compiled = "compiled"
+    _, near = record(q, k, v, Call(causal=causal, **more), portable)
+    near.bound.launch._compiled = None if portable else "compiled"  # the interpreter knows no specialisation
     first = _key_of_any_length(q, k, v, Call(causal=causal, **more))
     q, k, v, more = made(*lengths, **options)
     call = Call(causal=causal, **more)
     assert _key_of_any_length(q, k, v, call) == first is not None
-    plan, own = record(q, k, v, call)
-    again = bind_again(near, q, k, v, call, plan)
+    plan, own = record(q, k, v, call, portable)
+    again = _bind_again(near, q, k, v, call, plan)
     if plan.tile != near.plan.tile or plan.options != near.plan.options:
         assert again is None
         return
@@ -74,7 +83,7 @@ def test_the_record_is_that_of_a_call_of_its_own(sort, lengths):
     assert again.bound.launch.grid == own.bound.launch.grid
     assert again.bound.launch.keywords == own.bound.launch.keywords
     assert arguments(again, q, k, v, call) == arguments(own, q, k, v, call)
-    assert again.bound.launch._compiled == "compiled" and near.plan.problem.seq_q != plan.problem.seq_q
+    assert again.bound.launch._compiled is near.bound.launch._compiled and near.plan.problem.seq_q != plan.problem.seq_q
 
 
 def test_a_wider_number_is_compiled_for():
@@ -84,6 +93,17 @@ def test_a_wider_number_is_compiled_for():
     for stride, kept in ((5, "compiled"), (1 << 31, None)):
         other = near.bound.with_values({"stride_ob": stride}, (1, 1, 1))
         assert other.launch._compiled == kept and other.launch.grid == (1, 1, 1) != near.bound.launch.grid
+
+
+def test_integers_of_another_class_are_compiled_for():
+    params = [SimpleNamespace(do_not_specialize=flag) for flag in (True, False)]
+    launch = Launch(SimpleNamespace(arg_names=["n", "stride"], params=params), (1, 1, 1), {}, {}, 0)
+    bound = Bound(launch, (), {"n": 16, "stride": 32})
+    launch._compiled = "compiled"
+    for name, value, kept in (
+        ("n", 17, True), ("n", 1 << 31, False), ("stride", 48, True), ("stride", 33, False), ("stride", 1, False)
+    ):  # fmt: skip
+        assert (bound.with_values({name: value}, (2, 1, 1)).launch._compiled == "compiled") is kept
 
 
 CHANGES = {
@@ -148,3 +168,15 @@ def test_slots_are_replaced_by_slots():
     at = bound.names.index("q_desc")
     given = (q, k, v, q, q, Call(**more))
     assert other.arguments(given)[at] == "another" != bound.arguments(given)[at]
+
+
+def test_lengths_of_the_decode_kernel_have_a_record_of_their_own(monkeypatch):
+    """Packed prompts, then packed steps of generation: the key is the same, the kernel is not."""
+    q, k, v, more = made(4096, packed=True)
+    _, near = record(q, k, v, Call(**more))
+    steps = more["source"]._replace(max_q=1)
+    assert isinstance(plan_forward(replace(near.plan.problem, seq_q=1), device_named("h200")), DecodePlan)
+    monkeypatch.setattr(attention, "device_of", lambda *args: device_named("h200"))
+    monkeypatch.setattr(attention.records, "CACHE", {_key_of_any_length(q, k, v, Call(**more)): near})
+    monkeypatch.setattr(attention, "_prepare", lambda *args: SimpleNamespace(bound=None, decoder="decoder"))
+    assert attention.prepare.__wrapped__(q, k, v, Call(source=steps)).decoder == "decoder"

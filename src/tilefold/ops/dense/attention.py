@@ -7,7 +7,7 @@ scalars) is worked out once, kept as a `Prepared` record and reused, so that a r
 import functools
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -100,7 +100,7 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Pr
         if found is not None:
             return found
     made = _prepare(q, k, v, call)
-    if family is not None and made.decoder is None and getattr(made.planned, "kernel", "") == HOPPER_KERNEL:
+    if family is not None and isinstance(made.bound, Bound):
         remember(records.CACHE, family, made)
     if lengths is not None and near is None and made.decoder is not None:
         from ...plan.dense.forward import plan_holds
@@ -150,16 +150,15 @@ def _key_of_any_length(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: 
 
 
 def _of_other_lengths(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared | None:
-    """The record of a call from that of other lengths; None where the kernel has another tile for these."""
+    """The record of a call from that of other lengths; None where these have another kernel, tile or version of it."""
     from ...plan import plan_forward
     from ..hopper import disabled
-    from .attention_hopper import bind_again
 
     at, packed = 2 if call.layout == "bhsd" else 1, call.packed
     lengths = (q.shape[at], k.shape[at]) if packed is None else (packed.max_q, packed.max_k)
     problem = replace(near.problem, seq_q=lengths[0], seq_k=lengths[1])
-    plan: Any = plan_forward(problem, device_of(q.device, "attention"), portable=disabled())
-    return bind_again(near, q, k, v, call, plan)
+    plan = plan_forward(problem, device_of(q.device, "attention"), portable=disabled())
+    return _bind_again(near, q, k, v, call, plan)
 
 
 def remainders(strides: tuple[int, ...]) -> tuple[tuple[int, bool, bool], ...]:
@@ -179,6 +178,48 @@ def _plan_of_length(problem: "AttentionProblem", seq_k: int, device: "Device") -
     from ...plan import plan_forward
 
     return plan_forward(replace(problem, seq_k=seq_k), device)  # type: ignore[return-value]
+
+
+def _bind_again(
+    near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, plan: "AttentionPlan | DecodePlan"
+) -> Prepared | None:
+    """`_of_other_lengths` under this plan."""
+    from ...plan import DecodePlan
+
+    old = cast("AttentionPlan", near.planned)
+    if isinstance(plan, DecodePlan) or plan.kernel != old.kernel:
+        return None
+    if plan.tile != old.tile or plan.options != old.options:
+        return None
+    n = plan.problem
+    sizes = {"batch": n.batch, "seq_q": n.seq_q, "seq_k": n.seq_k, "heads": n.heads, "kv_heads": n.kv_heads}
+    shapes = result_shapes(call, {**sizes, "dim_v": n.dim_v, "total_q": q.shape[0]})
+    if plan.kernel == HOPPER_KERNEL:
+        from .attention_hopper import values_of_lengths
+
+        values, grid = values_of_lengths(q, k, v, call, plan, shapes[0])
+    else:
+        if near.bound.launch.keywords["WIDE"] != _is_wide(q, call, plan):
+            return None
+        values, grid = _values_of_lengths(q, k, v, call, plan, sizes, near.scale, shapes[0]), plan.grid
+    bound = near.bound.with_values(values, grid)
+    return Prepared(plan, *shapes, near.scale, near.softcap, bound, near.mods, keep=near.keep)
+
+
+def _is_wide(q: torch.Tensor, call: Call, plan: "AttentionPlan") -> bool:
+    """Whether the offsets in a tile of q take 64 bits."""
+    return head_strides(q, call.layout)[-2] * plan.block_m >= 1 << 31
+
+
+def _values_of_lengths(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, plan: "AttentionPlan", sizes: dict[str, int],
+    scale: float, out_shape: tuple[int, ...],
+) -> dict[str, Any]:  # fmt: skip
+    """What the portable kernels take that may differ with lengths, by their names."""
+    values = shared_values({**sizes, "total_q": q.shape[0]}, scale, q, k, v, out_shape, call.layout)
+    if plan.kernel == "attention_forward_box":
+        values |= boxed(k, v, call.layout, plan.block_n, (plan.block_qk, plan.block_v))
+    return values
 
 
 # ---------------------------------------------------------------- the first time
@@ -253,7 +294,7 @@ def _bind(
     constants = {
         "KIND": kind_of(window, band),
         "EMULATE": interpreting() and q.dtype == torch.bfloat16,
-        "WIDE": head_strides(q, call.layout)[-2] * plan.block_m >= 1 << 31,
+        "WIDE": _is_wide(q, call, plan),
         "DIM_QK": sizes["dim_qk"],
         "DIM_V": sizes["dim_v"],
         "BLOCK_M": plan.block_m,
@@ -264,10 +305,8 @@ def _bind(
     options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
     if plan.maxnreg is not None:
         options["maxnreg"] = plan.maxnreg
-    values = shared_values(sizes, scale, q, k, v, out_shape, call.layout)
+    values = _values_of_lengths(q, k, v, call, plan, sizes, scale, out_shape)
     values |= option_values(call, window, mods, softcap, q.dtype, band)
-    if plan.kernel == "attention_forward_box":
-        values |= boxed(k, v, call.layout, plan.block_n, (plan.block_qk, plan.block_v))
     launch = Launch(getattr(kernels, plan.kernel), plan.grid, constants, options, q.device.index or 0)
     bound = Bound(launch, GIVEN, values)
     return Prepared(plan, out_shape, lse_shape, scale, softcap, bound, mods, keep=hooks_of(call))

@@ -9,7 +9,7 @@ from ...device import mods
 from ...plan.dense import attention_hopper as rules
 from ...plan.hopper import PRODUCER_REGISTERS
 from ..bound import Bound, Slot, attribute, runtime_ints, stand_in, strides_named
-from ..call import Call, result_shapes
+from ..call import Call
 from ..hopper import WORK_COUNTER, box_of, require
 from ..launch import Launch
 from ..sparse.classify import TileLists
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ...plan import AttentionPlan
     from ..launch import Box
 
-__all__ = ["bind", "bind_again", "compile", "slope_values"]
+__all__ = ["bind", "compile", "slope_values", "values_of_lengths"]
 
 
 def bind(
@@ -47,7 +47,7 @@ def bind(
     from ...kernels.hopper.attention_forward import attention_forward_hopper
 
     n = plan.problem
-    values, grid = _of_lengths(q, k, v, call, plan, shapes[0])
+    values, grid = values_of_lengths(q, k, v, call, plan, shapes[0])
     values |= {
         **TENSORS,
         "scale": scale,
@@ -69,22 +69,7 @@ def bind(
     return Prepared(plan, *shapes, scale, float(call.softcap), bound, mods, keep=hooks_of(call))
 
 
-def bind_again(
-    near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, plan: "AttentionPlan"
-) -> Prepared | None:
-    """The record of a call that differs from that of `near` in lengths alone, for any of which the kernel is compiled; None where
-    the plan has another tile or other versions."""
-    old: Any = near.plan
-    if plan.kernel != old.kernel or plan.tile != old.tile or plan.options != old.options:
-        return None
-    n = plan.problem
-    sizes = {"batch": n.batch, "seq_q": n.seq_q, "heads": n.heads, "dim_v": n.dim_v, "total_q": q.shape[0]}
-    shapes = result_shapes(call, sizes)
-    bound = near.bound.with_values(*_of_lengths(q, k, v, call, plan, shapes[0]))
-    return Prepared(plan, *shapes, near.scale, near.softcap, bound, near.mods, keep=near.keep)
-
-
-def _of_lengths(
+def values_of_lengths(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, plan: "AttentionPlan", out_shape: tuple[int, ...]
 ) -> tuple[dict[str, Any], tuple[int, int, int]]:
     """Values that differ with the lengths of a call, and the grid; a packed batch is one sequence to TMA."""

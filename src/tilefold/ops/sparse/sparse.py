@@ -2,16 +2,18 @@
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from .. import records
 from ..bound import Bound, Slot, attribute, stand_in, strides_named
-from ..call import Call, key_of, result_shapes
+from ..call import Call, facts_of, is_plain, key_of, options_of, result_shapes
 from ..dense.attention_parts import boxable, boxed, head_strides, hooks_of, new_results, problem_of, shared_values
 from ..device import device_of, interpreting, on_host
 from ..places import check_inside, check_pages
-from ..records import recorded
+from ..records import recorded, remember
 from ..serve import function_at, plan_at
 from .sparse_call import check_call, check_lists
 from .sparse_parts import GIVEN, HOPPER_KERNEL, TO_MERGE, Prepared, list_values, mod_values
@@ -59,7 +61,55 @@ def _check_placement(k: torch.Tensor, total_q: int, call: Call) -> None:
 
 @recorded("sparse_attention", key_of)
 def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
-    """The record of this call's shapes and options; checks everything the first time they are seen."""
+    """The record of this call's shapes and options; checks everything the first time they are seen, but for lengths the first
+    time."""
+    try:
+        family = _key_of_any_length(q, k, v, call)
+        near = records.CACHE.get(family)
+    except (AttributeError, IndexError, RuntimeError, TypeError):  # the checks say which argument is wrong
+        family = near = None
+    found = _of_other_lengths(near, q, k, v, call) if near else None
+    if found is None:
+        found = _prepare(q, k, v, call)
+        if family is not None and getattr(found.plan, "kernel", "") == HOPPER_KERNEL:
+            remember(records.CACHE, family, found)
+    return found
+
+
+def _key_of_any_length(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any:
+    """The key of calls that differ in lengths alone, and in whether the last KV block is whole; None for other calls."""
+    lists, at = call.lists, 2 if call.layout == "bhsd" else 1
+    if call.source is not None or not is_plain(call) or lists.seq_q != q.shape[at]:
+        return None
+    if lists.seq_k != k.shape[at] or lists.seq_k != v.shape[at]:
+        return None
+    sides = [(type(t), t.shape[:at], t.shape[at + 1 :], t.stride(-1), boxable(t), facts_of(t)[3:]) for t in (q, k, v)]
+    parts = [None if t is None else (t.dim(), t.shape[: min(2, t.dim() - 1)], facts_of(t)[3:]) for t in lists[:4]]
+    blocks = lists.block_q, lists.block_k, lists.indices.shape[3], lists.seq_k % lists.block_k == 0
+    return "sparse attention of any lengths", *sides, *parts, blocks, options_of(call)
+
+
+def _of_other_lengths(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared | None:
+    """The record of a call from that of other lengths; None where these have another kernel or tile."""
+    from ...plan.sparse.sparse import plan_sparse
+    from ..hopper import disabled
+    from .sparse_hopper import values_of_lengths
+
+    old, lists = cast("SparsePlan", near.plan), call.lists
+    attention = replace(old.problem.attention, seq_q=lists.seq_q, seq_k=lists.seq_k)
+    device = device_of(q.device, "sparse_attention")
+    plan = plan_sparse(replace(old.problem, attention=attention), device, portable=disabled())
+    if plan.kernel != HOPPER_KERNEL or plan.tile != old.tile:
+        return None
+    n = attention
+    sizes = {"batch": n.batch, "seq_q": n.seq_q, "heads": n.heads, "dim_v": n.dim_v}
+    shapes = result_shapes(call, sizes)
+    bound = near.bound.with_values(*values_of_lengths(q, k, v, call, plan, shapes[0]))
+    return Prepared(plan, *shapes, near.scale, near.mods, bound, None, near.keep)
+
+
+def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
+    """The record of a call; checks everything."""
     from ...plan.sparse.sparse import SparseProblem, plan_sparse
     from ..hopper import bound_or_none, disabled
 

@@ -4,16 +4,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..bound import Bound, Slot, attribute
+from ..bound import Bound, Slot, attribute, strides_named
 from ..call import Call
-from ..dense.attention_parts import shared_values
+from ..dense.attention_parts import TENSORS, sequence_strides
 from ..hopper import WORK_COUNTER, box_of, require
 from .sparse_parts import GIVEN, list_values
 
 if TYPE_CHECKING:
     from ...plan.sparse.sparse import SparsePlan
 
-__all__ = ["bind"]
+__all__ = ["bind", "values_of_lengths"]
 
 NO_GATES = {f"stride_{name}": 0 for name in ("yb", "ym", "yh", "zb", "zm", "zh")}
 
@@ -29,7 +29,7 @@ def bind(
 ) -> Bound:
     """Kernel, descriptors, run-time scalars and compile-time constants of this call; Unsupported without Gluon."""
     from ...plan.hopper import PRODUCER_REGISTERS
-    from ...plan.sparse.sparse_hopper import box_rows, is_masked, key_slots, registers
+    from ...plan.sparse.sparse_hopper import is_masked, key_slots, registers
     from ..launch import Launch
 
     require("plan.kernel", plan.kernel)
@@ -37,11 +37,6 @@ def bind(
 
     problem, index = plan.problem, call.lists
     n = problem.attention
-    blocks = -(-n.seq_q // problem.block_q)
-    items = n.batch * n.heads * blocks
-    if call.packed is not None:  # places of all sequences: kernels.hopper.scheduler.sequence_of_place
-        blocks = q.shape[0] // problem.block_q + n.batch
-        items = n.heads * blocks
     at_launch, folding = registers(problem)
     constants = {
         "D": n.dim_qk,
@@ -59,28 +54,51 @@ def bind(
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
     }
     options = {"num_warps": plan.num_warps, "maxnreg": at_launch}
+    values, grid = values_of_lengths(q, k, v, call, plan, out_shape)
+    values |= {
+        **TENSORS,
+        "scale": scale,
+        "heads": n.heads,
+        "group": n.group,
+        "Counter": WORK_COUNTER,
+        "GateB": Slot("lse"),
+        "Gate": Slot("lse"),
+        **NO_GATES,
+        **_places(q, n.batch, call),
+    }
+    launch = Launch(sparse_forward_hopper, grid, constants, options, q.device.index or 0)
+    return Bound(launch, GIVEN, values)
+
+
+def values_of_lengths(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, plan: "SparsePlan", out_shape: tuple[int, ...]
+) -> tuple[dict[str, Any], tuple[int, int, int]]:
+    """Values that differ with the lengths of a call, and the grid; a packed batch is one sequence to TMA."""
+    from ...plan.sparse.sparse_hopper import box_rows
+
+    problem, n = plan.problem, plan.problem.attention
+    blocks = -(-n.seq_q // problem.block_q)
+    items = n.batch * n.heads * blocks
+    if call.packed is not None:  # places of all sequences: kernels.hopper.scheduler.sequence_of_place
+        blocks = q.shape[0] // problem.block_q + n.batch
+        items = n.heads * blocks
     keys = box_rows(problem)
     boxes = {name: box_of(t if call.packed is None else t.unsqueeze(0), call.layout, rows) for name, t, rows in
              (("q", q, 64), ("k", k, keys), ("v", v, keys))}  # fmt: skip
     lists = list_values(call)
-    sizes = {"seq_q": n.seq_q, "seq_k": n.seq_k, "heads": n.heads, "kv_heads": n.kv_heads}
     values = {
-        **shared_values(sizes, scale, q, k, v, out_shape, call.layout),
         **{f"{name}_desc": Slot(name, box.over) for name, box in boxes.items()},
         "branch_desc": Slot("q", boxes["q"].over),  # which nothing reads
         **lists,
         # counts stand for sizes that there are none of, and are not read as such
         **{name: lists[name] or lists["Count"] for name in ("Sizes", "QuerySizes")},
-        "Counter": WORK_COUNTER,
-        "GateB": Slot("lse"),
-        "Gate": Slot("lse"),
+        "seq_q": n.seq_q,
+        "seq_k": n.seq_k,
         "q_blocks": blocks,
         "items": items,
-        **NO_GATES,
-        **_places(q, n.batch, call),
+        **strides_named("o", sequence_strides(out_shape, call.layout), "bmh"),
     }
-    launch = Launch(sparse_forward_hopper, (min(plan.grid[0], items), 1, 1), constants, options, q.device.index or 0)
-    return Bound(launch, GIVEN, values)
+    return values, (min(plan.grid[0], items), 1, 1)
 
 
 def _places(q: torch.Tensor, batch: int, call: Call) -> dict[str, Any]:
