@@ -140,7 +140,8 @@ class BackwardMods:
             s = gl.where(self.mask.read(slot, s, CID) != 0, s, float("-inf"))
         if self.mask_mods is not None:
             if partial:
-                place, kv_index = self.place(s, batch, head, query, key, lengths)
+                if self.score_mods is None:
+                    place, kv_index = self.place(s, batch, head, query, key, lengths)
                 s = hide(s, scale, place, kv_index, self.mask_mods)
         return s, steep
 

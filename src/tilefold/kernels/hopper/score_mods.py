@@ -255,7 +255,8 @@ class ScoreMods:
         if self.mask_mods is not None:
             if partial:
                 if not (FIRST and reads_memory(self.mask_mods)) or work.seq_k > 0:
-                    place, kv_index = self.place(s, work, row, key)
+                    if self.score_mods is None:
+                        place, kv_index = self.place(s, work, row, key)
                     s = hide(s, scale, place, kv_index, self.mask_mods)
         return s
 
