@@ -369,10 +369,14 @@ def curve(dtype, steps=60):
 
 
 def test_a_small_gpt_trains_as_with_flash():
-    """Losses are as far from those of fp32 as flash's are, and far below where they began."""
+    """Losses are as far from those of fp32 as flash's are, and far below where they began; the same bits again, if the other
+    layers give the same bits again."""
     ours = curve(torch.bfloat16)
     assert (CALLS.forward, CALLS.backward) == (120, 120)
-    assert torch.equal(ours, curve(torch.bfloat16))
+    again = curve(torch.bfloat16)
+    with sdpa_kernel(SDPBackend.MATH):
+        others = [curve(torch.bfloat16) for _ in range(2)]
+    assert torch.equal(ours, again) or not torch.equal(*others)
     registry.restore_flash_attention_impl()
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         flash = curve(torch.bfloat16)
