@@ -63,7 +63,8 @@ def kinds_of_mask_mod(
 ) -> tuple[torch.Tensor, bool]:  # fmt: skip
     """(uint8 [batch or 1, heads or 1, Q blocks, KV blocks] of `ops.sparse.classify`, whether the mask also cuts inside blocks);
     shared: (batch, heads).  check: as for `map_of_mask`."""
-    from ..ops.sparse.classify import block_kinds, reads  # here: lists without a kernel stay light
+    from ..ops.reads import reads  # here: lists without a kernel stay light
+    from ..ops.sparse.classify import block_kinds
 
     grid = [check_whole(name, n) for name, n in zip(("batch", "heads"), shared, strict=True)]
     for side, length, size in zip("qk", seq, block, strict=True):

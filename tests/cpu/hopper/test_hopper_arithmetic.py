@@ -177,7 +177,7 @@ def test_changes_of_the_backward_pass(names, kind):
     s = array(np.random.default_rng(0).standard_normal((64, 64)) * 5)
     mods = backward_changes(scale=scale, KIND=kind, **given)
     assert mods.ON and bool({"softcap", "score_mod"} & {*names}) == mods.STEEP
-    got, steep = mods.apply(s, mods.slope(batch, head), batch, head, query, key, lengths, 0, 0)
+    got, steep = mods.apply(s, mods.slope(batch, head), batch, head, query, key, lengths, True, 0, 0)
     natural = np.asarray(got, np.float64) * float(mods.to_base_2()) / np.log2(np.e)
     q_index = np.arange(query, query + 64)[None]
     kv_index = np.arange(key, key + 64)[:, None]

@@ -11,8 +11,9 @@ import triton.language as tl
 import tilefold
 from tilefold.device import mods
 from tilefold.ops.bound import runtime_ints
+from tilefold.ops.reads import Reads, reads
 from tilefold.ops.sparse import classify
-from tilefold.ops.sparse.classify import QueryLists, Reads, TileLists, reads
+from tilefold.ops.sparse.classify import QueryLists, TileLists
 from tilefold.plan import device_named, plan_attention
 from tilefold.types import Rule, Rules
 

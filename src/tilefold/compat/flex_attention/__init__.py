@@ -24,7 +24,8 @@ from torch.nn.attention.flex_attention import create_block_mask as _create_block
 from ... import attention, sparse_attention
 from ...errors import DtypeError, ShapeError, Unsupported
 from ...ops.device import interpreting
-from ...ops.sparse.classify import block_kinds, reads
+from ...ops.reads import reads
+from ...ops.sparse.classify import block_kinds
 from ...sparse import BlockIndex
 from .translate import translated
 

@@ -106,7 +106,7 @@ def problem_of(
 ) -> "AttentionProblem":
     """The problem of a call; band: of `band_of`, where the kernels have it."""
     from ...plan import AttentionProblem
-    from ..sparse.classify import reads
+    from ..reads import reads
 
     score = [n for n, used in (("softcap", call.softcap > 0), ("alibi", call.alibi_slopes is not None),
                                ("bias", call.bias is not None), ("user", call.score_mod is not None)) if used]  # fmt: skip

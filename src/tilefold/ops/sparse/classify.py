@@ -1,25 +1,21 @@
 """The launches that say of each block of a mask whether it is empty, partial or full, and list those that are not empty."""
 
-import ast
-import functools
-import inspect
 import math
-import textwrap
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...errors import DtypeError, Unsupported
-from ...types import Rules
 from ..bound import runtime_ints
 from ..call import UNBOUNDED, Call, check_hooks, check_mod_args
 from ..device import device_of
+from ..reads import reads
 
 if TYPE_CHECKING:
     from ..launch import Launch
 
-__all__ = ["QueryLists", "TileLists", "block_kinds", "blocks_of", "lists_of_kinds", "reads"]
+__all__ = ["QueryLists", "TileLists", "block_kinds", "blocks_of", "lists_of_kinds"]
 
 KEPT = 4  # lists of a call's shapes and mask_mod: layers may take turns with their args
 ENTRIES = 128  # that are written at a time
@@ -176,34 +172,3 @@ class QueryLists(TileLists):
         lists = torch.empty(self.shape, dtype=torch.int32, device=self.device)
         self.list((kinds, (kinds > 0).cumsum(-1, dtype=torch.int32), lists, *self.kinds[2:]))
         return lists
-
-
-class Reads(NamedTuple):
-    """Which of its arguments a mod may look at."""
-
-    score: bool
-    batch: bool
-    head: bool
-
-
-@functools.lru_cache(maxsize=256)
-def reads(mask_mod: Any) -> Reads:
-    """What the source of a mod names.  All of it where the source cannot be read."""
-    if isinstance(mask_mod, Rules):
-        parts = [_read_of(rule.function) for rule in mask_mod.rules]
-        return Reads(*[any(which) for which in zip(*parts, strict=True)])
-    function = getattr(mask_mod, "fn", mask_mod)
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-        parameters = list(inspect.signature(function).parameters)[:3]
-    except (OSError, TypeError, ValueError, SyntaxError):
-        return Reads(True, True, True)
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    return Reads(*[name in names for name in parameters])
-
-
-def _read_of(function: Any) -> Reads:
-    """Of a rule; names are those of device.mods."""
-    if not isinstance(function, str):
-        return reads(function)
-    return Reads(False, function in ("keys", "prefix_each", "keep"), function == "keep")
