@@ -26,6 +26,7 @@ TWICE = {  # kernels of which there are two, or three, and why
         "attention_backward_reduce",
     },  # rows at multiples of 16, or not
     "learned": {"attention_backward_loads"},  # its two passes
+    "mods": {"attention_backward_reduce"},  # with lists of tiles, or without
     "sparse": {
         "sparse_forward",
         "sparse_backward_queries",
