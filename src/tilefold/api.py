@@ -88,7 +88,8 @@ def attention(
         score_args: tuple of tensors (passed as pointers), ints and floats; other numbers compile nothing anew.  Floating tensors
             that require a gradient get one (docs/concepts/masks.md), by addresses: what a mod loads from outside gives nothing.
         mask_mod: as score_mod, but returns bool: true where the query sees the key.
-        mask_args: as score_args, without gradients.
+        mask_args: as score_args, without gradients.  On sm_90 lists of the tiles that a mask_mod shows are kept until an argument
+            changes; a tensor must not change where torch does not count it (docs/concepts/masks.md).
         layout: "bshd" as above, or "bhsd" for [batch, heads, seq, dim] of q, k, v and out.  A ShapeError says so if all shapes
             fit the other one.
         return_lse: also return the logarithm of each row's softmax denominator.

@@ -101,7 +101,7 @@ def documents(cu_seqlens: torch.Tensor) -> Mask:
     """Only keys of the query's own document.  cu_seqlens: [documents + 1] int32, contiguous, ascending from 0: document d is keys
     cu_seqlens[d] to cu_seqlens[d + 1] of each sequence.  A query whose place is in none sees nothing.
 
-    Every tile is computed: `attention_varlen` has no tiles between documents."""
+    On sm_90 `attention` leaves out the tiles between documents of long sequences; `attention_varlen` has none anywhere."""
     _check_integers("cu_seqlens", cu_seqlens, "documents + 1")
     if cu_seqlens.shape[0] < 2:
         raise ShapeError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}: one document has 2 offsets")

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from cases import arguments_of
 from tilefold.ops.bound import Bound, Slot
 from tilefold.ops.call import Call, result_shapes, sizes_of
 from tilefold.ops.dense import attention
@@ -41,16 +42,6 @@ def record(q, k, v, call, portable=False):
     return plan, bind(q, k, v, call, window, 0.125, plan, shapes)
 
 
-def arguments(prepared, q, k, v, call):
-    """Those of the launch, descriptors by what they say."""
-    out = torch.empty(1, dtype=q.dtype, device="meta")
-    given = prepared.bound.arguments((q, k, v, out, out, call))
-    return [
-        {**one.__dict__, "base": one.base.shape} if hasattr(one, "block_shape") else one
-        for one in given if not isinstance(one, torch.Tensor)
-    ]  # fmt: skip
-
-
 SORTS = {
     "dense": {},
     "causal": {"causal": True},
@@ -82,7 +73,7 @@ def test_the_record_is_that_of_a_call_of_its_own(sort, lengths):
     assert (again.plan, again.out_shape, again.lse_shape) == (own.plan, own.out_shape, own.lse_shape)
     assert again.bound.launch.grid == own.bound.launch.grid
     assert again.bound.launch.keywords == own.bound.launch.keywords
-    assert arguments(again, q, k, v, call) == arguments(own, q, k, v, call)
+    assert arguments_of(again, q, k, v, call) == arguments_of(own, q, k, v, call)
     assert again.bound.launch._compiled is near.bound.launch._compiled and near.plan.problem.seq_q != plan.problem.seq_q
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from cases import arguments_of
 from tilefold.ops import records
 from tilefold.ops.call import Call
 from tilefold.ops.source import Lists
@@ -21,15 +22,6 @@ def made(n, m, layout="bshd", heads=64, blocks=(64, 64), sizes=False):
     block_sizes = torch.empty(kv_blocks, dtype=torch.int32, device="meta") if sizes else None
     lists = Lists(indices, counts, block_sizes, None, *blocks, n, m)
     return q, k, v, Call(causal=n == m, layout=layout, lists=lists)
-
-
-def arguments(prepared, q, k, v, call):
-    out = torch.empty(1, dtype=q.dtype, device="meta")
-    given = prepared.bound.arguments((q, k, v, out, out, call))
-    return [
-        {**one.__dict__, "base": one.base.shape} if hasattr(one, "block_shape") else one
-        for one in given if not isinstance(one, torch.Tensor)
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -55,7 +47,7 @@ def test_the_record_is_that_of_a_call_of_its_own(options, lengths, monkeypatch):
     )
     assert again.bound.launch.grid == own.bound.launch.grid
     assert again.bound.launch.keywords == own.bound.launch.keywords
-    assert arguments(again, *given) == arguments(own, *given)
+    assert arguments_of(again, *given) == arguments_of(own, *given)
 
 
 def test_what_is_no_length_has_a_key_of_its_own():

@@ -10,7 +10,7 @@ import triton.language as tl
 
 import tilefold
 from tilefold.device import mods
-from tilefold.ops.bound import runtime_ints
+from tilefold.ops.call import Call
 from tilefold.ops.reads import Reads, reads
 from tilefold.ops.sparse import classify
 from tilefold.ops.sparse.classify import QueryLists, TileLists
@@ -99,9 +99,8 @@ def test_entries_are_those_of_the_dense_mask(name, window):
     }[name]
     if mod is None:
         mod, args = Rules(("all", Rule("prefix", 1))), (50,)
-    bound = mod.bound(mods, runtime_ints(args)) if isinstance(mod, Rules) else ((mod, runtime_ints(args)),)
     made = TileLists(mod, (batch, heads, seq_q, seq_k), TILE, window, torch.device("cpu"), False)
-    got = made.of(bound, args)
+    got = made.of(Call(mask_mod=mod, mask_args=args))
     left, right = window
     band = ((j >= i - left) | (left < 0)) & ((j <= i + right) | (right < 0))
     shape = 2 if name == "of_sequence" else 1, 3 if name == "of_head" else 1
@@ -120,11 +119,11 @@ def test_lists_are_kept_until_an_argument_changes(monkeypatch):
     made = TileLists(same, (1, 1, *LENGTHS), TILE, (-1, -1), torch.device("cpu"), False)
     count = []
     make = made._make
-    monkeypatch.setattr(TileLists, "_make", lambda self, bound: count.append(1) or make(bound))
+    monkeypatch.setattr(TileLists, "_make", lambda self, call: count.append(1) or make(call))
     numbers = numbers_of()
 
     def ask(t=numbers, lists=made):
-        return lists.of(((same, (t,)),), (t,))
+        return lists.of(Call(mask_mod=same, mask_args=(t,)))
 
     first = ask()
     assert ask() is first and len(count) == 1
@@ -132,10 +131,12 @@ def test_lists_are_kept_until_an_argument_changes(monkeypatch):
     changed = ask()
     assert len(count) == 2 and entries_of(changed) != entries_of(first)
     assert ask(numbers.clone()) is not changed and len(count) == 3
+    numbers.data = numbers_of()  # other memory, the same version
+    assert entries_of(ask()) == entries_of(first) and len(count) == 4
     gc.collect()
     fresh = [numbers_of(documents=n) for n in range(1, 9)]
     for t in fresh:
-        assert entries_of(ask(t)) == entries_of(make(((same, (t,)),)))
+        assert entries_of(ask(t)) == entries_of(make(Call(mask_mod=same, mask_args=(t,))))
     assert len(made._kept) <= classify.KEPT
     with torch.inference_mode():
         unversioned = numbers_of()
@@ -184,11 +185,12 @@ def test_entries_of_keys_are_those_of_queries_turned(name, window):
     batch, heads, kv_heads = 2, 4, 2
     mod, args = {"same": (same, (numbers_of(),)), "of_head": (of_head, ()), "of_sequence": (of_sequence, ())}[name]
     sizes = batch, heads, *LENGTHS
-    bound = ((mod, runtime_ints(args)),)
+    call = Call(mask_mod=mod, mask_args=args)
     lists = TileLists(mod, sizes, TILE, window, torch.device("cpu"), False)
     turned = QueryLists(kv_heads, mod, sizes, TILE, window, torch.device("cpu"), False)
-    got, (_, shared, q_blocks, _) = turned.of(bound, args), lists.of(bound, args).shape
-    rows = entries_of(lists.of(bound, args))
+    got, (_, shared, q_blocks, _) = turned.of(call), lists.of(call).shape
+    rows = entries_of(lists.of(call))
+    kinds = lists._classified(call).flatten(0, 1)
     each = heads // kv_heads if shared > 1 else 1
     for at, row in enumerate(got.flatten(0, 2).tolist()):
         which, kv_block = divmod(at, got.shape[2])
@@ -196,20 +198,12 @@ def test_entries_of_keys_are_those_of_queries_turned(name, window):
         for i in range(q_blocks):
             # A query tile that sees nothing has one tile, as a partial one, to fold: no KV tile's list names it.
             of_group = [rows[(which * each + g) * q_blocks + i] for g in range(each)]
-            kinds = kinds_of(mod, sizes, window, bound)[which * each : (which + 1) * each, i]
-            if bool((kinds[:, kv_block] > 0).any()):
-                seen[i] = bool((kinds[:, kv_block] == 2).all()), int((kinds[:, :kv_block] > 0).any(0).sum())
+            group = kinds[which * each : (which + 1) * each, i]
+            if bool((group[:, kv_block] > 0).any()):
+                seen[i] = bool((group[:, kv_block] == 2).all()), int((group[:, :kv_block] > 0).any(0).sum())
                 assert any(kv_block in [entry >> 1 for entry in entries] for entries in of_group)
         assert row[0] == len(seen)
         assert row[1 : 1 + len(seen)] == [2 * i + whole for i, (whole, _) in seen.items()]
         assert row[1 + q_blocks : 1 + q_blocks + len(seen)] == [before for _, before in seen.values()]
         if not seen:
             assert (row[1] >> 1, row[1 + q_blocks]) == (q_blocks, 0)
-
-
-def kinds_of(mod, sizes, window, bound):
-    """[B * H, Q tiles, KV tiles] as the kernel has them."""
-    lists = TileLists(mod, sizes, TILE, window, torch.device("cpu"), False)
-    kinds = torch.empty(lists.kinds, dtype=torch.uint8)
-    lists.classify((kinds, *classify._sizes(kinds, lists.grid), *lists.band, bound))
-    return kinds.flatten(0, 1)

@@ -136,7 +136,6 @@ def _mod_values(call: Call, problem: "AttentionProblem") -> dict[str, Any]:
 
 def _list_values(call: Call, plan: "AttentionBackwardPlan", device: torch.device) -> dict[str, Any]:
     """The lists of query tiles, and their strides."""
-    from ...device import mods
     from ...plan.backward import attention_backward_reduce as rules
 
     n, options = plan.problem, plan.options
@@ -145,12 +144,7 @@ def _list_values(call: Call, plan: "AttentionBackwardPlan", device: torch.device
     sizes, tile = (n.batch, n.heads, n.seq_q, n.seq_k), (rules.queries_of(n), rules.KEYS)
     window = window_of(call.window, call.causal)
     lists = QueryLists(n.kv_heads, call.mask_mod, sizes, tile, window, device, False)
-    user = int(call.mask is not None)  # where the user's stand among the mask_mods
-    return {
-        "Lists": Slot("call", lambda given: lists.of(mask_mods_of(mods, given)[user:], given.mask_args)),
-        "lists_b": lists.strides[0],
-        "lists_h": lists.strides[1],
-    }
+    return {"Lists": Slot("call", lists.of), "lists_b": lists.strides[0], "lists_h": lists.strides[1]}
 
 
 def _sum_box(numbers: int) -> Any:

@@ -56,7 +56,7 @@ def bind(
         **option_values(call, window, mods, 0.0, q.dtype),
         **_user_mods(call),
         **_mod_values(call, plan),
-        **_list_values(call, plan, window, mods, q.device),
+        **_list_values(call, plan, window, q.device),
         "Counter": WORK_COUNTER,
         "stride_sinks": None if call.sinks is None else call.sinks.stride(0),
         "cap": float(call.softcap) or None,
@@ -153,9 +153,7 @@ def _user_mods(call: Call) -> dict[str, Any]:
     return made
 
 
-def _list_values(
-    call: Call, plan: "AttentionPlan", window: tuple[int, int], mods: Any, device: torch.device
-) -> dict[str, Any]:
+def _list_values(call: Call, plan: "AttentionPlan", window: tuple[int, int], device: torch.device) -> dict[str, Any]:
     """The lists of KV tiles, and their strides."""
     if "lists" not in plan.options:
         return dict.fromkeys(("Lists", "lists_b", "lists_h", "lists_q"))
@@ -163,11 +161,7 @@ def _list_values(
     sizes, tile = (n.batch, n.heads, n.seq_q, n.seq_k), (plan.block_m, plan.block_n)
     lists = TileLists(call.mask_mod, sizes, tile, window, device, "anew" in plan.options)
     steps = zip(("lists_b", "lists_h", "lists_q"), lists.strides, strict=True)
-    user = int(call.mask is not None)  # where the user's stand among the mask_mods
-    return {
-        "Lists": Slot("call", lambda given: lists.of(mask_mods_of(mods, given)[user:], given.mask_args)),
-        **dict(steps),
-    }
+    return {"Lists": Slot("call", lists.of), **dict(steps)}
 
 
 def _tile_of(name: str, box: "Box") -> Callable[[Call], Any]:

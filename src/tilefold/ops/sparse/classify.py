@@ -85,8 +85,8 @@ class TileLists:
     """The lists of KV tiles of a mask_mod's calls: for each query tile, which it shows, and which of those whole (list_blocks).
 
     sizes: batch, heads, seq_q, seq_k.  One list serves all batch entries, heads that the source of mask_mod does not name.  The
-    result is kept until an arg changes: another tensor, another version of it (in-place operations of torch count), another
-    number; and made anew in a graph that is captured, for tensors without versions, and for `anew`."""
+    result is kept until an arg changes: another tensor, other memory or another version of it (in-place operations of torch
+    count), another number.  It is made anew in a graph that is captured, for tensors without versions, and for `anew`."""
 
     def __init__(
         self,
@@ -118,31 +118,38 @@ class TileLists:
         batch, heads, lists, size = self.shape
         return heads * lists * size * (batch > 1), lists * size * (heads > 1), size
 
-    def of(self, mods: tuple[Any, ...], args: tuple[Any, ...]) -> torch.Tensor:
-        """[batch or 1, heads or 1, query tiles, 1 + KV tiles] int32; mods: the mask_mods with their args as kernels take them."""
+    def of(self, call: Call) -> torch.Tensor:
+        """[batch or 1, heads or 1, query tiles, 1 + KV tiles] int32, for the mask_mod and mask_args of a call."""
         if self.device.type == "meta":
             return torch.empty(self.shape, dtype=torch.int32, device="meta")
         stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
         if stream and torch.cuda.is_current_stream_capturing():
-            return self._make(mods)
-        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+            return self._make(call)
+        tensors = [arg for arg in call.mask_args if isinstance(arg, torch.Tensor)]
         if self.anew or any(t.is_inference() for t in tensors):
-            return self._make(mods)
-        numbers = tuple([arg for arg in args if not isinstance(arg, torch.Tensor)])
-        key = stream, numbers, *[(id(t), t._version) for t in tensors]
+            return self._make(call)
+        numbers = tuple([arg for arg in call.mask_args if not isinstance(arg, torch.Tensor)])
+        key = stream, numbers, *[(id(t), t.data_ptr(), t._version) for t in tensors]
         found = self._kept.get(key)
         if found is None or any(kept() is not t for kept, t in zip(found[0], tensors, strict=True)):
-            found = [weakref.ref(t) for t in tensors], self._make(mods)
+            found = [weakref.ref(t) for t in tensors], self._make(call)
             self._kept.pop(key, None)
             self._kept[key] = found
             if len(self._kept) > KEPT:
                 del self._kept[next(iter(self._kept))]
         return found[1]
 
-    def _make(self, mods: tuple[Any, ...]) -> torch.Tensor:
+    def _make(self, call: Call) -> torch.Tensor:
+        return self._listed(self._classified(call))
+
+    def _classified(self, call: Call) -> torch.Tensor:
+        """The kinds of all tiles, by the user's mask_mods alone."""
+        from ...device import mods
+        from ..dense.attention_parts import mask_mods_of
+
         kinds = torch.empty(self.kinds, dtype=torch.uint8, device=self.device)
-        self.classify((kinds, *_sizes(kinds, self.grid), *self.band, mods))
-        return self._listed(kinds)
+        self.classify((kinds, *_sizes(kinds, self.grid), *self.band, mask_mods_of(mods, call._replace(mask=None))))
+        return kinds
 
     def _listed(self, kinds: torch.Tensor) -> torch.Tensor:
         lists = torch.empty(self.shape, dtype=torch.int32, device=self.device)
