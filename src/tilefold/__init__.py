@@ -30,6 +30,7 @@ from .errors import (
 )
 from .masks import Mask
 from .ops.faults import Fault, last_fault
+from .ops.numerics import numerics
 from .scores import Score
 from .sparse_api import sparse_attention, sparse_attention_paged, sparse_attention_varlen, sparse_plan
 from .types import constant
@@ -93,6 +94,7 @@ __all__ = [
     "matmul",
     "matmul_w8a8",
     "merge_attention",
+    "numerics",
     "plan_attention",
     "profile",
     "quantize",

@@ -14,14 +14,15 @@ from .ops.dense.fp8 import is_fp8, refuse_packed
 from .ops.dense.library import ATTENTION, resolved
 from .ops.faults import mode_for
 from .ops.masking import Terms, holds_tensor, named_terms, spelled
+from .ops.numerics import check_numerics, is_invariant
 from .ops.quantise import quantize_fp8
 from .ops.route import STACK, refuse, route
 from .ops.source import Packed, Scales
 from .scores import Score
-from .types import Constant, Layout, ModArgs, ModFunction, Window
+from .types import Constant, Layout, ModArgs, ModFunction, Numerics, Window
 
 if TYPE_CHECKING:
-    from .plan import AttentionFp8Plan, AttentionPlan, DecodePlan
+    from .plan import AttentionFp8Plan, AttentionPlan, DecodePlan, InvariantPlan
     from .plan.backward.attention_backward import AttentionBackwardPlan
 
 __all__ = [
@@ -54,7 +55,7 @@ def attention(
     mask_args: ModArgs = (),
     layout: Layout = "bshd",
     return_lse: bool = False,
-    plan: "AttentionPlan | DecodePlan | AttentionFp8Plan | Constant | None" = None,
+    plan: "AttentionPlan | DecodePlan | InvariantPlan | AttentionFp8Plan | Constant | None" = None,
     score_grad: ModFunction | Constant | None = None,
     backward_plan: "AttentionBackwardPlan | Constant | None" = None,
     dropout_p: float = 0.0,
@@ -64,6 +65,7 @@ def attention(
     v_descale: torch.Tensor | None = None,
     deterministic: bool = True,
     score: Score | None = None,
+    numerics: Numerics | None = None,
     **others: NoReturn,
 ) -> Any:
     """Attention of every query over every key it may see: softmax(scale * q k^T, modified and masked) v.
@@ -94,7 +96,7 @@ def attention(
             fit the other one.
         return_lse: also return the logarithm of each row's softmax denominator.
         plan: the plan to follow exactly, made by `attention_plan` and perhaps changed; PlanError if it does not fit.  A
-            `DecodePlan` splits the keys, an `AttentionPlan` does not.
+            `DecodePlan` splits the keys, an `AttentionPlan` does not; numerics="invariant" follows an `InvariantPlan`.
             Inside torch.compile, pass score_mod, mask_mod, score_grad and the plans as `tilefold.constant(...)`, made outside.
         score_grad: as score_mod, but returns the derivative of the new score by the given one.  None: for gradients it is made of
             the source of score_mod, if that is differentiable (docs/concepts/masks.md says what is).
@@ -111,6 +113,9 @@ def attention(
             to run, and their last bits with it; `attention_backward_plan` says whether one does, or why not.  Those of score_args
             are then made in one pass instead of two.
         score: a `Score` (`tilefold.scores`) instead of softcap, alibi_slopes, bias and score_mod.
+        numerics: "invariant": out and lse of a query depend on its own sequence alone, to the bit, whatever the batch, packing,
+            padding, chunks and pages (docs/invariance.md).  "fast": the fastest kernel.  None: what `tilefold.numerics` or the
+            environment variable TILEFOLD_NUMERICS says, else "fast".
 
     Where few queries meet many keys (at most 128 query rows a KV head) the keys are shared out over the SMs, and K and V are read
     once for all query heads of a KV head; `attention_plan` says whether, and in how many parts.
@@ -140,6 +145,7 @@ def attention(
     if others:
         raise unexpected_of(attention, others)
     check_kinds(return_lse, backward_plan, "AttentionBackwardPlan", deterministic)
+    asked = check_numerics(numerics)
     if isinstance(mask, Mask) or score is not None:
         terms = Terms(
             causal, window, softcap, alibi_slopes, bias, mask, score_mod, score_args, mask_mod, mask_args, score_grad
@@ -155,12 +161,12 @@ def attention(
             score_args=score_args, mask_mod=mask_mod, mask_args=mask_args, score_grad=score_grad, backward_plan=backward_plan,
             dropout_p=dropout_p, dropout_seed=dropout_seed)  # fmt: skip
         descales = (q_descale, k_descale, v_descale)
-        given = Call(causal, window, scale, layout=layout, plan=plan, scales=Scales(*descales))
+        given = Call(causal, window, scale, layout=layout, plan=plan, scales=Scales(*descales), numerics=asked)
         out, lse = fp8_library.run(q, k, v, given)
         return (out, lse) if return_lse else out
     call = Call(causal, window, scale, softcap, layout, alibi_slopes, bias, cast("Any", mask), sinks, score_mod,
                 score_args, mask_mod, mask_args, None, cast("Any", plan), score_grad, backward_plan, dropout_p, dropout_seed,
-                deterministic)  # fmt: skip
+                deterministic, numerics=asked)  # fmt: skip
     out, lse = _attend(q, k, v, call)
     return (out, lse) if return_lse else out
 
@@ -188,13 +194,14 @@ def attention_varlen(
     mask_mod: ModFunction | Constant | None = None,
     mask_args: ModArgs = (),
     return_lse: bool = False,
-    plan: "AttentionPlan | DecodePlan | Constant | None" = None,
+    plan: "AttentionPlan | DecodePlan | InvariantPlan | Constant | None" = None,
     score_grad: ModFunction | Constant | None = None,
     backward_plan: "AttentionBackwardPlan | Constant | None" = None,
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
     check: bool | str | None = None,
     score: Score | None = None,
+    numerics: Numerics | None = None,
     **others: NoReturn,
 ) -> Any:
     """`attention` within each of many sequences that are packed along the first dimension.
@@ -249,7 +256,8 @@ def attention_varlen(
             )
         packed = checked_packed(q, k, packed, mode, "attention_varlen")
     call = Call(causal, window, scale, softcap, "bshd", alibi_slopes, bias, cast("Any", mask), sinks, score_mod,
-                score_args, mask_mod, mask_args, packed, plan, score_grad, backward_plan, dropout_p, dropout_seed)  # fmt: skip
+                score_args, mask_mod, mask_args, packed, plan, score_grad, backward_plan, dropout_p, dropout_seed,
+                numerics=check_numerics(numerics))  # fmt: skip
     out, lse = _attend(q, k, v, call)
     return (out, lse) if return_lse else out
 
@@ -304,7 +312,7 @@ def attention_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options:
     """The plan that `attention(q, k, v, **options)` follows, without running it; `print` it to read the decision.
 
     An `AttentionPlan`; a `DecodePlan` where few queries meet many keys, which are split (see `tilefold.plan.plan_forward`); an
-    `AttentionFp8Plan` for e4m3 tensors.
+    `AttentionFp8Plan` for e4m3 tensors; an `InvariantPlan` with numerics="invariant".
 
     For a packed batch give cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k too.  Raises what the call would raise, and
     Unsupported for a call that has nothing to compute (no queries)."""
@@ -337,6 +345,7 @@ def _prepared(
     """The record of a call given by keywords, which has a plan, and the call."""
     options = _spelled(q, k, options)
     options.pop("return_lse", None)
+    options["numerics"] = check_numerics(options.get("numerics"))
     check_kinds(False, deterministic=options.get("deterministic", True))
     packed = {key: options.pop(key, None) for key in _PACKED}
     for option in options:
@@ -367,6 +376,8 @@ _OPTIONS = set(Call._fields) - {"source", "scales", "lists", "prepared"}
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse), from who has asked for calls or from the operation."""
     if STACK:
+        if is_invariant(call.numerics):
+            refuse('numerics="invariant"')
         return route(q, k, v, call)
     if call.dropout_p or isinstance(call.window, list):
         call = _seeded(_tidy(call), q)

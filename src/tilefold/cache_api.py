@@ -11,14 +11,15 @@ from .ops.cache import kvcache
 from .ops.call import Call, check_kinds
 from .ops.faults import asked, mode_of
 from .ops.masking import Terms, spelled_for_cache
+from .ops.numerics import check_numerics
 from .ops.quantise import quantize_kv
 from .ops.source import UNSCALED, Cache, Scales
 from .ops.watch import refuse_batched, refuse_tangents, wants_gradient
 from .scores import Score
-from .types import Window
+from .types import Numerics, Window
 
 if TYPE_CHECKING:
-    from .plan.cache.decode import DecodePlan
+    from .plan import DecodePlan, InvariantPlan
 
 __all__ = [
     "attention_kvcache",
@@ -53,9 +54,10 @@ def attention_kvcache(
     v_scale: torch.Tensor | None = None,
     num_splits: int = 0,
     return_lse: bool = False,
-    plan: "DecodePlan | None" = None,
+    plan: "DecodePlan | InvariantPlan | None" = None,
     check: bool | str | None = None,
     score: Score | None = None,
+    numerics: Numerics | None = None,
     **others: NoReturn,
 ) -> Any:
     """Attention of few queries a sequence over the keys of a cache: decoding, speculative decoding, chunks of prompts.
@@ -93,6 +95,7 @@ def attention_kvcache(
             `last_fault` tells.  False: lengths past the cache's room count as the room, page numbers have to be right.  Default:
             what the environment variable TILEFOLD_CHECK (0, 1 or device) said when tilefold was imported, else False.
         score: a `Score` (`tilefold.scores`) of softcap and ALiBi, instead of softcap and alibi_slopes.
+        numerics: as for `attention`; with "invariant" num_splits says how many programs share the keys, and moves no bit.
 
     Returns:
         out like q with dim_v; with return_lse (out, lse), lse [batch, heads, seq_q] or [heads, total_q] fp32, natural log.  A
@@ -118,15 +121,15 @@ def attention_kvcache(
     )
     scales = UNSCALED if k_scale is None and v_scale is None else Scales(None, k_scale, v_scale)
     call = Call(causal, window, scale, softcap, alibi_slopes=alibi_slopes, mask=cast("Any", mask), sinks=sinks, source=cache,
-                plan=plan, scales=scales)  # fmt: skip
+                plan=plan, scales=scales, numerics=check_numerics(numerics))  # fmt: skip
     out, lse = kvcache.attention_kvcache(q, k_cache, v_cache, call, asked(mode, "attention_kvcache"))
     return (out, lse) if return_lse else out
 
 
 def attention_kvcache_plan(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, **options: Any
-) -> "DecodePlan":
-    """The DecodePlan that `attention_kvcache(q, k_cache, v_cache, **options)` follows, without running it; `print` it to read
+) -> "DecodePlan | InvariantPlan":
+    """The DecodePlan, or InvariantPlan, that `attention_kvcache(q, k_cache, v_cache, **options)` follows, without running it; `print` it to read
     the decision, or change it by dataclasses.replace and give it as plan.  For prompts that go to the other kernel: the one that
     would be followed if it were given.
 
@@ -137,6 +140,7 @@ def attention_kvcache_plan(
     check_kinds(options.get("return_lse", False))
     mode_of(options.get("check"))
     given = {name: options[name] for name in _OF_CALL if name in options}
+    given["numerics"] = check_numerics(options.get("numerics"))
     if isinstance(given.get("mask"), Mask) or options.get("score") is not None:
         terms = Terms(**{name: value for name, value in given.items() if name in Terms._fields})
         table, cu_q, max_q = (options.get(name) for name in ("block_table", "cu_seqlens_q", "max_seqlen_q"))
@@ -164,7 +168,7 @@ _OF_CACHE = {  # what `Cache` calls them
     "cache_seqlens": "lengths", "block_table": "block_table", "cache_batch_idx": "batch_index", "cache_leftpad": "pads",
     "cu_seqlens_q": "cu_q", "max_seqlen_q": "max_q", "num_splits": "splits",
 }  # fmt: skip
-_OPTIONS = {*_OF_CALL, *_OF_CACHE, "k_scale", "v_scale", "return_lse", "plan", "check"}
+_OPTIONS = {*_OF_CALL, *_OF_CACHE, "k_scale", "v_scale", "return_lse", "plan", "check", "numerics"}
 
 
 def kvcache_append(
@@ -301,6 +305,7 @@ def attention_shared_prefix(
     cascade: bool | None = None,
     return_lse: bool = False,
     check: bool | str | None = None,
+    numerics: Numerics | None = None,
     **others: NoReturn,
 ) -> Any:
     """Attention over a KV cache whose sequences all begin with the same keys, which are read once for the whole batch.
@@ -329,6 +334,8 @@ def attention_shared_prefix(
         cascade: True to share, False to attend plainly, None for what `tilefold.plan.plan_shared_prefix` predicts to be faster.
         return_lse: also return the logarithm of each row's softmax denominator.
         check: as for `attention_kvcache`; that all rows of block_table begin alike is looked at by check=True alone.
+        numerics: as for `attention`; with "invariant" the prefix is not shared (cascade=True raises Unsupported): a merge of two
+            finished results has other bits than one fold.
 
     Returns:
         out, like q with the dim of v_cache; with return_lse (out, lse), lse [batch, heads, seq_q] or [heads, total_q] fp32,
@@ -353,6 +360,6 @@ def attention_shared_prefix(
         raise DtypeError(f"return_lse must be a bool, got {return_lse!r}")
     mode = mode_of(check)
     given = shared_prefix.SharedPrefix(cache_seqlens, block_table, cache_batch_idx, cu_seqlens_q, sinks, prefix_length,
-                                       max_seqlen_q, causal, scale, softcap, num_splits, cascade, k_scale, v_scale)  # fmt: skip
+                                       max_seqlen_q, causal, scale, softcap, num_splits, cascade, k_scale, v_scale, check_numerics(numerics))  # fmt: skip
     out, lse = shared_prefix.attend(q, k_cache, v_cache, given, mode)
     return (out, lse) if return_lse else out

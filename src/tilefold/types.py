@@ -10,10 +10,13 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from .errors import DtypeError, Unsupported
 
-__all__ = ["Constant", "Layout", "ModArgs", "ModFunction", "Rule", "Rules", "Window", "constant"]
+__all__ = ["Constant", "Layout", "ModArgs", "ModFunction", "Numerics", "Rule", "Rules", "Window", "constant"]
 
 Layout: TypeAlias = Literal["bshd", "bhsd"]
 """Order of the dimensions of q, k, v and out: [batch, seq, heads, dim] or [batch, heads, seq, dim]."""
+
+Numerics: TypeAlias = Literal["fast", "invariant"]
+"""What may move a result's bits: anything, or the query's own sequence alone (docs/invariance.md)."""
 
 Window: TypeAlias = tuple[int | None, int | None]
 """(left, right): how many keys before and after its own position a query sees, inclusive; None or -1 is unbounded."""

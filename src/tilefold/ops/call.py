@@ -8,6 +8,7 @@ import torch
 from ..check import FLOATS, TensorSpec, bind, check_number
 from ..errors import DeviceError, DtypeError, ShapeError, TilefoldError, Unsupported, ValueRangeError
 from ..types import Constant, Layout, ModArgs, ModFunction, Rules, Window
+from .numerics import check_numerics, is_invariant
 from .records import facts_of
 from .source import UNSCALED, Lists, Packed, Paged, Scales, Source
 from .unpacking import check_unpacking
@@ -111,6 +112,7 @@ class Call(NamedTuple):
     deterministic: bool = True  # of the gradients alone: no record of the forward pass depends on it
     scales: Scales = UNSCALED
     lists: Lists = None  # type: ignore[assignment]  # of block-sparse calls, which all have them
+    numerics: str = ""  # of ops.numerics; "": what the context says
     prepared: Any = None  # the record of the call, where somebody has looked it up already
 
     @property
@@ -135,6 +137,8 @@ class Call(NamedTuple):
 def key_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any:
     """Everything that a Prepared record depends on."""
     plain: Any = (facts_of(q), facts_of(k), facts_of(v), options_of(call))
+    if is_invariant(call.numerics):
+        plain = (plain, "invariant")
     source, lists, scales = call.source, call.lists, call.scales
     if source is not None or scales is not UNSCALED or lists is not None:
         plain = (plain, *[None if part is None else (type(part), part.facts()) for part in (source, lists, scales)])
@@ -157,7 +161,7 @@ def options_of(call: Call) -> Any:
 
 def is_plain(call: Call) -> bool:
     """No modifications, no hooks, no plan: the short key will do."""
-    slopes, bias, mask, sinks, score_mod, score_args, mask_mod, mask_args, _, plan, grad, backward, p, seed = call[5:-4]
+    slopes, bias, mask, sinks, score_mod, score_args, mask_mod, mask_args, _, plan, grad, backward, p, seed = call[5:-5]
     return (
         slopes is None
         and bias is None
@@ -281,6 +285,7 @@ def check_options(call: Call) -> None:
             check_integer(name, value)
             if isinstance(value, int) and value < 0:
                 raise ValueRangeError(f"{name} must be at least 0, got {value}")
+    check_numerics(call.numerics)
     check_mod_args("score", call.score_mod, call.score_args)
     check_mod_args("mask", call.mask_mod, call.mask_args)
 

@@ -39,14 +39,15 @@ def attend(
     from ..ops.cache.kvcache import attention_kvcache
     from ..ops.call import Call
     from ..ops.faults import asked_by_default
+    from ..ops.numerics import check_numerics
     from ..ops.source import Cache
     from ..ops.source import Scales as Factors
 
-    splits = options.pop("num_splits", 0)
+    splits, numerics = options.pop("num_splits", 0), check_numerics(options.pop("numerics", None))
     packed = q.dim() == 3
     cache = Cache(
         batch.cache_seqlens, None, None, batch.block_table, batch.cu_seqlens_q if packed else None, None,
         batch.max_seqlen_q if packed else 0, 0, 0, splits,
     )  # fmt: skip
-    call = Call(causal, **options, source=cache, scales=Factors(None, *scales))
+    call = Call(causal, **options, source=cache, scales=Factors(None, *scales), numerics=numerics)
     return attention_kvcache(q, *caches, call, asked_by_default("attention_kvcache"))

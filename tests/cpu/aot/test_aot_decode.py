@@ -23,6 +23,15 @@ CASES = {
     "merge": {"dtype": "bfloat16", "dim": 128, "page": 64, "merge": True},
     "pages of 16, watched": {"dtype": "bfloat16", "dim": 128, "page": 16, "watched": True},
     "plain, watched": {"dtype": "bfloat16", "dim": 128, "page": 0, "watched": True},
+    "invariant": {"dtype": "bfloat16", "dim": 128, "page": 0, "fixed": True, "splits": 8},
+    "invariant, prompts": {"dtype": "bfloat16", "dim": 128, "page": 0, "fixed": True, "seq_q": 1024},
+    "invariant, D=64, modified": {"dtype": "float16", "dim": 64, "page": 0, "fixed": True, "seq_q": 1024, "score_mods": ("softcap", "alibi")},
+    "invariant, D=256": {"dtype": "bfloat16", "dim": 256, "page": 64, "fixed": True, "seq_q": 1024},
+    "invariant, pages of 16": {"dtype": "bfloat16", "dim": 128, "page": 16, "fixed": True, "seq_q": 1024},
+    "invariant, int8": {"dtype": "bfloat16", "dim": 128, "page": 64, "storage": "int8", "fixed": True},
+    "invariant, mla": {"dtype": "bfloat16", "dim": 576, "dim_v": 512, "page": 64, "group": 16, "fixed": True},
+    "invariant, fp32": {"dtype": "float32", "dim": 128, "page": 16, "fixed": True},
+    "invariant, merge": {"dtype": "bfloat16", "dim": 128, "page": 64, "fixed": True, "splits": 8, "merge": True},
 }  # fmt: skip
 ELSEWHERE = {  # beside sm_90: each target's products, each conversion of bytes that it does not share with another
     "plain": ("sm_80", "sm_100"),
@@ -30,6 +39,7 @@ ELSEWHERE = {  # beside sm_90: each target's products, each conversion of bytes 
     "e4m3": ("sm_80", "gfx942"),
     "int8": ("gfx942",),
     "merge": ("gfx942",),
+    "invariant, prompts": ("sm_80", "sm_100", "gfx942"),
 }
 JOBS = {
     (name, target): job("cache.decode", target, **kwargs, device=device)
@@ -48,6 +58,6 @@ results = compiled(__name__, JOBS, ("pages of 16", "e4m3", "mla"))
 @pytest.mark.parametrize(("name", "target"), list(JOBS))
 def test_kernels(results: Results, name: str, target: str) -> None:
     """Tensor instructions where there are products of halves, and no spilled register in a loop."""
-    tensor = "none" if name in ("fp32", "merge", *CHECKS) else "any"
+    tensor = "none" if name.endswith(("fp32", "merge")) or name in CHECKS else "any"
     report = results.clean(name, target, tensor=tensor, spills="outside loops")
     assert report.loop_spills == 0

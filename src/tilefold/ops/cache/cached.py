@@ -164,9 +164,11 @@ def _may_mix(call: Call, cache: Cache, sizes: dict[str, int]) -> bool:
 def _decoder(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, sizes: dict[str, int], device: Any) -> Any:
     """The decode kernel, for the calls that it serves: few rows a KV head; None for the others."""
     from ...plan.cache.decode import decode_kernel_refusal, plan_decode
-    from .decode import bind_decode, problem_of_decode
+    from .decode import bind_decode, invariant_or_none, problem_of_decode
 
     problem = problem_of_decode(q, k, v, call, sizes, False)
+    if (fixed := invariant_or_none(call, problem, device, None, cache_of(call).splits)) is not None:
+        return bind_decode(q, k, v, call, sizes, fixed)
     if decode_kernel_refusal(problem.attention):
         return None
     return bind_decode(q, k, v, call, sizes, plan_decode(problem, device, cache_of(call).splits))

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...errors import Unsupported
+from ...errors import PlanError, Unsupported
 from ...types import Layout
 from ..bound import Bound, Slot, attribute, strides_named
 from ..call import Call, facts_of, window_of
-from ..dense.attention_parts import head_strides, kind_of, new_results, option_values, problem_of, shared_values
+from ..dense.attention_parts import band_of, head_strides, kind_of, new_results, option_values, problem_of, shared_values
 from ..device import interpreting
 from ..faults import WORDS, Watch, note_of
+from ..numerics import is_invariant
 from ..source import Cache, Scales
 from ..watch import in_forward_mode, is_transformed, is_watched
 from .cached_call import cache_of, cache_values, cached_shapes
@@ -22,6 +23,7 @@ from .decode_counters import counters
 
 if TYPE_CHECKING:
     from ...plan.cache.decode import DecodePlan, DecodeProblem
+    from ...plan.cache.invariant import InvariantPlan
     from ...plan.device import Device
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "Step",
     "bind_decode",
     "example_launch",
+    "invariant_or_none",
     "problem_of_decode",
     "shares_storage",
     "step_of",
@@ -42,7 +45,7 @@ ONE_CHUNK, LARGE_CHUNK = 128, 1024  # sequences whose tiles are counted at a tim
 class Decoder:
     """A call of one kind, ready to be run again and again."""
 
-    plan: "DecodePlan"
+    plan: "DecodePlan | InvariantPlan"
     launch: Bound
     merge: Bound | None
     rows: int  # of partial results, 0: there are none
@@ -150,6 +153,26 @@ def _per_page(call: Call) -> bool:
     return cache_of(call).block_table is not None and any(t is not None and t.dim() == 2 for t in call.scales[1:])
 
 
+def invariant_or_none(
+    call: Call, problem: "DecodeProblem", device: "Device", given: Any, splits: int = 0
+) -> "InvariantPlan | None":
+    """The plan of a call with numerics="invariant", or the given one if it has the same bits; None for other calls.
+
+    PlanError for a plan with other bits."""
+    from ...plan import InvariantPlan, plan_invariant
+
+    if not is_invariant(call.numerics):
+        return None
+    if given is None:
+        return plan_invariant(problem, device, splits)
+    if not isinstance(given, InvariantPlan):
+        raise PlanError(
+            f'plan is a {type(given).__name__}, numerics="invariant" follows an InvariantPlan: leave one of them out'
+        )
+    given.require_invariant()
+    return given
+
+
 def problem_of_decode(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, sizes: dict[str, int], shared: bool
 ) -> "DecodeProblem":
@@ -175,30 +198,22 @@ def _quant(storage: str, device: "Device") -> int:
     return int((kinds.E4M3 if device.has("e4m3") else kinds.E4M3_BITS).value)
 
 
-def _constants(plan: "DecodePlan", q: torch.Tensor, call: Call, sizes: dict[str, int], wide: bool, pairs: bool,
-               window: tuple[int, int]) -> dict[str, Any]:  # fmt: skip
-    from ...plan.problem import next_power_of_two
-
+def _constants(plan: "DecodePlan | InvariantPlan", q: torch.Tensor, call: Call, sizes: dict[str, int], wide: bool, pairs: bool,
+               kind: int) -> dict[str, Any]:  # fmt: skip
     p, a = plan.problem, plan.problem.attention
-    rows = next_power_of_two(min(p.rows, plan.block_m))
-    registers = 64 if plan.block_m <= 32 else 24  # of a thread, for parts to be merged; sums of 64 rows leave no more
-    once = registers * plan.device.warp_size * plan.num_warps // (rows * p.block_v)
-    batch = sizes["batch"]
     quant = _quant(p.storage, plan.device)
     # a quantised tile is exact in float16, so only bfloat16 and what the interpreter cannot do go through fp32
     emulate = interpreting() and (q.dtype == torch.bfloat16)
     return {
         "PAGE": p.page_size,
         "PADDED": cache_of(call).pads is not None,
-        "KIND": kind_of(window),
+        "KIND": kind,
         "EMULATE": emulate,
         "WIDE": wide,
         "QUANT": quant,
         "PER_PAGE": _per_page(call),
         "SHARED": p.shared,
         "PAIRS": pairs,
-        "EVEN": plan.splits == 0,
-        "FUSED": plan.merge == "last",
         "EARLY": plan.device.dependent_launches,
         "DIM_K": a.dim_v if p.shared else a.dim_qk,
         "DIM_REST": a.dim_qk - a.dim_v if p.shared else 0,
@@ -208,6 +223,23 @@ def _constants(plan: "DecodePlan", q: torch.Tensor, call: Call, sizes: dict[str,
         "BLOCK_K": p.block_k,
         "BLOCK_REST": p.block_rest,
         "BLOCK_V": p.block_v,
+        **_cut(plan, sizes["batch"]),
+    }
+
+
+def _cut(plan: "DecodePlan | InvariantPlan", batch: int) -> dict[str, Any]:
+    """How a kernel cuts the keys, and merges what its programs made."""
+    from ...plan import InvariantPlan
+    from ...plan.problem import next_power_of_two
+
+    if isinstance(plan, InvariantPlan):
+        return {"PACK": plan.pack > 1, "ROWS": plan.held, "CHUNK": plan.chunk // plan.block_n}
+    rows = next_power_of_two(min(plan.problem.rows, plan.block_m))
+    registers = 64 if plan.block_m <= 32 else 24  # of a thread, for parts to be merged; sums of 64 rows leave no more
+    once = registers * plan.device.warp_size * plan.num_warps // (rows * plan.problem.block_v)
+    return {
+        "EVEN": plan.splits == 0,
+        "FUSED": plan.merge == "last",
         "BLOCK_B": 1 if batch == 1 else ONE_CHUNK if batch <= ONE_CHUNK else LARGE_CHUNK,
         "ROWS": rows,
         "BLOCK_S": max(1, min(32, next_power_of_two(once + 1) // 2)),
@@ -215,15 +247,16 @@ def _constants(plan: "DecodePlan", q: torch.Tensor, call: Call, sizes: dict[str,
 
 
 def bind_decode(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, sizes: dict[str, int], plan: "DecodePlan",
-    watched: bool = False,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, sizes: dict[str, int],
+    plan: "DecodePlan | InvariantPlan", watched: bool = False,
 ) -> Decoder:  # fmt: skip
-    """Kernel, grid, scalars and constants of a plan; watched: faults are noted."""
+    """Kernel, grid, scalars and constants of a plan; watched: faults are noted, by attention_decode alone."""
     from ...device import mods
-    from ...kernels.cache.attention_decode import attention_decode as kernel
+    from ...plan import DecodePlan
     from ..launch import Launch
 
     n, index, p, cache, scales = sizes, q.device.index or 0, plan.problem, cache_of(call), call.scales
+    shares = plan if isinstance(plan, DecodePlan) else None
     out_shape, lse_shape = cached_shapes(sizes, cache)
     window = window_of(call.window, call.causal)
     if n["seq_q"] == 1 and window[1] >= 0:  # the only query is the last: it has every key before it
@@ -234,14 +267,15 @@ def bind_decode(
     pairs = _lies_in_pairs(v, plan.problem)
     if pairs:
         rows[2] = tuple(stride // 2 for stride in rows[2])
-    constants = _constants(plan, q, call, sizes, wide, pairs, window)
+    band = "" if shares else band_of(call, window)
+    constants = _constants(plan, q, call, sizes, wide, pairs, kind_of(window, band))
     scale = 1.0 / math.sqrt(n["dim_qk"]) if call.scale is None else float(call.scale)
-    partial, counted = (plan.slots * plan.block_m, plan.items) if plan.splits != 1 else (0, 0)
+    partial = 0 if plan.splits == 1 else plan.slots * (plan.block_m if isinstance(plan, DecodePlan) else plan.held)
     values = {
         **shared_values(
             n, scale, q, k, v, out_shape if call.layout == "bshd" else _heads_first(out_shape), call.layout
         ),
-        **option_values(call, window, mods, float(call.softcap), q.dtype),
+        **option_values(call, window, mods, float(call.softcap), q.dtype, band),
         **cache_values(cache),
         **_stored(p.storage == "float8_e4m3fn" and constants["QUANT"] == 3, pairs),
         "KScale": attribute("call", "scales.k", scales.k),
@@ -249,22 +283,36 @@ def bind_decode(
         **(WATCHED if watched else UNWATCHED),
         "blocks": plan.blocks,
         "splits": max(1, plan.splits),
-        "least": plan.least,
+        "least": shares.least if shares else 1,
         "programs": plan.grid,
+        "chunks": 1 if shares else plan.chunks,  # type: ignore[union-attr]
         **strides_named("l", (0 if cache.cu_q is not None else n["heads"] * n["seq_q"], lse_shape[-1]), "bh"),
         **strides_named("ks", _scale_strides(scales.k), "ph"),
         **strides_named("vs", _scale_strides(scales.v), "ph"),
         **strides_named("v", rows[2], "bnh"),
     }
     options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages, **_dependent(plan.device)}
-    if plan.maxnreg is not None:
-        options["maxnreg"] = plan.maxnreg
+    if shares and shares.maxnreg is not None:
+        options["maxnreg"] = shares.maxnreg
+    kernel, combine = _kernels(shares is not None)
     launch = Bound(Launch(kernel, (plan.grid, 1, 1), constants, options, index), GIVEN, values)
-    merge = None
-    if plan.merge == "kernel" and plan.splits != 1:
-        merge = Bound(_merge(plan, constants, n, index), GIVEN, values)
+    merge, last = None, shares is not None and shares.merge == "last"
+    if partial and not last:
+        merge = Bound(_merge(combine, plan, constants, n, index), GIVEN, values)
     limit = n["pages"] if cache.block_table is not None else n.get("caches", 0)
-    return Decoder(plan, launch, merge, partial, counted if plan.merge == "last" else 0, limit)
+    return Decoder(plan, launch, merge, partial, shares.items if shares and partial and last else 0, limit)
+
+
+def _kernels(shares: bool) -> tuple[Any, Any]:
+    """What folds the keys and what merges, of a `DecodePlan` or of an `InvariantPlan`."""
+    if shares:
+        from ...kernels.cache.attention_decode import attention_decode
+        from ...kernels.cache.decode_combine import decode_combine
+
+        return attention_decode, decode_combine
+    from ...kernels.cache.attention_invariant import attention_invariant, merge_chunks
+
+    return attention_invariant, merge_chunks
 
 
 @functools.cache
@@ -305,24 +353,20 @@ def _scale_strides(scales: torch.Tensor | None) -> tuple[int, int]:
     return (scales.stride(0) if scales.dim() == 2 else 0), scales.stride(-1)
 
 
-def _merge(plan: "DecodePlan", constants: dict[str, Any], sizes: dict[str, int], index: int) -> Any:
+def _merge(kernel: Any, plan: Any, constants: dict[str, Any], sizes: dict[str, int], index: int) -> Any:
     """The launch that merges what the main kernel left in parts."""
-    from ...kernels.cache.decode_combine import decode_combine
     from ..launch import Launch
 
-    names = ("EARLY", "PAGE", "KIND", "EMULATE", "EVEN", "DIM_V", "BLOCK_M", "BLOCK_N", "BLOCK_V", "BLOCK_B")
-    block_s = max(1, 4096 // constants["BLOCK_V"])
-    kept = {name: constants[name] for name in names}
-    heads = plan.blocks * sizes["kv_heads"]
+    kept = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    if "BLOCK_S" in kept:
+        kept["BLOCK_S"] = min(32, max(1, 4096 // constants["BLOCK_V"]))
+    heads = plan.items // sizes["batch"]
     if max(heads, sizes["batch"]) > 65535:
         raise Unsupported(
             f"merging by a kernel takes at most 65535 sequences, and KV heads times row blocks, got {sizes['batch']} and {heads}"
         )
-    rows = min(plan.block_m, plan.problem.rows)
-    grid = (rows, heads, sizes["batch"])
-    return Launch(
-        decode_combine, grid, {**kept, "BLOCK_S": min(32, block_s)}, {"num_warps": 4, **_dependent(plan.device)}, index
-    )
+    grid = (min(plan.block_m, plan.rows), heads, sizes["batch"])
+    return Launch(kernel, grid, kept, {"num_warps": 4, **_dependent(plan.device)}, index)
 
 
 # ---------------------------------------------------------------- without a GPU
@@ -331,10 +375,11 @@ def _merge(plan: "DecodePlan", constants: dict[str, Any], sizes: dict[str, int],
 def example_launch(
     dtype: str, dim: int, page: int, seq_q: int = 1, group: int = 4, storage: str = "plain", dim_v: int = 0, causal: bool = True,
     per_page: bool = False, device: str = "h200", merge: bool = False, batch: int = 64, splits: int = 0, watched: bool = False,
-    **changes: Any,
+    fixed: bool = False, score_mods: tuple[str, ...] = (), **changes: Any,
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:  # fmt: skip
-    """(kernel, args, kwargs) of a call on tensors without memory: to compile ahead of time.  dim_v: V is so much of K."""
-    from ...plan.cache.decode import plan_decode
+    """(kernel, args, kwargs) of a call on tensors without memory: to compile ahead of time.  dim_v: V is so much of K.  fixed: with
+    numerics="invariant"."""
+    from ...plan import plan_decode, plan_invariant
     from ...plan.device import device_named
     from .cached_call import cached_sizes
 
@@ -350,11 +395,16 @@ def example_launch(
         None if storage == "plain" else tensor(64, 2, kind=torch.float32) if per_page else tensor(2, kind=torch.float32)
     )
     cache = Cache(tensor(batch), block_table=tensor(batch, 32) if page else None)
-    call = Call(causal=causal, source=cache, scales=Scales(k=scale, v=scale))
+    slopes, cap = tensor(2 * group, kind=torch.float32), 30.0 * ("softcap" in score_mods)
+    call = Call(causal=causal, softcap=cap, alibi_slopes=slopes if "alibi" in score_mods else None, source=cache,
+                scales=Scales(k=scale, v=scale))  # fmt: skip
     sizes = cached_sizes(q, k, v, call, quantised=True, shared=bool(dim_v))
     record = device_named(device)
-    plan = plan_decode(problem_of_decode(q, k, v, call, sizes, bool(dim_v)), record, splits)
-    made = bind_decode(q, k, v, call, sizes, replace(plan, merge="kernel" if merge else "last", **changes), watched)
+    plan: Any = (plan_invariant if fixed else plan_decode)(
+        problem_of_decode(q, k, v, call, sizes, bool(dim_v)), record, splits
+    )
+    changes |= {} if fixed else {"merge": "kernel" if merge else "last"}
+    made = bind_decode(q, k, v, call, sizes, replace(plan, **changes), watched)
     out_shape, lse_shape = cached_shapes(sizes, cache)
     out, lse, floats = (
         tensor(*out_shape, kind=dt),
@@ -362,7 +412,7 @@ def example_launch(
         tensor(64, kind=torch.float32),
     )
     noted = (torch.empty(WORDS, dtype=torch.int64, device="meta"), 1, made.limit, 0, 0, 32)
-    parts = (None, None, None) if splits == 1 else (floats, floats, tensor(64))
+    parts = (None, None, None) if made.plan.splits == 1 else (floats, floats, tensor(64))
     bound = made.merge if merge else made.launch
     assert bound is not None
     return bound.example((q, k, v, out, lse, call, *parts, noted))

@@ -35,13 +35,14 @@ from .decode import (
     Decoder,
     Step,
     bind_decode,
+    invariant_or_none,
     problem_of_decode,
     shares_storage,
     step_of,
 )
 
 if TYPE_CHECKING:
-    from ...plan.cache.decode import DecodePlan
+    from ...plan import DecodePlan, InvariantPlan
     from ...plan.device import Device
 
 __all__ = ["attention_kvcache", "check_contents", "plan_of", "sizes_of", "step"]
@@ -56,6 +57,7 @@ class Prepared:
     lse_shape: tuple[int, ...]
     decoder: Decoder | BoundFunction | None = None
     prompts: bool = False
+    unwatched: bool = False  # the kernel notes no faults: what is out of range is replaced before it
     interpreted: bool = False  # where reading what index tensors hold costs nothing
     keep: Any = None  # the call's plan, whose id is part of the key
 
@@ -90,7 +92,7 @@ def _forward(
             check_contents(q, call, p.sizes)
         return attention_cached(q, k, v, call, watch or False)
     # The kernel trusts packed calls, which take longer; and where there is no page, it cannot read another one.
-    if watch is not None and (cache_of(call).cu_q is not None or p.sizes.get("pages") == 0):
+    if watch is not None and (p.unwatched or cache_of(call).cu_q is not None or p.sizes.get("pages") == 0):
         call, watch = watched_call(call, p.sizes, watch), None
         p = _prepare(q, k, v, call, False)
     out, lse = new_results(q, p.out_shape, p.lse_shape)
@@ -109,6 +111,7 @@ def _key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, watched:
 
 @recorded("attention_kvcache", _key)
 def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, watched: bool) -> Prepared:
+    from ...plan import InvariantPlan
     from ...plan.cache.decode import DecodePlan, decode_kernel_refusal
 
     sizes, shared = _checked(q, k, v, call)
@@ -119,6 +122,9 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, watc
     if 0 in (*shapes[1], sizes["batch"], sizes["seq_q"]):
         return Prepared(sizes, *shapes, keep=call.plan)
     made: Any = _planned(q, k, v, call, sizes, shared, device)
+    if isinstance(made, InvariantPlan):
+        decoder = bind_decode(q, k, v, call, sizes, made)
+        return Prepared(sizes, *shapes, decoder, interpreted=on_host(q), unwatched=True, keep=call.plan)
     if not isinstance(made, DecodePlan):
         found = function_at("attention_kvcache", q.device, made)
         return Prepared(sizes, *shapes, found, interpreted=on_host(q), keep=call.plan)
@@ -135,17 +141,19 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, watc
 
 def _planned(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, sizes: dict[str, int], shared: bool, device: "Device"
-) -> "DecodePlan":
+) -> "DecodePlan | InvariantPlan":
+    from ...plan import InvariantPlan
     from ...plan.cache.decode import DecodePlan, plan_decode
 
     problem, plan = problem_of_decode(q, k, v, call, sizes, shared), cast("Any", call.plan)
     if (own := plan_at("attention_kvcache", problem, device, call, plan)) is not None:
         return own  # type: ignore[no-any-return]
     splits = cache_of(call).splits
+    fixed = invariant_or_none(call, problem, device, plan, splits)
     if plan is None:
-        return plan_decode(problem, device, splits)
-    if not isinstance(plan, DecodePlan):
-        raise DtypeError(f"plan must be a DecodePlan or None, got {type(plan).__name__}")
+        return fixed or plan_decode(problem, device, splits)
+    if not isinstance(plan, DecodePlan | InvariantPlan):
+        raise DtypeError(f"plan must be a DecodePlan, an InvariantPlan or None, got {type(plan).__name__}")
     if splits not in (0, plan.splits):
         raise ValueRangeError(f"num_splits must be 0 or the plan's {plan.splits}, got {splits}")
     plan.problem.require_same(problem)
@@ -221,7 +229,7 @@ def _used(cache: Cache, sizes: dict[str, int]) -> set[int]:
     return {page for row, n in rows for page in row[: -(-max(0, n + cache.more) // sizes["page_size"])]}
 
 
-def plan_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> "DecodePlan":
+def plan_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> "DecodePlan | InvariantPlan":
     """The plan that a call follows; the call's own if it is one for that."""
     sizes, shared = _checked(q, k, v, call)
     if 0 in (sizes["batch"], sizes["seq_q"], sizes["heads"]):

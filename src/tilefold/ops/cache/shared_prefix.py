@@ -4,10 +4,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...errors import DtypeError, ValueRangeError
+from ...errors import DtypeError, Unsupported, ValueRangeError
 from ..call import Call, check_integer, check_options
 from ..device import device_of, on_host
 from ..faults import Mode, Watch, watch_of
+from ..numerics import is_invariant
 from ..operator import Operation
 from ..records import facts_of_values, recorded
 from ..serve import function_at
@@ -38,6 +39,7 @@ class SharedPrefix(NamedTuple):
     cascade: bool | None
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
+    numerics: str = ""
 
     @property
     def call(self) -> Call:
@@ -45,7 +47,7 @@ class SharedPrefix(NamedTuple):
         cache = Cache(lengths=self.lengths, batch_index=self.batch_index, block_table=self.block_table, cu_q=self.cu_q,
                       max_q=self.max_q, splits=self.splits)  # fmt: skip
         return Call(self.causal, None, self.scale, self.softcap, sinks=self.sinks, source=cache,
-                    scales=Scales(k=self.k_scale, v=self.v_scale))  # fmt: skip
+                    scales=Scales(k=self.k_scale, v=self.v_scale), numerics=self.numerics)  # fmt: skip
 
 
 def attend(
@@ -82,7 +84,9 @@ def _plan(q: torch.Tensor, k: torch.Tensor, given: SharedPrefix, n: dict[str, in
     return plan_shared_prefix(PrefixProblem(*shape), device_of(q.device))
 
 
-@recorded("attention_shared_prefix", lambda q, k, v, given: facts_of_values(q, k, v, *given))
+@recorded(
+    "attention_shared_prefix", lambda q, k, v, given: (facts_of_values(q, k, v, *given), is_invariant(given.numerics))
+)
 def _decided(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: SharedPrefix
 ) -> tuple[dict[str, int], bool]:
@@ -90,6 +94,13 @@ def _decided(
     n = _sizes(q, k_cache, v_cache, given)
     empty = _whole(given, n) == 0 or q.numel() == 0 or n["batch"] == 0
     apart = given.cascade
+    if is_invariant(given.numerics):
+        if apart:
+            raise Unsupported(
+                'cascade=True with numerics="invariant": a merge of two finished results has other bits than one fold; leave it '
+                "None"
+            )
+        apart = False
     if apart is None:  # without launches keys that are read once are always cheaper
         direct = function_at("attention_kvcache", q.device) is not None
         apart = not empty and (direct or _plan(q, k_cache, given, n).cascade)

@@ -15,7 +15,7 @@ from ...errors import DtypeError
 from ...types import Layout, Rule, Rules
 from .. import records
 from ..bound import Bound
-from ..cache.decode import Step, bind_decode, step_of
+from ..cache.decode import Step, bind_decode, invariant_or_none, step_of
 from ..call import (
     Call,
     check_hooks,
@@ -28,6 +28,7 @@ from ..call import (
     window_of,
 )
 from ..device import device_of, interpreting, on_host
+from ..numerics import is_invariant
 from ..places import check_inside
 from ..records import facts_of, recorded, remember
 from ..serve import function_at, plan_at
@@ -50,7 +51,7 @@ from .attention_parts import (
 from .attention_tiles import tiles_of
 
 if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays light
-    from ...plan import AttentionPlan, AttentionProblem, DecodePlan
+    from ...plan import AttentionPlan, AttentionProblem, DecodePlan, InvariantPlan
     from ...plan.device import Device
 
 __all__ = [
@@ -118,7 +119,7 @@ def _key_of_lengths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Cal
     at = 1 if call.layout == "bshd" else 2
     if k.dim() != 4 or q.numel() > MOST_ROWS * k.shape[0] * k.shape[3 - at] * k.shape[3]:  # not the decode kernel's
         return None
-    if not is_plain(bare) or k.shape[:3] != v.shape[:3]:
+    if not is_plain(bare) or k.shape[:3] != v.shape[:3] or is_invariant(call.numerics):
         return None
     from ...plan.dense.forward import STEP
 
@@ -142,7 +143,7 @@ def _key_of_any_length(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: 
         at = 0
         if not (type(packed.max_q) is type(packed.max_k) is int and packed.max_q > 0 and packed.max_k > 0):
             return None
-    if not is_plain(call) or k.shape[at] != v.shape[at]:
+    if not is_plain(call) or k.shape[at] != v.shape[at] or is_invariant(call.numerics):
         return None
     sides = [(type(t), t.shape[:at], t.shape[at + 1 :], t.stride(-1), boxable(t), facts_of(t)[3:]) for t in (q, k, v)]
     places = None if packed is None else (facts_of(packed.cu_q), facts_of(packed.cu_k))
@@ -226,7 +227,7 @@ def _values_of_lengths(
 
 
 def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
-    from ...plan import AttentionPlan, DecodePlan, plan_attention, plan_forward
+    from ...plan import AttentionPlan, DecodePlan, DecodeProblem, InvariantPlan, plan_attention, plan_forward
     from ...plan.torch_cpu import TorchPlan
     from ..hopper import bound_or_none, disabled
 
@@ -236,8 +237,8 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> P
     scale = 1.0 / math.sqrt(sizes["dim_qk"]) if call.scale is None else float(call.scale)
     softcap = float(call.softcap)
     check_hooks(call, q.device)
-    if call.plan is not None and not isinstance(call.plan, (AttentionPlan, DecodePlan, TorchPlan)):
-        raise DtypeError(f"plan must be an AttentionPlan, a DecodePlan or None, got {type(call.plan).__name__}")
+    if call.plan is not None and not isinstance(call.plan, (AttentionPlan, DecodePlan, InvariantPlan, TorchPlan)):
+        raise DtypeError(f"plan must be an AttentionPlan, a DecodePlan, an InvariantPlan or None, got {type(call.plan).__name__}")
     out_shape, lse_shape = result_shapes(call, sizes)
     device = device_of(q.device, "attention")
     if 0 in (*lse_shape, sizes["batch"], sizes["seq_q"]):
@@ -246,10 +247,12 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> P
     if (own := plan_at("attention", problem, device, call, call.plan)) is not None:
         bound = function_at("attention", q.device, own)
         return Prepared(own, out_shape, lse_shape, scale, softcap, bound, keep=hooks_of(call))
-    plan = plan_forward(problem, device, portable=disabled()) if call.plan is None else call.plan
+    plan: Any = invariant_or_none(call, DecodeProblem(problem, equal=call.packed is None), device, call.plan)
+    if plan is None:
+        plan = plan_forward(problem, device, portable=disabled()) if call.plan is None else call.plan
     if call.plan is not None:
         call.plan.check(problem, device)
-    if isinstance(plan, DecodePlan):
+    if isinstance(plan, DecodePlan | InvariantPlan):
         return _bind_decoder(q, k, v, call, sizes, scale, plan, out_shape, lse_shape)
     if call.plan is None and plan.kernel == HOPPER_KERNEL:
         from . import attention_hopper
@@ -319,7 +322,7 @@ def _bind_decoder(
     call: Call,
     sizes: dict[str, int],
     scale: float,
-    plan: "DecodePlan",
+    plan: "DecodePlan | InvariantPlan",
     out_shape: tuple[int, ...],
     lse_shape: tuple[int, ...],
 ) -> Prepared:

@@ -14,6 +14,7 @@ from ..bound import Bound, Slot, attribute, strides_named
 from ..call import UNBOUNDED, Call, check_heads, check_options, key_of, layout_hint, result_shapes, window_of
 from ..device import device_of
 from ..hopper import shared_layout
+from ..numerics import refuse_invariant
 from ..records import recorded
 from ..source import UNSCALED, Scales
 from .attention_parts import boxable, describe_box, head_strides, hooks_of, kind_of, shared_values
@@ -117,6 +118,7 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Pr
     from ...plan import AttentionFp8Plan, plan_attention_fp8
     from ..hopper import bound_or_none, disabled
 
+    refuse_invariant("attention of e4m3 tensors", "its tiles follow lengths", call.numerics)
     shapes = result_shapes_of(q, k, v, call)
     sizes = sizes_of(q, k, v, call)
     if call.plan is not None and not isinstance(call.plan, AttentionFp8Plan):

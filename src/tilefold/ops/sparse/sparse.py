@@ -12,6 +12,7 @@ from ..bound import Bound, Slot, attribute, stand_in, strides_named
 from ..call import Call, facts_of, is_plain, key_of, options_of, result_shapes
 from ..dense.attention_parts import boxable, boxed, head_strides, hooks_of, new_results, problem_of, shared_values
 from ..device import device_of, interpreting, on_host
+from ..numerics import refuse_invariant
 from ..places import check_inside, check_pages
 from ..records import recorded, remember
 from ..serve import function_at, plan_at
@@ -63,6 +64,7 @@ def _check_placement(k: torch.Tensor, total_q: int, call: Call) -> None:
 def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
     """The record of this call's shapes and options; checks everything the first time they are seen, but for lengths the first
     time."""
+    refuse_invariant("sparse attention", "its tiles follow the lists of blocks", call.numerics)
     try:
         family = _key_of_any_length(q, k, v, call)
         near = records.CACHE.get(family)

@@ -26,6 +26,7 @@ __all__ = [
     "DecodeProblem",
     "decode_kernel_refusal",
     "plan_decode",
+    "require_dims",
     "rules_decode",
     "slice_shape",
     "slices_of",
@@ -155,9 +156,14 @@ class DecodePlan(Plan):
             raise PlanError(f"splits={self.splits} makes {self.grid} programs, a grid takes {MAX_GRID}")
 
     @property
+    def rows(self) -> int:
+        """Rows of a KV head."""
+        return self.problem.rows
+
+    @property
     def blocks(self) -> int:
         """Row blocks of a KV head."""
-        return -(-self.problem.rows // self.block_m)
+        return -(-self.rows // self.block_m)
 
     @property
     def items(self) -> int:
@@ -257,7 +263,7 @@ def rules_decode(problem: DecodeProblem, device: Device, splits: int = 0) -> Dec
     if not 0 <= splits <= MAX_SPLITS:
         raise ValueRangeError(f"num_splits must be 0 to {MAX_SPLITS}, got {splits}")
     a = problem.attention
-    _require(problem)
+    require_dims(problem)
     block_m = min(64, max(16, next_power_of_two(problem.rows)))
     if max(problem.block_k, problem.block_v) > 256 or a.dtype == "float32":
         block_m = 16  # the output's rows, and the query's, are held in registers
@@ -334,7 +340,8 @@ def _tile(problem: DecodeProblem, device: Device, block_m: int) -> tuple[int, in
     return block_n, 8, max(1, min(MOST_STAGES, spare + room // (block_n * row))), 1
 
 
-def _require(problem: DecodeProblem) -> None:
+def require_dims(problem: DecodeProblem) -> None:
+    """Unsupported for head dims that no kernel over a cache has."""
     a = problem.attention
     if problem.shared:
         if a.dim_v > MOST_DIM_V or a.dim_qk - a.dim_v > MOST_DIM_REST or a.dim_v > a.dim_qk:

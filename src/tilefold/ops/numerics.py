@@ -1,0 +1,52 @@
+"""Which numerics a call has: those that are given, or those of the innermost context, or of the environment."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..errors import DtypeError, Unsupported, ValueRangeError
+
+__all__ = ["NUMERICS", "VARIABLE", "check_numerics", "is_invariant", "numerics", "refuse_invariant"]
+
+NUMERICS = ("fast", "invariant")
+VARIABLE = "TILEFOLD_NUMERICS"
+_ASKED = [os.environ.get(VARIABLE, "") or "fast"]  # the environment is read once; then contexts, of the process
+
+
+@contextmanager
+def numerics(kind: str) -> Iterator[None]:
+    """Calls inside that do not say otherwise have these numerics: "fast", or "invariant" (docs/invariance.md).
+
+    It holds for the process, as gradients and checkpoints compute on threads of their own.  Also as a decorator.
+    Raises ValueRangeError for another word."""
+    check_numerics(kind)
+    _ASKED.append(kind)
+    try:
+        yield
+    finally:
+        _ASKED.pop()
+
+
+def check_numerics(given: object) -> str:
+    """An argument `numerics` as calls keep it, "" for None.  Raises DtypeError or ValueRangeError, naming it."""
+    if given is not None and not isinstance(given, str):
+        raise DtypeError(f"numerics must be 'fast', 'invariant' or None, got {type(given).__name__}")
+    if given and given not in NUMERICS:
+        raise ValueRangeError(f"numerics must be 'fast', 'invariant' or None, got {given!r}")
+    return given or ""
+
+
+def is_invariant(given: str = "") -> bool:
+    """Whether a call is to be "invariant"; given: its argument, "" for what the context says."""
+    asked = given or _ASKED[-1]
+    if asked not in NUMERICS:
+        raise ValueRangeError(f"{VARIABLE} must be fast or invariant, got {asked!r}")
+    return asked == "invariant"
+
+
+def refuse_invariant(what: str, why: str, given: str = "") -> None:
+    """Unsupported for a call that is to be "invariant" and cannot be."""
+    if is_invariant(given):
+        raise Unsupported(
+            f'{what} with numerics="invariant": {why}; call it inside tilefold.numerics("fast") if its bits may differ'
+        )
