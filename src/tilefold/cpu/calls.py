@@ -94,7 +94,7 @@ def _terms(call: Any, plan: TorchPlan) -> Terms:
         slopes = slopes[None]
     seen = () if call.mask_mod is None else call.mask_mod.bound(rules, call.mask_args)
     return Terms(_scale(call, n.dim_qk), left, right, float(call.softcap), slopes, call.bias, call.mask, call.sinks,
-                 float(call.dropout_p), call.dropout_seed, rules=seen)  # fmt: skip
+                 float(call.dropout_p), call.dropout_seed, rules=seen, ordered=plan.numerics == "invariant")  # fmt: skip
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Any, plan: Any) -> None:

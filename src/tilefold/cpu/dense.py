@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from ..plan.torch_cpu import Cut
+from . import ordered
 from . import state as fold
 from .terms import Place, Terms, band_of, factor_of, hide, modify
 from .tiles import chunks, rows_of, spans
@@ -35,6 +36,9 @@ def forward(
     """Write out [batch, heads, seq_q, dim_v] and lse [batch, heads, seq_q] fp32, natural log.
 
     q: [batch, heads, seq_q, dim]; k, v: [batch, kv_heads, seq_k, ..]; any strides and float dtypes."""
+    if terms.ordered:
+        ordered.forward(q, k, v, terms, out, lse)
+        return
     seq_k = k.shape[2]
     out, lse = (_grouped(t, k.shape[1]) for t in (out, lse))
     for chunk in _chunks(q, k, v, cut):

@@ -16,7 +16,7 @@ class Terms(NamedTuple):
     scale: of q k^T.  left, right: the window, None where unbounded.  softcap: 0.0 for none.  slopes: [batch or 1, heads] fp32.
     bias, mask: [batch or 1, heads or 1, seq_q or 1, seq_k].  sinks: [heads].  drop: probability, and seed [1] int64.
     first: the number of the first sequence, by which dropout and rules go.  rules: pairs (function of `cpu.rules`, its args) that
-    have to hold."""
+    have to hold.  ordered: by `cpu.ordered`."""
 
     scale: float
     left: int | None = None
@@ -30,6 +30,7 @@ class Terms(NamedTuple):
     seed: torch.Tensor | None = None
     first: int = 0
     rules: tuple[tuple[Any, tuple[Any, ...]], ...] = ()
+    ordered: bool = False
 
     @property
     def bare(self) -> bool:

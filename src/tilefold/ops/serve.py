@@ -11,11 +11,14 @@ import torch
 from ..errors import PlanError
 from ..types import Rules
 from .device import device_of
+from .numerics import is_invariant
 
 if TYPE_CHECKING:
     from ..plan.device import Device
 
 __all__ = ["BoundFunction", "function_at", "plan_at"]
+
+INVARIANT = ("attention", "attention_kvcache", "attention_cached")  # of which a query's bits may be its sequence's alone
 
 
 class BoundFunction:
@@ -59,6 +62,10 @@ def plan_at(operation: str, problem: Any, device: "Device", call: Any, given: An
     if plan is None:
         return None
     arguments, architecture = call._asdict(), device.architecture
+    if is_invariant(arguments.get("numerics", "")) and operation in INVARIANT:
+        plan = plan.invariant()
+        if given is not None and getattr(given, "numerics", "") != "invariant":
+            raise PlanError('plan has other bits than numerics="invariant": leave one of them out')
     found, mask = capability(operation, architecture), arguments.get("mask_mod")
     if found is not None and found.rules and isinstance(mask, Rules):
         functions = (rule.function for rule in mask.rules)

@@ -4,13 +4,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from tilefold.errors import PlanError
+from tilefold.errors import PlanError, Unsupported
+from tilefold.plan.cache.invariant import invariant_refusal
 from tilefold.plan.capabilities import capability
 from tilefold.plan.device import Device
 
 __all__ = ["Cut", "TorchPlan", "cut_of", "plan_torch"]
 
 BLOCK_N = 512  # keys of a tile
+INVARIANT_BLOCK_N = 64  # the same with numerics="invariant", whose sums are trees over that many
 ROWS = 256  # query rows of a KV head in a tile, those of its group together
 SCORES = 1 << 19  # scores that are folded at once: 2 MiB in fp32, which stay in the caches; larger tiles are slower
 
@@ -39,12 +41,14 @@ def cut_of(batch: int, kv_heads: int, group: int, seq_q: int, seq_k: int) -> Cut
 class TorchPlan:
     """The decision for one call of a function.  `print` it.
 
-    operation: as in the capabilities; problem: of the operation; cut: None where nothing is folded in tiles."""
+    operation: as in the capabilities; problem: of the operation; cut: None where nothing is folded in tiles, and with
+    numerics="invariant", which has one for all."""
 
     operation: str
     problem: Any
     device: Device
     cut: Cut | None = None
+    numerics: str = "fast"
 
     splits = 1  # of the keys of a row: in parts they would be no faster
 
@@ -52,6 +56,12 @@ class TorchPlan:
     def kernel(self) -> str:
         found = capability(self.operation, self.device.architecture)
         return "" if found is None else found.kernel
+
+    def invariant(self) -> "TorchPlan":
+        """The plan of numerics="invariant".  Unsupported for what that cannot keep."""
+        if why := invariant_refusal(getattr(self.problem, "attention", self.problem)):
+            raise Unsupported(f'{why}; numerics="invariant" cannot keep that')
+        return replace(self, cut=None, numerics="invariant")
 
     def with_tile(
         self,
@@ -89,6 +99,13 @@ class TorchPlan:
                 f"  tiles       {c.block_m} queries of each head x {c.block_n} keys",
                 f"  at once     {c.sequences} sequences x {c.heads} KV heads, K and V of these in fp32",
             ]
+        if self.numerics == "invariant":
+            lines += [
+                f"  fixed       numerics=invariant: tiles of {INVARIANT_BLOCK_N} keys from a sequence's first key; sums are trees "
+                "over halves",
+                "  why         torch's products follow shapes; single elements' additions and products do not.",
+            ]
+            return "\n".join(lines)
         lines.append(
             "  why         Batched products of plain torch; dead tiles are skipped, only edge tiles are masked."
         )

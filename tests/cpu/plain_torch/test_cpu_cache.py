@@ -1,7 +1,10 @@
 """Attention over KV caches, appending, rotary embedding and merging: the kernels' tests in plain torch."""
 
 import pytest
+import torch
 
+from cases.invariant import WAYS, draw
+from tilefold.cpu import ordered
 from torch_cpu import again, device, torch_cpu  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("torch_cpu")
@@ -36,3 +39,30 @@ globals().update(
         "packed_queries_and_nothing_behind_the_prefix caches_by_index_and_strided_queries",
     )
 )
+globals().update(
+    again(
+        "test_invariant",
+        "dense caches bytes_with_halves values_that_are_part_of_the_keys packed_queries_and_pads nothing strides masks_and_rules "
+        "gradients_are_those_of_the_bits contexts the_environment refusals",
+    )
+)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_bits(way, seed, device):  # noqa: F811
+    """torch's products follow shapes; those of numerics="invariant" do not."""
+    way(draw(seed, device, 90, (torch.float32, torch.bfloat16)))
+
+
+def test_the_function_s_parts():
+    """Powers and logarithms that do not depend on where a number lies, to some units in the last place."""
+    x = torch.cat([torch.linspace(-126, 127, 5001), torch.linspace(-1, 1, 2001)])
+    assert ((ordered.exp2(x).double() / x.double().exp2()) - 1).abs().max() < 2.0**-22
+    assert ordered.exp2(torch.tensor([-torch.inf, 0.0, torch.nan])).isnan().tolist() == [False, False, True]
+    assert ordered.exp2(torch.tensor([-torch.inf, 0.0, -127.0])).tolist() == [0.0, 1.0, 0.0]
+    y = torch.linspace(0.1, 5000, 5001)
+    torch.testing.assert_close(ordered.log2(y).double(), y.double().log2(), rtol=2.0**-23, atol=2.0**-23)
+    torch.testing.assert_close(ordered.tanh(x).double(), x.double().tanh(), rtol=2.0**-21, atol=0)
+    a, b = torch.randn(3, 5, 70), torch.randn(3, 9, 70)
+    torch.testing.assert_close(ordered.product(a, b), a @ b.mT, rtol=1e-5, atol=1e-5)

@@ -128,11 +128,14 @@ def attention_invariant(
         source = (seq_k, Table + b * stride_tb, pad, PAGE, None)
     outer_k = stride_kn if PAGE == 0 else stride_kb
     outer_v = stride_vn if PAGE == 0 else stride_vb
-    k_scale = KScale + i_k * stride_ksh if PER_PAGE else None
-    v_scale = VScale + i_k * stride_vsh if PER_PAGE else None
-    k_side = (k_0, outer_k, row_k, k_scale, stride_ksp)
-    r_side = (k_0 + DIM_K, outer_k, row_k, k_scale, stride_ksp)
-    v_side = (v_0, outer_v, row_v, v_scale, stride_vsp)
+    if PER_PAGE:
+        k_side = (k_0, outer_k, row_k, KScale + i_k * stride_ksh, stride_ksp)
+        r_side = (k_0 + DIM_K, outer_k, row_k, KScale + i_k * stride_ksh, stride_ksp)
+        v_side = (v_0, outer_v, row_v, VScale + i_k * stride_vsh, stride_vsp)
+    else:
+        k_side = (k_0, outer_k, row_k, None, 0)
+        r_side = (k_0 + DIM_K, outer_k, row_k, None, 0)
+        v_side = (v_0, outer_v, row_v, None, 0)
     # ---- the chunks
     WIDTH: tl.constexpr = BLOCK_V // 2 if PAIRS else BLOCK_V
     begin, end = range_share(c_1 - c_0, pid % splits, splits)

@@ -1,0 +1,235 @@
+"""numerics="invariant": a query's bits depend on its own sequence alone; accuracy, plans, what is refused.
+
+The interpreter's products are a library's, whose bits depend on a row's place in a tile; here they are summed in order."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import tilefold
+from cases import judge, qkv, rand, same
+from cases.decode import E4M3, INT8, Case, run
+from cases.invariant import WAYS, draw
+from cases.mods import slanted, slanted_twin, sliding, sliding_twin
+from tilefold import DtypeError, PlanError, Unsupported, ValueRangeError, masks, reference
+from tilefold.ops import numerics
+from tilefold.plan import InvariantPlan
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def products_in_order(monkeypatch):
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def dot(self, a, b, d, *_):
+        total, a, b = d.data.astype(np.float32), a.data.astype(np.float32), b.data.astype(np.float32)
+        for i in range(a.shape[1]):
+            total = total + a[:, i : i + 1] * b[i : i + 1]
+        return TensorHandle(total.astype(d.data.dtype), d.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_bits(way, seed, device):
+    way(draw(seed, device, 150, FLOATS))
+
+
+# ---------------------------------------------------------------- accuracy
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True},
+        {"window": (70, 3), "softcap": 4.0},
+        {"causal": True, "sinks": torch.tensor([0.5, -1.0, float("-inf"), 3.0])},
+        {"bias": rand(1, 4, 130, 150), "mask": torch.arange(150).expand(2, 1, 1, -1) % 5 > 0},
+        {"alibi_slopes": torch.rand(2, 4), "scale": 0.2},
+    ],
+    ids=["full", "causal", "window softcap", "sinks", "bias mask", "alibi"],
+)  # fmt: skip
+def test_dense(options, dtype, device):
+    q, k, v = qkv(2, 130, 150, 4, 2, 40, 24, dtype=dtype, device=device)
+    options = {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in options.items()}
+    got = tilefold.attention(q, k, v, numerics="invariant", return_lse=True, **options)
+    wanted, plain = (reference.attention(q, k, v, dtype=kind, **options) for kind in (torch.float64, dtype))
+    for what, *three in zip(("out", "lse"), got, wanted, plain, strict=True):
+        judge(*three, f"{what} {dtype} {sorted(options)}")
+
+
+@pytest.mark.parametrize("storage", [None, E4M3, INT8])
+@pytest.mark.parametrize(("page", "splits"), [(0, 1), (7, 3), (64, 2), (0, 4)])
+def test_caches(page, splits, storage, device):
+    """Chunks in one program and in several; the factors of bytes, by head and by page."""
+    more = {"scales": "page" if page == 64 else "head"} if storage else {}
+    case = Case([150, 0, 9, 70], 3, heads=4, kv_heads=2, page=page, stored=storage, options={"causal": True}, **more)
+    run(case, device, numerics="invariant", num_splits=splits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_bytes_with_halves(dtype, device):
+    run(Case([100, 20], heads=4, stored=INT8, dtype=dtype, dim=64), device, numerics="invariant")
+
+
+def test_values_that_are_part_of_the_keys(device):
+    run(Case([90, 70], 2, heads=8, dim=96, dim_v=64, page=16, shared=True), device, numerics="invariant", num_splits=2)
+
+
+def test_packed_queries_and_pads(device):
+    case = Case([90, 70, 30], [3, 0, 30], heads=4, kv_heads=2, page=16, pads=[0, 5, 30], options={"causal": True})
+    run(case, device, numerics="invariant")
+
+
+def test_nothing(device):
+    for shapes in ((0, 5, 5), (2, 0, 5), (2, 5, 0)):
+        q, k, v = qkv(*shapes, 2, 1, 32, device=device)
+        out, lse = tilefold.attention(q, k, v, numerics="invariant", return_lse=True)
+        assert out.shape == q.shape
+        assert (out == 0).all()
+        assert (lse == -torch.inf).all()
+
+
+def test_strides(device):
+    q = rand(2, 4, 140, 32, device=device).transpose(1, 2)[:, ::2]
+    k, v = rand(2, 60, 2, 64, device=device).split(32, -1)
+    assert not any(t.is_contiguous() for t in (q, k, v))
+    made = tilefold.attention(q, k, v, numerics="invariant", return_lse=True)
+    assert same(made, tilefold.attention(*(t.contiguous() for t in (q, k, v)), numerics="invariant", return_lse=True))
+
+
+# ---------------------------------------------------------------- bits
+
+
+def test_masks_and_rules(device):
+    """Neighbours in a batch and rows of nobody, with masks that are values, and tensors."""
+    q, k, v = qkv(2, 70, 70, 4, 2, 32, device=device)
+    lengths = torch.tensor([5, 33], dtype=torch.int32, device=device)
+
+    for of in (masks.prefix, lambda n: masks.keys(n + 20) & masks.window(30, 0)):
+        together = tilefold.attention(q, k, v, mask=of(lengths), numerics="invariant", return_lse=True)
+        alone = tilefold.attention(q[1:], k[1:], v[1:], mask=of(lengths[1:]), numerics="invariant", return_lse=True)
+        assert same([t[1:] for t in together], alone)
+        wanted, plain = (reference.attention(q, k, v, dtype=kind, mask=of(lengths)) for kind in (torch.float64, q.dtype))
+        judge(together[0], wanted[0], plain[0], "out")
+
+
+@pytest.mark.interpreter
+def test_functions_of_users(device):
+    """They are told of one head; their tiles have its rows alone."""
+    q, k, v = qkv(2, 70, 70, 4, 2, 32, device=device)
+    slopes = torch.rand(4, device=device)
+    asked = {"score_mod": slanted, "score_args": (slopes,), "mask_mod": sliding, "mask_args": (40,)}
+    out, lse = tilefold.attention(q, k, v, numerics="invariant", return_lse=True, **asked)
+    twins = {**asked, "score_mod": slanted_twin, "mask_mod": sliding_twin}
+    wanted, plain = (reference.attention(q, k, v, dtype=kind, **twins) for kind in (torch.float64, q.dtype))
+    judge(out, wanted[0], plain[0], "out")
+    judge(lse, wanted[1], plain[1], "lse")
+    last = tilefold.attention(q[1:, -3:], k[1:], v[1:], numerics="invariant", return_lse=True, **asked)
+    assert same((out[1:, -3:], lse[1:, :, -3:]), last)
+
+
+def test_queries_over_bytes_do_not_see_one_another(device):
+    """Queries far from one another in size share a tile: a factor of the tile would round the small ones."""
+    q, x = rand(1, 2, 2, 32, dtype=torch.bfloat16, device=device), rand(1, 70, 1, 32, device=device)
+    codes, scale = tilefold.quantize_kv(x, INT8)
+    q[:, 0] *= 2.0**-36
+    asked = {"k_scale": scale * 2.0**36, "v_scale": scale, "numerics": "invariant", "return_lse": True}
+    both = tilefold.attention_kvcache(q, codes, codes, **asked)
+    assert same((both[0][:, :1], both[1][..., :1]), tilefold.attention_kvcache(q[:, :1], codes, codes, **asked))
+
+
+@pytest.mark.interpreter
+def test_the_constants_are_what_fixes_bits(device):
+    """Keys of a tile and of a chunk do; the rows of a tile, the programs and the stages do not."""
+    q, k, v = qkv(1, 150, 150, 4, 2, 32, device=device)
+    plan = tilefold.attention_plan(q, k, v, causal=True, numerics="invariant")
+    assert isinstance(plan, InvariantPlan)
+
+    def bits(**fields):
+        made = replace(plan, **fields)
+        return tilefold.attention(q, k, v, causal=True, plan=made, numerics="fast", return_lse=True)
+
+    for free in ({"block_m": 16}, {"splits": 2}, {"splits": 3, "block_m": 32}, {"num_stages": 2}):
+        assert same(bits(**free), bits())
+    for fixed in ({"block_n": 32}, {"chunk": 32}):
+        assert not same(bits(**fixed), bits())
+        with pytest.raises(PlanError, match=f"plan field {next(iter(fixed))}: numerics"):
+            tilefold.attention(q, k, v, causal=True, plan=replace(plan, **fixed), numerics="invariant")
+    with pytest.raises(PlanError, match="plan is a DecodePlan"):
+        other = tilefold.attention_kvcache_plan(q[:, :1], k, v)
+        tilefold.attention_kvcache(q[:, :1], k, v, plan=other, numerics="invariant")
+
+
+def test_gradients_are_those_of_the_bits(device):
+    """The forward pass of training has the bits of inference; the backward pass is the deterministic one that there is."""
+    q, k, v = (t.requires_grad_() for t in qkv(1, 70, 70, 4, 2, 32, device=device))
+    out = tilefold.attention(q, k, v, causal=True, numerics="invariant")
+    out.square().sum().backward()
+    with torch.no_grad():
+        assert torch.equal(out, tilefold.attention(q, k, v, causal=True, numerics="invariant"))
+    wanted = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    reference.attention(*wanted, causal=True)[0].square().sum().backward()
+    for t, one in zip((q, k, v), wanted, strict=True):
+        torch.testing.assert_close(t.grad.double(), one.grad, rtol=1e-4, atol=1e-4)
+
+
+# ---------------------------------------------------------------- asking for it
+
+
+def test_contexts(device):
+    """The innermost decides, an argument before it; records of either kind are kept apart."""
+    q, k, v = qkv(1, 70, 70, 4, 2, 32, device=device)
+    fast, asked = (tilefold.attention(q, k, v, numerics=kind) for kind in ("fast", "invariant"))
+    assert not torch.equal(fast, asked)
+    with tilefold.numerics("invariant"):
+        assert torch.equal(tilefold.attention(q, k, v), asked)
+        assert torch.equal(tilefold.attention(q, k, v, numerics="fast"), fast)
+        with tilefold.numerics("fast"):
+            assert torch.equal(tilefold.attention(q, k, v), fast)
+        assert torch.equal(tilefold.attention(q, k, v), asked)
+    assert torch.equal(tilefold.attention(q, k, v), fast)
+
+
+def test_the_environment(device, monkeypatch):
+    q, k, v = qkv(1, 70, 70, 4, 2, 32, device=device)
+    monkeypatch.setattr(numerics, "_ASKED", ["invariant"])
+    assert torch.equal(tilefold.attention(q, k, v), tilefold.attention(q, k, v, numerics="invariant"))
+    monkeypatch.setattr(numerics, "_ASKED", ["exact"])
+    with pytest.raises(ValueRangeError, match="TILEFOLD_NUMERICS must be fast or invariant, got 'exact'"):
+        tilefold.attention(q, k, v)
+
+
+def test_refusals(device):
+    q, k, v = qkv(1, 70, 70, 4, 2, 32, device=device)
+    for wrong, error in (("exact", ValueRangeError), (True, DtypeError)):
+        for call in (tilefold.attention, tilefold.attention_kvcache, tilefold.attention_plan):
+            with pytest.raises(error, match="numerics must be 'fast', 'invariant' or None, got"):
+                call(q, k, v, numerics=wrong)
+    with pytest.raises(ValueRangeError, match="numerics must be"), tilefold.numerics("exact"):
+        pass
+    with pytest.raises(Unsupported, match="dropout_p is not 0"):
+        tilefold.attention(q, k, v, dropout_p=0.5, numerics="invariant")
+    lengths = torch.tensor([70], dtype=torch.int32, device=device)
+    with pytest.raises(Unsupported, match="cascade=True with numerics"):
+        tilefold.attention_shared_prefix(
+            q[:, :1], k, v, prefix_length=9, cache_seqlens=lengths, cascade=True, numerics="invariant"
+        )
+    index = tilefold.BlockIndex.from_map(torch.ones(1, 1, 2, 2, dtype=torch.bool, device=device), seq_q=70, seq_k=70)
+    with tilefold.numerics("invariant"), pytest.raises(Unsupported, match="sparse attention with numerics"):
+        tilefold.sparse_attention(q, k, v, index)
+    with tilefold.numerics("invariant"), pytest.raises(Unsupported, match="e4m3 tensors with numerics"):
+        tilefold.attention(*(t.to(E4M3) for t in (q, k, v)))
+
+
+@pytest.mark.no_poison
+def test_fake_tensors(device):
+    with torch._subclasses.FakeTensorMode():
+        q, k, v = (torch.empty(1, 70, heads, 32) for heads in (4, 2, 2))
+        assert tilefold.attention(q, k, v, numerics="invariant").shape == q.shape
