@@ -129,7 +129,7 @@ def attention_kvcache(
 def attention_kvcache_plan(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, **options: Any
 ) -> "DecodePlan | InvariantPlan":
-    """The DecodePlan, or InvariantPlan, that `attention_kvcache(q, k_cache, v_cache, **options)` follows, without running it; `print` it to read
+    """The plan that `attention_kvcache(q, k_cache, v_cache, **options)` follows, without running it; `print` it to read
     the decision, or change it by dataclasses.replace and give it as plan.  For prompts that go to the other kernel: the one that
     would be followed if it were given.
 
@@ -360,6 +360,7 @@ def attention_shared_prefix(
         raise DtypeError(f"return_lse must be a bool, got {return_lse!r}")
     mode = mode_of(check)
     given = shared_prefix.SharedPrefix(cache_seqlens, block_table, cache_batch_idx, cu_seqlens_q, sinks, prefix_length,
-                                       max_seqlen_q, causal, scale, softcap, num_splits, cascade, k_scale, v_scale, check_numerics(numerics))  # fmt: skip
+                                       max_seqlen_q, causal, scale, softcap, num_splits, cascade, k_scale, v_scale,
+                                       check_numerics(numerics))  # fmt: skip
     out, lse = shared_prefix.attend(q, k_cache, v_cache, given, mode)
     return (out, lse) if return_lse else out

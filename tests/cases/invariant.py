@@ -1,18 +1,35 @@
-"""A random sequence, and the ways to compute some of its queries that numerics="invariant" gives the same bits: beside others of a
-batch, packed, padded, in chunks of its prompt, over caches and pages of any size and order, by any number of programs."""
+"""A random sequence, and the ways to compute some of its queries that numerics="invariant" gives the same bits: beside others
+of a batch, packed, padded, in chunks of its prompt, over caches and pages of any size and order, by any number of programs."""
 
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 
 import tilefold
 from cases import rand
 from cases.flash import in_pages
 
-__all__ = ["WAYS", "Drawn", "draw"]
+__all__ = ["WAYS", "Drawn", "draw", "products_in_order"]
+
+
+@pytest.fixture(autouse=True)
+def products_in_order(monkeypatch):
+    """In the interpreter products are a library's, whose bits depend on a row's place in a tile: here they are summed in order,
+    one after the other."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def dot(self, a, b, d, *_):
+        total, a, b = d.data.astype(np.float32), a.data.astype(np.float32), b.data.astype(np.float32)
+        for i in range(a.shape[1]):
+            total = total + a[:, i : i + 1] * b[i : i + 1]
+        return TensorHandle(total.astype(d.data.dtype), d.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
 
 
 @dataclass
@@ -38,7 +55,9 @@ class Drawn:
         """out [m, H, D], lse [H, m] of queries first and on."""
         end = first + len(out)
         for name, got, one in (("out", out, self.alone[0][first:end]), ("lse", lse, self.alone[1][:, first:end])):
-            assert torch.equal(got, one), f"{name} of queries {first} to {end} of {self.length} {how}: other bits, {self.options}"
+            assert torch.equal(got, one), (
+                f"{name} of queries {first} to {end} of {self.length} {how}: other bits, {self.options}"
+            )
 
     def other(self, n: int) -> list[torch.Tensor]:
         """Another sequence of n tokens."""
@@ -66,7 +85,9 @@ def draw(seed: int, device: torch.device, longest: int, dtypes: tuple[torch.dtyp
     if chance.random() < 0.2:
         options["alibi_slopes"] = torch.rand(heads).to(device)
     make = {"dtype": dtype, "device": device}
-    return Drawn(rand(n, heads, dim, **make), rand(n, kv_heads, dim, **make), rand(n, kv_heads, dim_v, **make), options, chance)
+    return Drawn(
+        rand(n, heads, dim, **make), rand(n, kv_heads, dim, **make), rand(n, kv_heads, dim_v, **make), options, chance
+    )
 
 
 # ---------------------------------------------------------------- the ways
@@ -75,7 +96,9 @@ def draw(seed: int, device: torch.device, longest: int, dtypes: tuple[torch.dtyp
 def in_a_batch(one: Drawn) -> None:
     """In any place among others, its heads in either order."""
     place, batch = one.chance.randrange(3), []
-    for t, others in zip((one.q, one.k, one.v), zip(*(one.other(one.length) for _ in range(2)), strict=True), strict=True):
+    for t, others in zip(
+        (one.q, one.k, one.v), zip(*(one.other(one.length) for _ in range(2)), strict=True), strict=True
+    ):
         batch.append(torch.stack([*others[:place], t, *others[place:]]))
     turned = one.chance.random() < 0.5
     if turned:
@@ -88,7 +111,9 @@ def padded(one: Drawn) -> None:
     """Others' tokens behind."""
     more = one.other(one.chance.randint(1, 40))
     out, lse = tilefold.attention(
-        *(torch.cat(pair)[None] for pair in zip((one.q, one.k, one.v), more, strict=True)), return_lse=True, **one.options
+        *(torch.cat(pair)[None] for pair in zip((one.q, one.k, one.v), more, strict=True)),
+        return_lse=True,
+        **one.options,
     )
     one.check(0, out[0, : one.length], lse[0, :, : one.length], f"with {len(more[0])} tokens of padding")
 
@@ -127,12 +152,14 @@ def over_a_cache(one: Drawn) -> None:
         both, options["block_table"] = in_pages(torch.cat(caches, -1), page)
         caches = list(both.split([one.k.shape[-1], one.v.shape[-1]], -1))
     out, lse = tilefold.attention_kvcache(q, *caches, cache_seqlens=lengths, return_lse=True, **options)
-    one.check(first, out[1], lse[1], f"over a cache of {room} rows, pages of {page}, num_splits={options['num_splits']}")
+    one.check(
+        first, out[1], lse[1], f"over a cache of {room} rows, pages of {page}, num_splits={options['num_splits']}"
+    )
 
 
 def in_the_paged_cache(one: Drawn) -> None:
     """Its prompt in chunks and its last tokens one by one, beside a sequence that grows as well; perhaps a shared prefix."""
-    chance, heads, kv_heads = one.chance, one.q.shape[1], one.k.shape[1]
+    chance, kv_heads = one.chance, one.k.shape[1]
     options = {key: value for key, value in one.options.items() if key != "causal"}
     page = chance.choice([1, 7, 16, 64])
     rows = one.length + 64
@@ -152,7 +179,9 @@ def in_the_paged_cache(one: Drawn) -> None:
         q, k, v = (torch.cat([t, m[at:end]]) for t, m in zip(theirs, (one.q, one.k, one.v), strict=True))
         cache.append(0, k, v, batch)
         out, lse = cache.attend(0, q, batch, True, return_lse=True, **options)
-        one.check(at, out[counts[0] :], lse[:, counts[0] :], f"in the paged cache, pages of {page}, tokens {at} to {end}")
+        one.check(
+            at, out[counts[0] :], lse[:, counts[0] :], f"in the paged cache, pages of {page}, tokens {at} to {end}"
+        )
         at = end
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from . import ordered
+
 __all__ = ["ACTIVATIONS", "activation_gradient", "dequantise", "product"]
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -20,12 +22,13 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 def product(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, saved: torch.Tensor | None, bias: torch.Tensor | None,
-    scale_a: torch.Tensor | None, scale_b: torch.Tensor | None, activation: str, fold: bool,
+    scale_a: torch.Tensor | None, scale_b: torch.Tensor | None, activation: str, fold: bool, in_order: bool,
 ) -> None:  # fmt: skip
     """Write activation(a b * scales + bias) to out, and what it is applied to, to saved; a, b of 2 or 3 dimensions.
 
-    fold: sum over the batch, too.  scale_a: a number or one a row; scale_b: one a column."""
-    wide = torch.matmul(a.float(), b.float())
+    fold: sum over the batch, too.  scale_a: a number or one a row; scale_b: one a column.  in_order: an element's bits do not
+    depend on other rows."""
+    wide = ordered.product(a, b.mT) if in_order else torch.matmul(a.float(), b.float())
     if fold and wide.dim() == 3:
         wide = wide.sum(0)
     if scale_a is not None:
@@ -36,7 +39,8 @@ def product(
         wide = wide + bias
     if saved is not None:
         saved.copy_(wide)
-    out.copy_(ACTIVATIONS[activation](wide))
+    made = ACTIVATIONS[activation]
+    out.copy_(ordered.elementwise(made, wide) if in_order else made(wide))
 
 
 def activation_gradient(dout: torch.Tensor, saved: torch.Tensor, dz: torch.Tensor, activation: str) -> None:

@@ -1,10 +1,10 @@
 """Attention and products whose bits depend on a row alone: numerics="invariant" in plain torch.
 
-torch's products, and its exponentials at a tensor's ends, follow shapes.  Here sums are trees over halves of a fixed length, and every
-step is an addition, a product or a maximum of single elements, which are exact to the last bit wherever an element lies.  Tiles
+torch's products, and its exponentials at a tensor's ends, follow shapes.  Here sums are trees over halves of a fixed length, and
+every step is an addition, a product or a maximum of single elements, which are exact to the last bit wherever an element lies.  Tiles
 are counted from a sequence's first key.  It takes many times as long as `cpu.dense`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.nn import functional
@@ -14,9 +14,10 @@ from .state import LEAST, LN2, LOG2E
 from .terms import Place, Terms, band_of, hide
 from .tiles import rows_of, spans
 
-__all__ = ["forward", "product"]
+__all__ = ["elementwise", "exp2", "forward", "log2", "product", "tanh"]
 
 ELEMENTS = 1 << 21  # of products that are summed at once
+LANES = 4096  # a multiple of what any processor computes at once, and too few for a second thread
 # 2^f, -0.5 <= f <= 0.5, by its series: the first term that is left out is below 2^-26
 SERIES = (1.0, 0.69314718, 0.24022651, 0.055504109, 0.0096181291, 0.0013333558, 0.00015403530, 0.000015252734)
 TANH = (1.0, -1 / 3, 2 / 15, -17 / 315, 62 / 2835, -1382 / 155925)  # tanh(x) / x of x^2, for x below 0.35
@@ -32,6 +33,13 @@ def product(a: torch.Tensor, b: torch.Tensor, size: int = 0) -> torch.Tensor:
         for m in spans(0, a.shape[-2], max(1, ELEMENTS // (each * columns))):
             made[..., m, n] = tree(a[..., m, None, :] * b[..., None, n, :], size)
     return made
+
+
+def elementwise(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """function(x), LANES elements at a time: torch computes those at a tensor's ends in another way than the others."""
+    flat = functional.pad(x.flatten(), (0, -x.numel() % LANES)).view(-1, LANES)
+    made = torch.stack([function(part) for part in flat]) if len(flat) else flat
+    return made.flatten()[: x.numel()].view(x.shape)
 
 
 def tree(x: torch.Tensor, size: int = 0) -> torch.Tensor:

@@ -14,7 +14,7 @@ from .source import UNSCALED, Lists, Packed, Paged, Scales, Source
 from .unpacking import check_unpacking
 
 if TYPE_CHECKING:  # imported where it is needed: `import tilefold` stays light
-    from ..plan import AttentionFp8Plan, AttentionPlan, DecodePlan
+    from ..plan import AttentionFp8Plan, AttentionPlan, DecodePlan, InvariantPlan
     from ..plan.backward.attention_backward import AttentionBackwardPlan
     from ..plan.sparse.sparse import SparsePlan
     from ..plan.sparse.sparse_backward import SparseBackwardPlan
@@ -104,7 +104,7 @@ class Call(NamedTuple):
     mask_mod: ModFunction | Rules | Constant | None = None
     mask_args: ModArgs = ()
     source: Source | None = None
-    plan: "AttentionPlan | DecodePlan | AttentionFp8Plan | SparsePlan | Constant | None" = None
+    plan: "AttentionPlan | DecodePlan | InvariantPlan | AttentionFp8Plan | SparsePlan | Constant | None" = None
     score_grad: ModFunction | Constant | None = None  # this and the next concern the backward pass alone
     backward_plan: "AttentionBackwardPlan | SparseBackwardPlan | Constant | None" = None
     dropout_p: float = 0.0

@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 __all__ = ["BoundFunction", "function_at", "plan_at"]
 
-INVARIANT = ("attention", "attention_kvcache", "attention_cached")  # of which a query's bits may be its sequence's alone
+INVARIANT = (
+    "attention",
+    "attention_kvcache",
+    "attention_cached",
+)  # of which a query's bits may be its sequence's alone
 
 
 class BoundFunction:

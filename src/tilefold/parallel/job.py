@@ -8,6 +8,7 @@ import torch
 from ..check import FLOATS, TensorSpec, bind, check_number
 from ..errors import DtypeError, ShapeError, TilefoldError, Unsupported
 from ..ops.call import check_heads, check_kinds, window_of
+from ..ops.numerics import is_invariant, refuse_invariant
 from ..ops.watch import refuse_tangents
 from ..plan.parallel.plan import ParallelPlan, plan_parallel
 from ..plan.parallel.problem import Links, ParallelProblem
@@ -90,7 +91,7 @@ def agreed_job(
     """The job of a call that all ranks make in the same way: a collective, the first time that this rank sees such a call.
 
     Raises on every rank what is wrong on any."""
-    key = _key(setting, (q, k, v), scores, needs, return_lse)
+    key = None if is_invariant() else _key(setting, (q, k, v), scores, needs, return_lse)
     kept: Job | None = None if key is None else known(key)
     if kept is not None:
         refuse_tangents({"q": q, "k": k, "v": v})
@@ -99,6 +100,7 @@ def agreed_job(
     error: Exception | None = None
     sizes: dict[str, int] = {}
     try:
+        refuse_invariant("attention over several ranks", "pieces of the keys are merged as the ranks have them")
         check_kinds(return_lse, deterministic=scores[4])
         refuse_tangents({"q": q, "k": k, "v": v})
         sizes = sizes_of(setting, q, k, v)

@@ -101,8 +101,8 @@ class TorchPlan:
             ]
         if self.numerics == "invariant":
             lines += [
-                f"  fixed       numerics=invariant: tiles of {INVARIANT_BLOCK_N} keys from a sequence's first key; sums are trees "
-                "over halves",
+                f"  fixed       numerics=invariant: tiles of {INVARIANT_BLOCK_N} keys from a sequence's first key; sums are "
+                "trees over halves",
                 "  why         torch's products follow shapes; single elements' additions and products do not.",
             ]
             return "\n".join(lines)

@@ -2,16 +2,16 @@
 
 The interpreter's products are a library's, whose bits depend on a row's place in a tile; here they are summed in order."""
 
+import contextlib
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
 import tilefold
 from cases import judge, qkv, rand, same
 from cases.decode import E4M3, INT8, Case, run
-from cases.invariant import WAYS, draw
+from cases.invariant import WAYS, draw, products_in_order  # noqa: F401
 from cases.mods import slanted, slanted_twin, sliding, sliding_twin
 from tilefold import DtypeError, PlanError, Unsupported, ValueRangeError, masks, reference
 from tilefold.ops import numerics
@@ -20,23 +20,25 @@ from tilefold.plan import InvariantPlan
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.fixture(autouse=True)
-def products_in_order(monkeypatch):
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    def dot(self, a, b, d, *_):
-        total, a, b = d.data.astype(np.float32), a.data.astype(np.float32), b.data.astype(np.float32)
-        for i in range(a.shape[1]):
-            total = total + a[:, i : i + 1] * b[i : i + 1]
-        return TensorHandle(total.astype(d.data.dtype), d.dtype.scalar)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
-
-
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_bits(way, seed, device):
     way(draw(seed, device, 150, FLOATS))
+
+
+@pytest.mark.interpreter
+def test_the_ways_find_other_bits(device):
+    """What the kernels of numerics="fast" give is found out."""
+    found = set()
+    for seed in range(4):
+        one = draw(seed, device, 150, FLOATS)
+        one.options["numerics"] = "fast"
+        for way in WAYS[3:5]:
+            with contextlib.suppress(AssertionError):
+                way(one)
+                continue
+            found.add(way)
+    assert found == set(WAYS[3:5])
 
 
 # ---------------------------------------------------------------- accuracy
@@ -116,7 +118,9 @@ def test_masks_and_rules(device):
         together = tilefold.attention(q, k, v, mask=of(lengths), numerics="invariant", return_lse=True)
         alone = tilefold.attention(q[1:], k[1:], v[1:], mask=of(lengths[1:]), numerics="invariant", return_lse=True)
         assert same([t[1:] for t in together], alone)
-        wanted, plain = (reference.attention(q, k, v, dtype=kind, mask=of(lengths)) for kind in (torch.float64, q.dtype))
+        wanted, plain = (
+            reference.attention(q, k, v, dtype=kind, mask=of(lengths)) for kind in (torch.float64, q.dtype)
+        )
         judge(together[0], wanted[0], plain[0], "out")
 
 
@@ -162,8 +166,8 @@ def test_the_constants_are_what_fixes_bits(device):
         assert not same(bits(**fixed), bits())
         with pytest.raises(PlanError, match=f"plan field {next(iter(fixed))}: numerics"):
             tilefold.attention(q, k, v, causal=True, plan=replace(plan, **fixed), numerics="invariant")
+    other = tilefold.attention_kvcache_plan(q[:, :1], k, v)
     with pytest.raises(PlanError, match="plan is a DecodePlan"):
-        other = tilefold.attention_kvcache_plan(q[:, :1], k, v)
         tilefold.attention_kvcache(q[:, :1], k, v, plan=other, numerics="invariant")
 
 

@@ -6,13 +6,13 @@ The interpreter's products are a library's, whose bits depend on a row's place i
 from dataclasses import replace
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 
 import tilefold
 from cases import dense_plan, qkv, rand, same, small_plan
 from cases.flash import in_pages
+from cases.invariant import products_in_order  # noqa: F401
 from tilefold.plan import AttentionProblem, device_named
 from tilefold.plan.cache.decode import slices_of
 from tilefold.plan.dense.forward import plan_forward
@@ -23,19 +23,6 @@ pytestmark = pytest.mark.interpreter
 DTYPES = [torch.float32, torch.bfloat16]
 ROWS = 45
 ONE = {"block_n": 16, "splits": 1}
-
-
-@pytest.fixture(autouse=True)
-def _products_in_order(monkeypatch):
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    def dot(self, a, b, d, *_):
-        total, a, b = d.data.astype(np.float32), a.data.astype(np.float32), b.data.astype(np.float32)
-        for i in range(a.shape[1]):
-            total = total + a[:, i : i + 1] * b[i : i + 1]
-        return TensorHandle(total.astype(d.data.dtype), d.dtype.scalar)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
 
 
 def dense(q, k, v, tile=(16, 16), **options):

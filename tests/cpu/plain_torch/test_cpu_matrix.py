@@ -27,3 +27,4 @@ globals().update(
         "against_fp64 gradients strided_and_odd_activations",
     )
 )
+globals().update(again("test_invariant_products", "matmul bmm lowbit what_is_refused"))

@@ -1,7 +1,7 @@
 """Attention whose bits depend on a query's own sequence alone: one kernel for prompts and for decoding, over keys anywhere.
 
-The keys of a sequence are cut at multiples of CHUNK tiles from its first key.  Each chunk is folded from nothing, by device.fold_cache,
-and the states of the chunks are merged in their order.  So which program folds a chunk, and where it is merged, moves no bit:
+The keys of a sequence are cut at multiples of CHUNK tiles from its first key.  Each chunk is folded from nothing,
+by device.fold_cache, and the states of the chunks are merged in their order.  So which program folds a chunk, and where it is merged, moves no bit:
 in registers, one after the other, where a program has all keys of its rows; by `merge_chunks`, a second kernel, where several
 programs share them.  docs/invariance.md says what else fixes the order of additions.
 """
@@ -66,12 +66,12 @@ def attention_invariant(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Tensors, strides and kinds of storage as for attention_decode.  PACK: the query heads of a KV head are rows of one tile; else
-    a tile has the rows of one query head, as the user's functions are told.  `blocks` row blocks, the last ones first.
+    """Tensors, strides and kinds of storage as for attention_decode.  PACK: the query heads of a KV head are rows of one tile;
+    else a tile has the rows of one query head, as the user's functions are told.  `blocks` row blocks, the last ones first.
 
-    Grid (splits * blocks * heads * batch,), heads: of K, or of Q unless PACK.  Each program has an even share of its rows' chunks,
-    of at most `chunks`.  Part [items * chunks, ROWS, DIM_V], Stat [items * chunks, 2, ROWS] fp32: acc, and m and l, of each chunk,
-    by its number; None with one split, where the program merges and finishes."""
+    Grid (splits * blocks * heads * batch,), heads: of K, or of Q unless PACK.  Each program has an even share of its rows'
+    chunks, of at most `chunks`.  Part [items * chunks, ROWS, DIM_V], Stat [items * chunks, 2, ROWS] fp32: acc, and m and l, of
+    each chunk, by its number; None with one split, where the program merges and finishes."""
     wait_for_previous_kernel(EARLY)
     let_next_kernel_start(EARLY)
     pid = tl.program_id(0)
@@ -160,7 +160,11 @@ def attention_invariant(
         else:
             o_d = tl.arange(0, BLOCK_V)
             row = (tl.cast(item, tl.int64) * chunks + c) * ROWS
-            tl.store(Part + row * DIM_V + o_m[:, None] * DIM_V + o_d[None, :], acc_c, mask=inside[:, None] & (o_d < DIM_V)[None, :])
+            tl.store(
+                Part + row * DIM_V + o_m[:, None] * DIM_V + o_d[None, :],
+                acc_c,
+                mask=inside[:, None] & (o_d < DIM_V)[None, :],
+            )
             tl.store(Stat + 2 * row + o_m, state[1], mask=inside)
             tl.store(Stat + 2 * row + ROWS + o_m, state[2], mask=inside)
     if Part is None:
@@ -179,8 +183,8 @@ def merge_chunks(
     DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Merge what attention_invariant left, whose arguments these are, in the order of the chunks.  Grid (rows of a block, row blocks *
-    heads, batch), a row a program."""
+    """Merge what attention_invariant left, whose arguments these are, in the order of the chunks.  Grid (rows of a block, row
+    blocks * heads, batch), a row a program."""
     let_next_kernel_start(EARLY)
     row = tl.program_id(0)
     i_b = tl.program_id(2)
@@ -212,5 +216,5 @@ def merge_chunks(
             acc, m, l = merge_next(acc, m, l, acc_c, m_c, l_c)
     p_out = Out + tl.cast(i_b, tl.int64) * stride_ob + first_q * stride_om
     p_lse = Lse + tl.cast(i_b, tl.int64) * stride_lb + first_q
-    store_results(p_out, p_lse, acc + 0.0, m, l, first_row + row, 1, i_h, pack, stride_om, stride_oh, stride_lh, EMULATE, DIM_V, 1,
-                  BLOCK_V)  # fmt: skip
+    store_results(p_out, p_lse, acc + 0.0, m, l, first_row + row, 1, i_h, pack, stride_om, stride_oh, stride_lh, EMULATE, DIM_V,
+                  1, BLOCK_V)  # fmt: skip

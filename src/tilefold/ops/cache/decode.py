@@ -12,7 +12,15 @@ from ...errors import PlanError, Unsupported
 from ...types import Layout
 from ..bound import Bound, Slot, attribute, strides_named
 from ..call import Call, facts_of, window_of
-from ..dense.attention_parts import band_of, head_strides, kind_of, new_results, option_values, problem_of, shared_values
+from ..dense.attention_parts import (
+    band_of,
+    head_strides,
+    kind_of,
+    new_results,
+    option_values,
+    problem_of,
+    shared_values,
+)
 from ..device import interpreting
 from ..faults import WORDS, Watch, note_of
 from ..numerics import is_invariant
@@ -377,8 +385,8 @@ def example_launch(
     per_page: bool = False, device: str = "h200", merge: bool = False, batch: int = 64, splits: int = 0, watched: bool = False,
     fixed: bool = False, score_mods: tuple[str, ...] = (), **changes: Any,
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:  # fmt: skip
-    """(kernel, args, kwargs) of a call on tensors without memory: to compile ahead of time.  dim_v: V is so much of K.  fixed: with
-    numerics="invariant"."""
+    """(kernel, args, kwargs) of a call on tensors without memory: to compile ahead of time.  dim_v: V is so much of K.  fixed:
+    with numerics="invariant"."""
     from ...plan import plan_decode, plan_invariant
     from ...plan.device import device_named
     from .cached_call import cached_sizes

@@ -238,7 +238,9 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> P
     softcap = float(call.softcap)
     check_hooks(call, q.device)
     if call.plan is not None and not isinstance(call.plan, (AttentionPlan, DecodePlan, InvariantPlan, TorchPlan)):
-        raise DtypeError(f"plan must be an AttentionPlan, a DecodePlan, an InvariantPlan or None, got {type(call.plan).__name__}")
+        raise DtypeError(
+            f"plan must be an AttentionPlan, a DecodePlan, an InvariantPlan or None, got {type(call.plan).__name__}"
+        )
     out_shape, lse_shape = result_shapes(call, sizes)
     device = device_of(q.device, "attention")
     if 0 in (*lse_shape, sizes["batch"], sizes["seq_q"]):

@@ -14,7 +14,7 @@ from ..call import UNBOUNDED, Call
 from .attention_tiles import tiles_of
 
 if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays light
-    from ...plan import AttentionPlan, AttentionProblem, DecodePlan, DecodeProblem
+    from ...plan import AttentionPlan, AttentionProblem, DecodePlan, DecodeProblem, InvariantPlan
 
 __all__ = [
     "GIVEN",
@@ -49,7 +49,7 @@ TENSORS = {name: Slot(name.lower()) for name in ("Q", "K", "V", "Out", "Lse")}
 class Prepared:
     """All that follows from a call's key: the plan, output shapes, and the launch with its arguments."""
 
-    planned: "AttentionPlan | DecodePlan | Callable[[], DecodePlan] | None"  # None: nothing to compute
+    planned: "AttentionPlan | DecodePlan | InvariantPlan | Callable[[], DecodePlan] | None"  # None: nothing to compute
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
     scale: float = 1.0
@@ -61,7 +61,7 @@ class Prepared:
     backward: dict[Any, Any] = field(default_factory=dict)  # bound backward passes of this call
 
     @property
-    def plan(self) -> "AttentionPlan | DecodePlan | None":
+    def plan(self) -> "AttentionPlan | DecodePlan | InvariantPlan | None":
         """None: nothing to compute.  A cache that has grown a little is planned when somebody asks."""
         if callable(self.planned):
             self.planned = self.planned()

@@ -9,6 +9,7 @@ from ...errors import DtypeError, ShapeError, Unsupported
 from ..bound import Bound, meta
 from ..cache.decode_counters import counters
 from ..device import device_of, interpreting
+from ..numerics import refuse_invariant
 from ..operator import Operation
 from ..records import recorded
 from ..watch import refuse_tangents, wants_gradient
@@ -77,6 +78,8 @@ def check(x: Any, weight: Any, weight_scale: Any, bias: Any) -> tuple[int, int]:
 
 
 def _call(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if weight.dtype != torch.int8:  # whose sums are exact
+        refuse_invariant("matmul_w8a8 in float8_e4m3fn", "how its sums are shared follows the rows")
     made: torch.Tensor = _bind(x, weight, weight_scale, bias)(x, weight, weight_scale, bias)
     return made
 

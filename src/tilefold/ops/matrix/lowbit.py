@@ -6,6 +6,8 @@ import torch
 
 from ...errors import DtypeError, Unsupported, ValueRangeError
 from ...quant import QuantizedTensor
+from ...types import Numerics
+from ..numerics import check_numerics, is_invariant
 from ..operator import Operator
 from ..watch import in_forward_mode, is_transformed, is_watched, refuse_tangents, wants_gradient
 from .lowbit_launch import call, check, dequantise, plain_product
@@ -26,6 +28,7 @@ def lowbit_matmul(
     *,
     deterministic: bool = True,
     plan: "LowbitPlan | None" = None,
+    numerics: Numerics | None = None,
 ) -> torch.Tensor:
     """x times the transpose of a weight of 8, 4, 3 or 2 bits, plus a bias; weights are read as they are kept.
 
@@ -35,6 +38,7 @@ def lowbit_matmul(
         bias: [N] in x's dtype.
         deterministic: the same bits every run.  False allows sums in memory in the order of arrival, where the plan uses them.
         plan: what `lowbit_matmul_plan` made for such a call, perhaps changed; by default the planner's own.
+        numerics: "invariant": a row's bits do not depend on the other rows (docs/invariance.md); as for `matmul`.
 
     Returns:
         [..., N] in x's dtype; sums are fp32.  x meets weights as `weight.dequantize(x.dtype)` has them, or more exact;
@@ -46,6 +50,7 @@ def lowbit_matmul(
         problem.
     """
     check_options(weight, deterministic, plan)
+    asked = check_numerics(numerics)
     if in_forward_mode():
         refuse_tangents({"x": x, "bias": bias, "weight.scales": weight.scales})  # no_grad does not stop them
     if (
@@ -58,10 +63,10 @@ def lowbit_matmul(
         text = "" if plan is None else plan.to_json()
         tensors = tuple(getattr(weight, name) for name in FIELDS)
         found: torch.Tensor = lowbit_matmul_op(
-            x, bias, *tensors, weight.bits, weight.group, *weight.shape, deterministic, text
+            x, bias, *tensors, weight.bits, weight.group, *weight.shape, deterministic, text, asked
         )
         return found
-    return call(x, weight, bias, deterministic, plan)
+    return call(x, weight, bias, deterministic, plan, asked)
 
 
 def check_options(weight: Any, deterministic: Any, plan: Any) -> None:
@@ -78,14 +83,15 @@ def check_options(weight: Any, deterministic: Any, plan: Any) -> None:
 
 
 def lowbit_matmul_plan(
-    x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None = None, *, deterministic: bool = True
-) -> "LowbitPlan":
+    x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None = None, *, deterministic: bool = True,
+    numerics: Numerics | None = None,
+) -> "LowbitPlan":  # fmt: skip
     """The plan that `lowbit_matmul` would use for this call: `print` it, change it with `dataclasses.replace`, give it back."""
     from .lowbit_launch import plan_of
 
     check_options(weight, deterministic, None)
     check(x, weight, bias)
-    return plan_of(x, weight, deterministic)
+    return plan_of(x, weight, deterministic, is_invariant(check_numerics(numerics)))
 
 
 def _record(tensors: Tensors, bits: int, group: int, n: int, k: int, dtype: torch.dtype) -> QuantizedTensor:
@@ -101,16 +107,16 @@ def _record(tensors: Tensors, bits: int, group: int, n: int, k: int, dtype: torc
 def _forward(
     x: torch.Tensor, bias: torch.Tensor | None, packed: torch.Tensor, packed_high: torch.Tensor | None, scales: torch.Tensor,
     zeros: torch.Tensor | None, table: torch.Tensor | None, perm: torch.Tensor | None, bits: int, group: int, n: int, k: int,
-    deterministic: bool, plan: str,
+    deterministic: bool, plan: str, numerics: str,
 ) -> torch.Tensor:  # fmt: skip
     from ...plan.matrix.lowbit import LowbitPlan
 
     weight = _record((packed, packed_high, scales, zeros, table, perm), bits, group, n, k, x.dtype)
-    return call(x, weight, bias, deterministic, LowbitPlan.from_json(plan) if plan else None)
+    return call(x, weight, bias, deterministic, LowbitPlan.from_json(plan) if plan else None, numerics)
 
 
 def _fake(x: torch.Tensor, *given: Any) -> torch.Tensor:
-    *_, n, _, _, _ = given
+    *_, n, _, _, _, _ = given
     return x.new_empty((*x.shape[:-1], n))
 
 
@@ -148,7 +154,7 @@ def _arguments(ctx: Any, g: torch.Tensor | None) -> tuple[Any, ...] | None:
 
 def _give(ctx: Any, dx: torch.Tensor) -> tuple[Any, ...]:
     db = ctx.g.reshape(-1, ctx.g.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
-    return (dx if ctx.needs_input_grad[0] else None, db, *(None,) * 12)
+    return (dx if ctx.needs_input_grad[0] else None, db, *(None,) * 13)
 
 
 lowbit_matmul_op = Operator("lowbit_matmul", _forward, _fake, _gradient, _gradient_fake, _keep, _arguments, _give)

@@ -13,8 +13,10 @@ from ..bound import Bound, Slot, meta, strides_named
 from ..cache.decode_counters import counters
 from ..call import facts_of
 from ..device import device_of, interpreting
+from ..numerics import is_invariant
 from ..records import recorded, remember
 from ..serve import function_at
+from .product import Epilogue, product
 
 if TYPE_CHECKING:
     from ...plan.matrix.lowbit import LowbitPlan, LowbitProblem
@@ -106,9 +108,11 @@ _BOUND: dict[int, tuple[Any, dict[Any, Any]]] = {}  # by id of a weight: a weak 
 
 
 def call(
-    x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None, deterministic: bool, plan: "LowbitPlan | None"
-) -> torch.Tensor:
+    x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None, deterministic: bool, plan: "LowbitPlan | None",
+    numerics: str = "",
+) -> torch.Tensor:  # fmt: skip
     """x [..., K] times the weight's transpose, plus bias, by a plan or the planner's own."""
+    fixed = is_invariant(numerics)
     found = _BOUND.get(id(weight))
     if found is None or found[0]() is not weight:
         number = id(weight)
@@ -116,17 +120,17 @@ def call(
     key = None
     if isinstance(x, torch.Tensor):
         given = None if bias is None else facts_of(bias) if isinstance(bias, torch.Tensor) else type(bias)
-        key = facts_of(x), given, deterministic, plan
-    run = found[1].get(key) or remember(found[1], key, _prepare(x, weight, bias, deterministic, plan))
+        key = facts_of(x), given, deterministic, plan, fixed
+    run = found[1].get(key) or remember(found[1], key, _prepare(x, weight, bias, deterministic, plan, fixed))
     made: torch.Tensor = run(x, weight, bias)
     return made
 
 
-def plan_of(x: torch.Tensor, weight: QuantizedTensor, deterministic: bool) -> "LowbitPlan":
-    """The planner's plan for a call."""
-    from ...plan.matrix.lowbit import plan_lowbit
+def plan_of(x: torch.Tensor, weight: QuantizedTensor, deterministic: bool, fixed: bool = False) -> "LowbitPlan":
+    """The planner's plan for a call; fixed: with numerics="invariant"."""
+    from ...plan.matrix.lowbit import invariant_lowbit, plan_lowbit
 
-    return plan_lowbit(problem_of(x, weight, deterministic), device_of(x.device))
+    return (invariant_lowbit if fixed else plan_lowbit)(problem_of(x, weight, deterministic), device_of(x.device))
 
 
 def problem_of(x: torch.Tensor, weight: QuantizedTensor, deterministic: bool) -> "LowbitProblem":
@@ -150,23 +154,27 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
-def _prepare(x: Any, weight: QuantizedTensor, bias: Any, deterministic: bool, plan: "LowbitPlan | None") -> Any:
+def _prepare(x: Any, weight: QuantizedTensor, bias: Any, deterministic: bool, plan: "LowbitPlan | None",
+             fixed: bool) -> Any:  # fmt: skip
     """The function that makes calls like this one, after all checks."""
     check(x, weight, bias)
+    by_float = _in_order if fixed else _dequantised
     if function_at("lowbit_matmul", x.device) is not None:  # which makes the weight
         if plan is not None:
             title = device_of(x.device, "lowbit_matmul").title
             raise PlanError(f"plan is for {plan.device.name}, the call is on {title}")
-        return _dequantised if weight.perm is None else functools.partial(_permuted, _dequantised)
+        return by_float if weight.perm is None else functools.partial(_permuted, by_float)
     example = x if weight.perm is None else x.index_select(x.dim() - 1, weight.perm)
     if plan is None:
-        plan = plan_of(example, weight, deterministic)
+        plan = plan_of(example, weight, deterministic, fixed)
     elif plan.problem != problem_of(example, weight, deterministic):
         raise PlanError(f"plan is for {plan.problem}, the call is {problem_of(example, weight, deterministic)}")
     elif plan.device != device_of(x.device):
         raise PlanError(f"plan is for {plan.device.name}, the call is on {device_of(x.device).name}")
+    if fixed:
+        plan.require_invariant()
     if plan.path == "dequantise" or plan.problem.m == 0:
-        made = _dequantised
+        made = by_float
     else:
         made = functools.partial(_multiplied, _BINDERS[plan.path](example, weight, plan), plan)
     return made if weight.perm is None else functools.partial(_permuted, made)
@@ -174,6 +182,13 @@ def _prepare(x: Any, weight: QuantizedTensor, bias: Any, deterministic: bool, pl
 
 def _dequantised(x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
     return plain_product(x, dequantise(weight, x.dtype), bias)
+
+
+def _in_order(x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`_dequantised` by our own product, whose bits do not depend on other rows."""
+    after = Epilogue(out_dtype=x.dtype, numerics="invariant")
+    made = product(_flat(x), dequantise(weight, x.dtype).t(), bias, None, None, after)[0]
+    return made.view(*x.shape[:-1], made.shape[-1])
 
 
 def plain_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

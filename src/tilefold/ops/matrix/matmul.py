@@ -7,7 +7,8 @@ import torch
 
 from ...check import FLOATS, TensorSpec, bind
 from ...errors import DtypeError, LayoutError, PlanError, ShapeError, Unsupported, ValueRangeError
-from ...types import Constant, constant
+from ...types import Constant, Numerics, constant
+from ..numerics import check_numerics
 from ..operator import Gradient, Operation
 from ..records import facts_of, recorded
 from ..watch import is_transformed, is_watched, wants_gradient
@@ -36,6 +37,7 @@ def matmul(
     scale_a: torch.Tensor | None = None,
     scale_b: torch.Tensor | None = None,
     plan: "MatmulPlan | Constant | None" = None,
+    numerics: Numerics | None = None,
 ) -> torch.Tensor:
     """activation(a b + bias) [M, N], summed in fp32.
 
@@ -48,11 +50,13 @@ def matmul(
     out_dtype: of the result: float16, bfloat16 or float32; by default that of a, bfloat16 for float8.
     scale_a, scale_b: of float8 operands only: fp32, a number ([] or [1]), or one a row of a [M], a column of b [N].
     plan: a MatmulPlan, which is followed exactly (inside torch.compile: `tilefold.constant(plan)`).
+    numerics: "invariant": an element's bits depend on its row of a and its column of b alone, whatever the other rows and how
+        many there are (docs/invariance.md).  "fast"; None: what `tilefold.numerics` or TILEFOLD_NUMERICS says.
 
     Gradients: of a, b and bias, by the same kernels; not of float8 operands, and no second derivatives.
     Raises ShapeError, DtypeError, DeviceError, LayoutError, ValueRangeError, PlanError or Unsupported, naming the argument."""
     check(a, b, bias, scale_a, scale_b, activation, order, tf32, out_dtype, False)
-    return _call(a, b, bias, scale_a, scale_b, activation, order, tf32, out_dtype, plan)
+    return _call(a, b, bias, scale_a, scale_b, activation, order, tf32, out_dtype, plan, numerics)
 
 
 def bmm(
@@ -65,6 +69,7 @@ def bmm(
     tf32: bool = False,
     out_dtype: torch.dtype | None = None,
     plan: "MatmulPlan | Constant | None" = None,
+    numerics: Numerics | None = None,
 ) -> torch.Tensor:
     """activation(a b + bias) [B, M, N] for a batch of products of float16, bfloat16 or float32; everything else as of `matmul`.
 
@@ -74,7 +79,7 @@ def bmm(
         broadcasting gives it another meaning and that one holds: [B, 1, 1] means the same for every M."""
     bias = _of_entries(a, b, bias)
     check(a, b, bias, None, None, activation, order, tf32, out_dtype, True)
-    return _call(a, b, bias, None, None, activation, order, tf32, out_dtype, plan)
+    return _call(a, b, bias, None, None, activation, order, tf32, out_dtype, plan, numerics)
 
 
 def _of_entries(a: Any, b: Any, bias: Any) -> Any:
@@ -88,8 +93,8 @@ def _of_entries(a: Any, b: Any, bias: Any) -> Any:
 
 
 def _call(a: torch.Tensor, b: torch.Tensor, bias: Any, scale_a: Any, scale_b: Any, activation: str | None, order: str, tf32: bool,
-          out_dtype: torch.dtype | None, plan: Any) -> torch.Tensor:  # fmt: skip
-    tensors = (a, b, bias)
+          out_dtype: torch.dtype | None, plan: Any, numerics: Any) -> torch.Tensor:  # fmt: skip
+    tensors, asked = (a, b, bias), check_numerics(numerics)
     if torch.compiler.is_compiling():
         wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     else:
@@ -98,7 +103,7 @@ def _call(a: torch.Tensor, b: torch.Tensor, bias: Any, scale_a: Any, scale_b: An
         _refuse_gradients({"a": a, "b": b, "bias": bias, "scale_a": scale_a, "scale_b": scale_b})
     saved = wanted and activation not in (None, "relu")
     name = plan_name(plan)
-    made = MATMUL(a, b, bias, scale_a, scale_b, activation or "none", order, tf32, out_dtype, name, saved)
+    made = MATMUL(a, b, bias, scale_a, scale_b, activation or "none", order, tf32, out_dtype, name, saved, asked)
     out: torch.Tensor = made[0]
     return out
 
@@ -228,15 +233,16 @@ def _forward(
     out_dtype: torch.dtype | None,
     plan: str,
     saved: bool,
+    numerics: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(result, what the activation is applied to, empty unless saved)."""
-    epilogue = Epilogue(activation, order, tf32, result_dtype(a, out_dtype), saved, False, plan)
+    epilogue = Epilogue(activation, order, tf32, result_dtype(a, out_dtype), saved, False, plan, numerics)
     out, pre = product(a, b, bias, scale_a, scale_b, epilogue)
     return out, out.new_empty(0) if pre is None else pre
 
 
 def _fake(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    bias, scale_a, scale_b, activation, order, tf32, out_dtype, _, saved = rest
+    bias, scale_a, scale_b, activation, order, tf32, out_dtype, _, saved, _ = rest
     given = None if activation == "none" else activation
     check(a, b, bias, scale_a, scale_b, given, order, tf32, out_dtype, a.dim() + b.dim() > 4)
     batch = [t.shape[0] for t in (a, b) if t.dim() == 3][:1]

@@ -8,6 +8,7 @@ from ...errors import PlanError, ShapeError
 from ...types import Constant
 from ..bound import Bound, meta, strides_named
 from ..device import device_of, interpreting
+from ..numerics import is_invariant
 from ..records import recorded
 from ..serve import function_at
 from .operands import BIAS, GIVEN_TO_PRODUCTS, TOO_LONG, Operands, Scales, boxable, major, operands, values_of
@@ -29,7 +30,8 @@ FINISH = 16, 128  # rows and columns that a program of the second launches has
 class Epilogue(NamedTuple):
     """What follows the product, and how it is made; part of a call's key.
 
-    saved: also return what the activation is applied to; fold: sum over the batch as well; plan: a constant's name, or ""."""
+    saved: also return what the activation is applied to; fold: sum over the batch as well; plan: a constant's name, or "".
+    numerics: of ops.numerics; "": what the context says."""
 
     activation: str = "none"
     order: str = "grouped"
@@ -38,6 +40,7 @@ class Epilogue(NamedTuple):
     saved: bool = False
     fold: bool = False
     plan: str = ""
+    numerics: str = ""
 
 
 class Prepared(NamedTuple):
@@ -109,20 +112,24 @@ def problem_of(x: Operands, epilogue: Epilogue, scaled: bool) -> Any:
 
 
 def _plan_of(problem: Any, epilogue: Epilogue, device: torch.device) -> "MatmulPlan":
-    from ...plan.matrix.matmul import MatmulPlan, plan_matmul
+    from ...plan.matrix.matmul import MatmulPlan, invariant_matmul, plan_matmul
     from ..hopper import disabled
 
-    machine = device_of(device)
+    machine, fixed = device_of(device), is_invariant(epilogue.numerics)
+    if fixed and not epilogue.plan:
+        return invariant_matmul(problem, machine, epilogue.order)
     if not epilogue.plan:
         return plan_matmul(problem, machine, epilogue.order, disabled())
     plan = Constant(epilogue.plan).value
     if not isinstance(plan, MatmulPlan):
         raise PlanError(f"plan must be a MatmulPlan, got {type(plan).__name__}")
     plan.check(problem, machine, epilogue.order)
+    if fixed:
+        plan.require_invariant()
     return plan
 
 
-@recorded("product", lambda tensors, epilogue: (*map(facts, tensors), epilogue))
+@recorded("product", lambda tensors, epilogue: (*map(facts, tensors), epilogue, is_invariant(epilogue.numerics)))
 def _bind(tensors: tuple[Any, ...], epilogue: Epilogue) -> Prepared:
     """The record of a call; tensors: those of `product`, in its order."""
     a, b, bias, scale_a, scale_b = tensors
@@ -132,7 +139,8 @@ def _bind(tensors: tuple[Any, ...], epilogue: Epilogue) -> Prepared:
     shape = (max(t.shape[0] for t in (a, b) if t.dim() == 3), a.shape[-2], b.shape[-1]) if batched else (m, n)
     if batched and any(t.dim() == 3 and not t.shape[0] for t in (a, b)):
         shape = (0, *shape[1:])
-    if (own := function_at("matmul", a.device, epilogue.activation, epilogue.fold)) is not None:
+    options = epilogue.activation, epilogue.fold, is_invariant(epilogue.numerics)
+    if (own := function_at("matmul", a.device, *options)) is not None:
         if epilogue.plan:
             title = device_of(a.device, "matmul").title
             raise PlanError(f"plan is for a GPU or the interpreter, the call is on {title}")

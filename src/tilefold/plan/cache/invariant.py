@@ -161,7 +161,9 @@ class InvariantPlan(Plan):
 
 
 def _broken(field: str, fixed: object, given: object) -> str:
-    return f'plan field {field}: numerics="invariant" has {fixed} for this dtype and these head dims, the plan has {given}'
+    return (
+        f'plan field {field}: numerics="invariant" has {fixed} for this dtype and these head dims, the plan has {given}'
+    )
 
 
 def invariant_refusal(problem: AttentionProblem) -> str:
@@ -214,7 +216,7 @@ def _plan(problem: DecodeProblem, device: Device, fixed: Constants, splits: int,
     tiles = _tiles(problem, device, fixed) or ((min(64, max(16, next_power_of_two(problem.rows))), 4),)
     rows, warps = tiles[problem.rows >= 128 and len(tiles) > 1]
     others = (
-        Rejected("attention_forward_hopper", "Its sums of a row are a thread's, and its maxima may be lazy: other bits than decoding's."),
+        Rejected("attention_forward_hopper", "Sums of a row are a thread's, and maxima may be lazy: other bits than decoding's."),
         Rejected("attention_decode", "Its shares of the keys follow lengths, or the whole batch."),
     )  # fmt: skip
     stages = _stages(problem, device, fixed.block_n, rows)

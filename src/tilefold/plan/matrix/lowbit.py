@@ -11,7 +11,7 @@ from tilefold.plan.cost import Bound, Cost
 from tilefold.plan.device import Device
 from tilefold.plan.matrix.lowbit_choices import Choice, choice_for
 
-__all__ = ["LowbitPlan", "LowbitProblem", "plan_lowbit"]
+__all__ = ["LowbitPlan", "LowbitProblem", "invariant_lowbit", "plan_lowbit"]
 
 BITS = (8, 4, 3, 2)
 ZEROS = ("none", "integer", "float", "table")
@@ -149,6 +149,17 @@ class LowbitPlan(Plan):
         if self.atomic and self.problem.deterministic:
             raise PlanError("plan field atomic: the call asks for the same bits every run")
 
+    def require_invariant(self) -> None:
+        """PlanError, naming the field, unless its results have the bits of numerics="invariant"."""
+        wanted = invariant_lowbit(self.problem, self.device)
+        for name in ("path", "block_n", "num_warps", "splits", "scaled", "join"):
+            if wanted.path != "dequantise" and getattr(self, name) != getattr(wanted, name):
+                raise PlanError(
+                    f'plan field {name}: numerics="invariant" has {getattr(wanted, name)!r}, the plan has {getattr(self, name)!r}'
+                )
+        if self.path != wanted.path:
+            raise PlanError(f'plan field path: numerics="invariant" has {wanted.path!r}, the plan has {self.path!r}')
+
     @property
     def each(self) -> int:
         """Blocks of K of a split."""
@@ -253,6 +264,19 @@ def _tile(problem: LowbitProblem, device: Device) -> dict[str, object]:
     stages = 2 if problem.slabs == 8 and block_m == 64 else 3
     return {"block_n": block_n, "block_m": block_m, "num_warps": 4, "stages": stages, "splits": splits, "atomic": atomic,
             "scaled": "before" if before else "after"}  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def invariant_lowbit(problem: LowbitProblem, device: Device) -> LowbitPlan:
+    """The plan of numerics="invariant": a row's bits depend on it and the weight alone.  Where no kernel unpacks, the weight is
+    dequantised and multiplied as `invariant_matmul` does.
+
+    Rows of the weight are rows of the tensor instruction, rows of x its columns: how many there are moves no bit."""
+    refusal = refused(problem, device, "tile")
+    if refusal is not None:
+        return LowbitPlan(problem, device, "dequantise", "numerics=invariant", (f"tile {refusal}",))
+    reason = "numerics=invariant: one order of sums over K, no parts of it"
+    return LowbitPlan(problem, device, "tile", reason, block_m=16 if problem.m <= 16 else 64, stages=2)
 
 
 @lru_cache(maxsize=4096)

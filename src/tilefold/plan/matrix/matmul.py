@@ -19,13 +19,14 @@ from tilefold.plan.matrix.tiles import (
     choose_portable,
     hopper_refusal,
     hopper_slower,
+    invariant_tiles,
     shared_bytes,
     tile_violation,
     traffic,
 )
 from tilefold.plan.table import RULE, measured
 
-__all__ = ["MatmulPlan", "MatmulProblem", "plan_matmul", "rules_matmul"]
+__all__ = ["MatmulPlan", "MatmulProblem", "invariant_matmul", "plan_matmul", "rules_matmul"]
 
 ORDERS = ("grouped", "plain")
 
@@ -116,6 +117,18 @@ class MatmulPlan(Plan):
             self.problem, self.device, chosen, tile, self.order, "override", "The caller chose this.", (replaced,)
         )
 
+    def require_invariant(self) -> None:
+        """PlanError, naming the field, unless its results have the bits of numerics="invariant"."""
+        wanted = invariant_tiles(self.problem, self.device)
+        fields = ("block_m", "block_n", "block_k", "num_warps", "splits")
+        chosen = tuple(getattr(self, name) for name in fields)
+        accepted = [tuple(getattr(tile, name) for name in fields) for tile in wanted]
+        if self.kernel != PORTABLE or chosen not in accepted:
+            raise PlanError(
+                f'plan field kernel, {", ".join(fields)}: numerics="invariant" has {PORTABLE!r} with '
+                f"{' or '.join(map(str, accepted))}, the plan has {self.kernel!r} with {chosen}"
+            )
+
     def check(self, problem: MatmulProblem, device: Device, order: str) -> None:
         """PlanError, naming the field, unless this plan serves exactly `problem` on `device` in this order."""
         require_equal(self.problem, problem)
@@ -130,6 +143,21 @@ def plan_matmul(problem: MatmulProblem, device: Device, order: str = "grouped", 
     of measured plans.  PlanError for an unknown order, Unsupported where no kernel can serve."""
     ruled = rules_matmul(problem, device, order, portable)
     return ruled if portable or order != "grouped" else measured("matmul", ruled, _follow)
+
+
+@lru_cache(maxsize=4096)
+def invariant_matmul(problem: MatmulProblem, device: Device, order: str = "grouped") -> MatmulPlan:
+    """The plan of numerics="invariant": an element's bits depend on its row of A, its column of B and its bias alone.  Raises as
+    `plan_matmul` does."""
+    _require_supported(problem, device)
+    tiles = invariant_tiles(problem, device)
+    tile = tiles[problem.m > tiles[0].block_m and len(tiles) > 1]
+    if order == "plain":
+        tile = replace(tile, group=1)
+    require_fit(_violation(problem, device, PORTABLE, tile, order))
+    reason = f"One order of sums over k, {tile.block_k} at a time, whatever the rows; no shares of it."
+    other = Rejected(HOPPER, "Whether its sums have the bits of the portable kernel's was not shown.")
+    return _plan(problem, device, PORTABLE, tile, order, "numerics=invariant", reason, (other,))
 
 
 def _follow(ruled: MatmulPlan, fields: dict[str, Any], evidence: str) -> MatmulPlan:

@@ -15,6 +15,7 @@ __all__ = [
     "choose_portable",
     "hopper_refusal",
     "hopper_slower",
+    "invariant_tiles",
     "shared_bytes",
     "tile_violation",
     "traffic",
@@ -107,6 +108,22 @@ def choose_portable(problem: MatmulProblem, device: Device, order: str) -> Matmu
         made += [replace(tile, splits=splits) for splits in sorted({1, max(1, most // 2), most})]
     tile = min(made, key=lambda t: portable_seconds(problem, device, t))
     return replace(tile, group=1) if order == "plain" else tile
+
+
+def invariant_tiles(problem: MatmulProblem, device: Device) -> tuple[MatmulTile, ...]:
+    """For few rows and for many: tiles of the portable kernel whose elements are sums in one order, whatever m, n and the batch.
+
+    It is one chain of tensor instructions over k, the same for each row, with 64 rows and 4 warps or 128 and 8; of float32 a sum
+    of the products of tiles, so that these have one length of k."""
+    if device.backend == "interpreter":
+        return (MatmulTile(64, 64, 64, 4, 1),)
+    if problem.dtype == "float32":
+        return (MatmulTile(64, 64, 32, 4, 3),)
+    if problem.dtype == "float8_e4m3fn":
+        return (MatmulTile(64, 64, 128, 4, 3),)
+    if device.has("shared operands"):
+        return (MatmulTile(64, 128, 64, 4, 4), MatmulTile(128, 128, 64, 8, 4))
+    return (MatmulTile(64, 64, 64, 4, 2),)
 
 
 def portable_seconds(problem: MatmulProblem, device: Device, tile: MatmulTile) -> float:

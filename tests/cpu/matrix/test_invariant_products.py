@@ -1,0 +1,100 @@
+"""numerics="invariant" of products: a row's bits do not depend on the other rows, nor on how many there are.
+
+The interpreter's products are a library's, whose bits depend on a row's place in a tile; here they are summed in order."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tilefold
+from cases import judge, rand
+from cases.invariant import products_in_order  # noqa: F401
+from tilefold import PlanError, ValueRangeError, reference
+from tilefold.ops.matrix.matmul import plan_name
+from tilefold.plan import device_named
+from tilefold.plan.matrix.lowbit import LowbitProblem, invariant_lowbit
+from tilefold.plan.matrix.matmul import invariant_matmul
+from tilefold.plan.matrix.problem import MatmulProblem
+from tilefold.quant import quantize_weight
+
+ROWS = (1, 3, 17, 70)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"activation": "gelu"}, {"activation": "silu"}])
+def test_matmul(options, dtype, device):
+    a, w = rand(70, 130, dtype=dtype, device=device), rand(40, 130, dtype=dtype, device=device)
+    bias = rand(40, device=device)
+    whole = tilefold.matmul(a, w.t(), bias=bias, numerics="invariant", **options)
+    wanted, plain = (reference.matmul(a, w.t(), bias=bias, dtype=kind, **options) for kind in (torch.float64, dtype))
+    judge(whole, wanted, plain, f"{options} {dtype}")
+    for first in (0, 7, 52):
+        for rows in ROWS:
+            part = tilefold.matmul(a[first : first + rows], w.t(), bias=bias, numerics="invariant", **options)
+            assert torch.equal(part, whole[first : first + rows])
+    with tilefold.numerics("invariant"):
+        assert torch.equal(tilefold.matmul(a, w.t(), bias=bias, **options), whole)
+
+
+def test_bmm(device):
+    a, w = rand(3, 20, 96, device=device), rand(3, 96, 33, device=device)
+    whole = tilefold.bmm(a, w, numerics="invariant")
+    judge(whole, reference.bmm(a, w), reference.bmm(a, w, dtype=torch.float32), "bmm")
+    assert torch.equal(tilefold.bmm(a[1:2, 5:9], w[1:2], numerics="invariant"), whole[1:2, 5:9])
+    assert torch.equal(tilefold.matmul(a[2], w[2], numerics="invariant"), whole[2])
+
+
+@pytest.mark.parametrize(("bits", "group", "dtype"), [(4, 64, torch.bfloat16), (8, 32, torch.float16), (3, 32, torch.bfloat16),
+                                                      (4, 64, torch.float32)])  # fmt: skip
+def test_lowbit(bits, group, dtype, device):
+    weight = quantize_weight(rand(48, 192, dtype=dtype, device=device), bits=bits, group=group)
+    x, bias = rand(70, 192, dtype=dtype, device=device), rand(48, dtype=dtype, device=device)
+    whole = tilefold.lowbit_matmul(x, weight, bias, numerics="invariant")
+    wanted, plain = (reference.lowbit_matmul(x, weight, bias, kind) for kind in (torch.float64, dtype))
+    judge(whole, wanted, plain, f"{bits} bits {dtype}")
+    for rows in ROWS:
+        part = tilefold.lowbit_matmul(x[70 - rows :], weight, bias, numerics="invariant")
+        assert torch.equal(part, whole[70 - rows :])
+    x.requires_grad_()
+    assert torch.equal(tilefold.lowbit_matmul(x, weight, bias, numerics="invariant"), whole)
+
+
+def test_what_is_refused(device):
+    a, b = rand(20, 64, device=device), rand(64, 20, device=device)
+    for call in (tilefold.matmul, lambda a, b, **options: tilefold.bmm(a[None], b, **options)):
+        with pytest.raises(ValueRangeError, match="numerics must be 'fast', 'invariant' or None, got 'exact'"):
+            call(a, b, numerics="exact")
+
+
+@pytest.mark.interpreter
+def test_plans_that_break_it(device):
+    a, b = rand(20, 64, device=device), rand(64, 20, device=device)
+    plan = invariant_matmul(
+        MatmulProblem(1, 20, 20, 64, dtype="float32", out_dtype="float32", b_major="n"), device_named("interpreter")
+    )
+    assert plan_name(plan)
+    made = tilefold.matmul(a, b, plan=plan, numerics="invariant")
+    assert torch.equal(made, tilefold.matmul(a, b, numerics="invariant"))
+    with pytest.raises(PlanError, match="plan field kernel, block_m, .* numerics"):
+        tilefold.matmul(a, b, plan=plan.with_tile(block_k=32), numerics="invariant")
+    weight = quantize_weight(rand(48, 192, dtype=torch.bfloat16, device=device), bits=4, group=64)
+    x = rand(3, 192, dtype=torch.bfloat16, device=device)
+    low = tilefold.lowbit_matmul_plan(x, weight, numerics="invariant")
+    with pytest.raises(PlanError, match="plan field splits: numerics"):
+        tilefold.lowbit_matmul(x, weight, plan=replace(low, splits=2), numerics="invariant")
+
+
+@pytest.mark.parametrize("device", ["a100", "h200", "b200", "mi300x"])
+def test_plans_do_not_follow_rows(device):
+    """But for the rows of a tile, each warp of which has the same 16."""
+    for dtype in ("bfloat16", "float32"):
+        made = [
+            invariant_matmul(MatmulProblem(1, m, 4096, 4096, dtype=dtype, out_dtype=dtype), device_named(device))
+            for m in (1, 64, 5000)
+        ]
+        assert len({(p.kernel, p.block_n, p.block_k, p.splits, p.block_m // p.num_warps) for p in made}) == 1
+    low = [invariant_lowbit(LowbitProblem(m, 4096, 4096, 4, 128), device_named(device)) for m in (1, 64, 5000)]
+    assert len({(p.path, p.block_n, p.num_warps, p.splits, p.scaled, p.join) for p in low}) == 1
+    assert "numerics=invariant" in str(low[0])
+    assert "numerics=invariant" in str(made[0])
