@@ -62,6 +62,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "CacheStatistics",
     ),
     "Parts of results": ("merge_attention",),
+    "The same bits everywhere": ("numerics",),
     "Plans: which kernel, and why": (
         "attention_plan",
         "attention_backward_plan",
@@ -70,6 +71,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "plan_attention",
         "AttentionPlan",
         "DecodePlan",
+        "InvariantPlan",
         "AttentionFp8Plan",
         "AttentionProblem",
     ),

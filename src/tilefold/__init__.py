@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from .ops.matrix.matmul import bmm, matmul
     from .ops.matrix.transpose import transpose
     from .paged import CacheBatch, CacheStatistics, PagedKVCache
-    from .plan import AttentionFp8Plan, AttentionPlan, AttentionProblem, DecodePlan, plan_attention
+    from .plan import AttentionFp8Plan, AttentionPlan, AttentionProblem, DecodePlan, InvariantPlan, plan_attention
     from .profiling import profile
     from .sparse import BlockIndex
 
@@ -63,6 +63,7 @@ __all__ = [
     "DeviceError",
     "DtypeError",
     "Fault",
+    "InvariantPlan",
     "LayoutError",
     "Mask",
     "ModifiedError",
@@ -132,7 +133,14 @@ PARTS = (
 
 def __getattr__(name: str) -> Any:
     """The planner, the paged cache, the index of blocks, quantised models and the bridges to others load when first used."""
-    if name in ("AttentionFp8Plan", "AttentionPlan", "AttentionProblem", "DecodePlan", "plan_attention"):
+    if name in (
+        "AttentionFp8Plan",
+        "AttentionPlan",
+        "AttentionProblem",
+        "DecodePlan",
+        "InvariantPlan",
+        "plan_attention",
+    ):
         return getattr(importlib.import_module(".plan", __name__), name)
     if name in ("CacheBatch", "CacheStatistics", "PagedKVCache"):
         return getattr(importlib.import_module(".paged", __name__), name)

@@ -41,6 +41,7 @@ class Drawn:
     v: torch.Tensor
     options: dict[str, Any]
     chance: random.Random
+    pages: list[int]  # sizes of pages that are tried
     alone: tuple[torch.Tensor, torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -68,26 +69,26 @@ class Drawn:
         return self.chance.randrange(self.length)
 
 
-def draw(seed: int, device: torch.device, longest: int, dtypes: tuple[torch.dtype, ...]) -> Drawn:
-    """The sequence of a seed, of at most `longest` tokens."""
+def draw(seed: int, device: torch.device, longest: int, dtypes: tuple[torch.dtype, ...], kinds: int = 0) -> Drawn:
+    """The sequence of a seed, of at most `longest` tokens.  kinds: of so many kinds of calls, seed % kinds chooses."""
     torch.manual_seed(seed)
     chance = random.Random(seed)
-    kv_heads, group = chance.choice([(1, 1), (2, 2), (1, 4), (1, 7)])
+    kind = random.Random(seed % kinds if kinds else -1 - seed)
+    kv_heads, group = kind.choice([(1, 1), (2, 2), (1, 4), (1, 7)])
     heads, n = kv_heads * group, chance.randint(1, longest)
-    dim, dim_v, dtype = chance.choice([(32, 32), (64, 64), (40, 24), (128, 128)]), 0, chance.choice(dtypes)
-    dim, dim_v = dim
+    (dim, dim_v), dtype = kind.choice([(64, 64), (128, 128), (40, 24), (128, 64)]), kind.choice(dtypes)
     options: dict[str, Any] = {"numerics": "invariant", "scale": chance.choice([None, 0.3])}
-    options |= chance.choice([{"causal": True}, {"causal": True}, {"window": (chance.randint(0, longest // 2), 0)}])
-    if chance.random() < 0.2:
+    windowed = kind.random() < 0.3
+    options |= {"window": (chance.randint(0, longest // 2), 0)} if windowed else {"causal": True}
+    if kind.random() < 0.2:
         options["softcap"] = 5.0
-    if chance.random() < 0.2:
+    if kind.random() < 0.2:
         options["sinks"] = rand(heads, device=device)
-    if chance.random() < 0.2:
+    if kind.random() < 0.2:
         options["alibi_slopes"] = torch.rand(heads).to(device)
     make = {"dtype": dtype, "device": device}
-    return Drawn(
-        rand(n, heads, dim, **make), rand(n, kv_heads, dim, **make), rand(n, kv_heads, dim_v, **make), options, chance
-    )
+    tensors = rand(n, heads, dim, **make), rand(n, kv_heads, dim, **make), rand(n, kv_heads, dim_v, **make)
+    return Drawn(*tensors, options, chance, kind.sample([1, 3, 7, 16, 64, 256], 2))
 
 
 # ---------------------------------------------------------------- the ways
@@ -146,7 +147,7 @@ def over_a_cache(one: Drawn) -> None:
         caches.append(cache)
     q = torch.stack([rand(end - first, *one.q.shape[1:], dtype=one.q.dtype, device=one.q.device), one.q[first:end]])
     options = {**one.options, "num_splits": one.chance.choice([0, 1, 2, 5])}
-    page = one.chance.choice([0, 1, 3, 16, 64, 256])
+    page = one.chance.choice([0, *one.pages])
     lengths = torch.tensor([len(other[0]), end], dtype=torch.int32, device=q.device)
     if page:
         both, options["block_table"] = in_pages(torch.cat(caches, -1), page)
@@ -161,7 +162,7 @@ def in_the_paged_cache(one: Drawn) -> None:
     """Its prompt in chunks and its last tokens one by one, beside a sequence that grows as well; perhaps a shared prefix."""
     chance, kv_heads = one.chance, one.k.shape[1]
     options = {key: value for key, value in one.options.items() if key != "causal"}
-    page = chance.choice([1, 7, 16, 64])
+    page = chance.choice(one.pages)
     rows = one.length + 64
     cache = tilefold.PagedKVCache(
         1, kv_heads, one.k.shape[-1], head_dim_v=one.v.shape[-1], num_pages=3 * (-(-rows // page) + 1), page_size=page,

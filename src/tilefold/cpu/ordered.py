@@ -1,8 +1,8 @@
 """Attention and products whose bits depend on a row alone: numerics="invariant" in plain torch.
 
 torch's products, and its exponentials at a tensor's ends, follow shapes.  Here sums are trees over halves of a fixed length, and
-every step is an addition, a product or a maximum of single elements, which are exact to the last bit wherever an element lies.  Tiles
-are counted from a sequence's first key.  It takes many times as long as `cpu.dense`."""
+every step is an addition, a product or a maximum of single elements, which have the same bits wherever an element lies.
+Tiles are counted from a sequence's first key.  It takes many times as long as `cpu.dense`."""
 
 from collections.abc import Callable, Iterator
 

@@ -181,8 +181,8 @@ class PagedKVCache:
 
         q: packed [T, heads, dim], or [B, S, heads, dim] if every sequence has S, in the cache's dtype (any float over 8 bits);
         causal from the bottom right: each sees itself and what was before.  options: window, scale, softcap, alibi_slopes, sinks
-        and numerics as for `tilefold.attention`, and num_splits (0: chosen).  Computed by what `tilefold.attention_kvcache` calls.
-        Returns out like q; with return_lse (out, lse), lse fp32 natural log [heads, T], or [B, heads, S]."""
+        and numerics as for `tilefold.attention`, and num_splits (0: chosen).  Computed by what `tilefold.attention_kvcache`
+        calls.  Returns out like q; with return_lse (out, lse), lse fp32 natural log [heads, T], or [B, heads, S]."""
         caches = self._caches(layer, batch)
         unknown = sorted(set(options) - set(OPTIONS))
         if unknown:

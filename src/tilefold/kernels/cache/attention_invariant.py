@@ -1,9 +1,9 @@
 """Attention whose bits depend on a query's own sequence alone: one kernel for prompts and for decoding, over keys anywhere.
 
 The keys of a sequence are cut at multiples of CHUNK tiles from its first key.  Each chunk is folded from nothing,
-by device.fold_cache, and the states of the chunks are merged in their order.  So which program folds a chunk, and where it is merged, moves no bit:
-in registers, one after the other, where a program has all keys of its rows; by `merge_chunks`, a second kernel, where several
-programs share them.  docs/invariance.md says what else fixes the order of additions.
+by device.fold_cache, and the states of the chunks are merged in their order.  So which program folds a chunk, and where it
+is merged, moves no bit: in registers, one after the other, where a program has all keys of its rows; by `merge_chunks`, a second
+kernel, where several programs share them.  docs/invariance.md says what else fixes the order of additions.
 """
 
 import triton
@@ -13,7 +13,7 @@ from ...device.cache import locate_in_page, locate_in_pages, locate_run, next_no
 from ...device.fold_cache import fold_cache_range
 from ...device.grid import let_next_kernel_start, wait_for_previous_kernel
 from ...device.queries import load_queries, rows_of_item, store_results
-from ...device.ranges import band_of_sequence, part_of_range, range_of_queries, range_share
+from ...device.ranges import band_of_sequence, part_of_range, range_of_queries
 from ...device.state import LOG2E, state_anchor, state_init
 from ...device.tile import widen
 from ...device.work import extent_of_sequence
@@ -138,7 +138,9 @@ def attention_invariant(
         v_side = (v_0, outer_v, row_v, None, 0)
     # ---- the chunks
     WIDTH: tl.constexpr = BLOCK_V // 2 if PAIRS else BLOCK_V
-    begin, end = range_share(c_1 - c_0, pid % splits, splits)
+    i_s = pid % splits  # a share of chunks: their number times that of splits fits 32 bits
+    begin = (c_1 - c_0) * i_s // splits
+    end = (c_1 - c_0) * (i_s + 1) // splits
     acc, m, l = first_state(Sinks, stride_sinks, head, BLOCK_M, BLOCK_V)
     for c in tl.range(c_0 + begin, c_0 + end, num_stages=1):
         state = state_init(BLOCK_M, WIDTH)

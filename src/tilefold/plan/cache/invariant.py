@@ -179,7 +179,7 @@ def constants_of(problem: DecodeProblem, device: Device) -> Constants:
         return Constants(16, 64, 16, 4)
     width = max(problem.block_k + problem.block_rest, problem.block_v)
     if problem.attention.dtype == "float32":
-        return Constants(32, CHUNK, 16, 4 if width <= 128 else 8)
+        return Constants(32, CHUNK, 16, 8)
     if width > 256:
         return Constants(32, CHUNK, 16, 8)
     if problem.storage != "plain":  # products of 64 rows read shared memory, where bytes would have to be converted to

@@ -1,0 +1,88 @@
+"""numerics="invariant" on a GPU: 2,016 draws of a sequence that is computed in many ways, none of which may move a bit; products;
+accuracy, graphs, compiled functions."""
+
+import pytest
+import torch
+
+import tilefold
+from cases import judge, qkv, rand, same
+from cases.device import DEVICE, captured, no_waiting
+from cases.invariant import WAYS, draw
+from tilefold import reference
+from tilefold.quant import quantize_weight
+
+pytestmark = pytest.mark.no_poison
+BF16 = torch.bfloat16
+KINDS, SEEDS = 16, 21  # compilations; draws of each in each way
+
+
+@pytest.mark.parametrize("kind", range(KINDS))
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_bits(way, kind):
+    for seed in range(SEEDS):
+        way(draw(kind + KINDS * seed, DEVICE, 3000, (BF16, BF16, torch.float16, torch.float32), KINDS))
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_prompts_and_tokens(dim):
+    """Many rows of a tile and few: 128 rows with 8 warps, and 64 with 4."""
+    q, k, v = qkv(2, 2500, 2500, 16, 4, dim, None, BF16, DEVICE)
+    whole = tilefold.attention(q, k, v, causal=True, numerics="invariant", return_lse=True)
+    for first, end in ((0, 1), (1023, 1024), (1024, 1025), (2000, 2003), (2497, 2500)):
+        for splits in (0, 1, 2, 3):
+            lengths = torch.full((2,), end, dtype=torch.int32, device=DEVICE)
+            asked = {"cache_seqlens": lengths, "causal": True, "numerics": "invariant", "num_splits": splits}
+            out, lse = tilefold.attention_kvcache(q[:, first:end], k, v, return_lse=True, **asked)
+            assert same((out, lse), (whole[0][:, first:end], whole[1][..., first:end]))
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+def test_against_fp64(dtype):
+    for dim, dim_v in ((128, 128), (64, 64), (256, 256), (40, 24)):
+        q, k, v = qkv(2, 700, 2100, 8, 2, dim, dim_v, dtype, DEVICE)
+        got = tilefold.attention(q, k, v, causal=True, numerics="invariant", return_lse=True)
+        wanted, plain = (reference.attention(q, k, v, causal=True, dtype=kind) for kind in (torch.float64, dtype))
+        for what, *three in zip(("out", "lse"), got, wanted, plain, strict=True):
+            judge(*three, f"{what} D={dim} {dtype}")
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32, torch.float8_e4m3fn])
+def test_products(dtype):
+    a, w = rand(300, 1040, device=DEVICE).to(dtype), rand(520, 1040, device=DEVICE).to(dtype)
+    whole = tilefold.matmul(a, w.t(), numerics="invariant")
+    for rows in (1, 7, 16, 64, 65, 128, 200):
+        for first in (0, 3, 100):
+            assert torch.equal(
+                tilefold.matmul(a[first : first + rows], w.t(), numerics="invariant"), whole[first : first + rows]
+            )
+    if dtype.itemsize > 1:
+        many = tilefold.bmm(a.expand(3, -1, -1), w.t(), numerics="invariant")
+        assert torch.equal(many[1], whole)
+
+
+@pytest.mark.parametrize(("bits", "dtype"), [(4, BF16), (8, torch.float16), (3, BF16), (2, BF16), (4, torch.float32)])
+def test_lowbit(bits, dtype):
+    weight = quantize_weight(rand(512, 1024, dtype=dtype, device=DEVICE), bits=bits, group=128)
+    x = rand(300, 1024, dtype=dtype, device=DEVICE)
+    whole = tilefold.lowbit_matmul(x, weight, numerics="invariant")
+    for rows in (1, 7, 16, 17, 64, 200):
+        assert torch.equal(tilefold.lowbit_matmul(x[100 - rows // 2 :][:rows], weight, numerics="invariant"),
+                           whole[100 - rows // 2 :][:rows])  # fmt: skip
+
+
+def test_graphs_and_compiled_functions():
+    q, k, v = qkv(2, 1, 5000, 28, 4, 128, None, BF16, DEVICE)
+
+    def call(q, k, v):
+        return tilefold.attention(q, k, v, causal=True, return_lse=True, numerics="invariant")
+
+    right = call(q, k, v)
+    with no_waiting():
+        assert same(right, call(q, k, v))
+    assert same(right, torch.compile(call, fullgraph=True)(q, k, v))
+    graph, kept = captured(lambda: call(q, k, v))
+    graph.replay()
+    assert same(right, kept)
+    with tilefold.numerics("invariant"):
+        compiled = torch.compile(lambda q, k, v: tilefold.attention(q, k, v, causal=True), fullgraph=True)
+        assert torch.equal(compiled(q, k, v), right[0])
