@@ -145,7 +145,7 @@ def attention(
     if others:
         raise unexpected_of(attention, others)
     check_kinds(return_lse, backward_plan, "AttentionBackwardPlan", deterministic)
-    asked = check_numerics(numerics)
+    asked = "" if numerics is None else check_numerics(numerics)
     if isinstance(mask, Mask) or score is not None:
         terms = Terms(
             causal, window, softcap, alibi_slopes, bias, mask, score_mod, score_args, mask_mod, mask_args, score_grad
@@ -257,7 +257,7 @@ def attention_varlen(
         packed = checked_packed(q, k, packed, mode, "attention_varlen")
     call = Call(causal, window, scale, softcap, "bshd", alibi_slopes, bias, cast("Any", mask), sinks, score_mod,
                 score_args, mask_mod, mask_args, packed, plan, score_grad, backward_plan, dropout_p, dropout_seed,
-                numerics=check_numerics(numerics))  # fmt: skip
+                numerics="" if numerics is None else check_numerics(numerics))  # fmt: skip
     out, lse = _attend(q, k, v, call)
     return (out, lse) if return_lse else out
 

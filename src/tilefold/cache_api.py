@@ -121,7 +121,7 @@ def attention_kvcache(
     )
     scales = UNSCALED if k_scale is None and v_scale is None else Scales(None, k_scale, v_scale)
     call = Call(causal, window, scale, softcap, alibi_slopes=alibi_slopes, mask=cast("Any", mask), sinks=sinks, source=cache,
-                plan=plan, scales=scales, numerics=check_numerics(numerics))  # fmt: skip
+                plan=plan, scales=scales, numerics="" if numerics is None else check_numerics(numerics))  # fmt: skip
     out, lse = kvcache.attention_kvcache(q, k_cache, v_cache, call, asked(mode, "attention_kvcache"))
     return (out, lse) if return_lse else out
 

@@ -8,7 +8,7 @@ import torch
 from ..check import FLOATS, TensorSpec, bind, check_number
 from ..errors import DeviceError, DtypeError, ShapeError, TilefoldError, Unsupported, ValueRangeError
 from ..types import Constant, Layout, ModArgs, ModFunction, Rules, Window
-from .numerics import check_numerics, is_invariant
+from .numerics import ASKED, check_numerics
 from .records import facts_of
 from .source import UNSCALED, Lists, Packed, Paged, Scales, Source
 from .unpacking import check_unpacking
@@ -136,9 +136,7 @@ class Call(NamedTuple):
 
 def key_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any:
     """Everything that a Prepared record depends on."""
-    plain: Any = (facts_of(q), facts_of(k), facts_of(v), options_of(call))
-    if is_invariant(call.numerics):
-        plain = (plain, "invariant")
+    plain: Any = (facts_of(q), facts_of(k), facts_of(v), options_of(call), call.numerics or ASKED[-1])
     source, lists, scales = call.source, call.lists, call.scales
     if source is not None or scales is not UNSCALED or lists is not None:
         plain = (plain, *[None if part is None else (type(part), part.facts()) for part in (source, lists, scales)])

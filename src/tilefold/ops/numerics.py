@@ -6,11 +6,13 @@ from contextlib import contextmanager
 
 from ..errors import DtypeError, Unsupported, ValueRangeError
 
-__all__ = ["NUMERICS", "VARIABLE", "check_numerics", "is_invariant", "numerics", "refuse_invariant"]
+__all__ = ["ASKED", "NUMERICS", "VARIABLE", "check_numerics", "is_invariant", "numerics", "refuse_invariant"]
 
 NUMERICS = ("fast", "invariant")
 VARIABLE = "TILEFOLD_NUMERICS"
-_ASKED = [os.environ.get(VARIABLE, "") or "fast"]  # the environment is read once; then contexts, of the process
+ASKED = [os.environ.get(VARIABLE, "") or "fast"]
+"""What the environment said when tilefold was imported, then what contexts of the process say.  Keys of records hold the last, or
+what a call says itself."""
 
 
 @contextmanager
@@ -20,11 +22,11 @@ def numerics(kind: str) -> Iterator[None]:
     It holds for the process, as gradients and checkpoints compute on threads of their own.  Also as a decorator.
     Raises ValueRangeError for another word."""
     check_numerics(kind)
-    _ASKED.append(kind)
+    ASKED.append(kind)
     try:
         yield
     finally:
-        _ASKED.pop()
+        ASKED.pop()
 
 
 def check_numerics(given: object) -> str:
@@ -38,7 +40,7 @@ def check_numerics(given: object) -> str:
 
 def is_invariant(given: str = "") -> bool:
     """Whether a call is to be "invariant"; given: its argument, "" for what the context says."""
-    asked = given or _ASKED[-1]
+    asked = given or ASKED[-1]
     if asked not in NUMERICS:
         raise ValueRangeError(f"{VARIABLE} must be fast or invariant, got {asked!r}")
     return asked == "invariant"

@@ -201,11 +201,19 @@ def test_contexts(device):
     assert torch.equal(tilefold.attention(q, k, v), fast)
 
 
-def test_the_environment(device, monkeypatch):
+@pytest.fixture
+def environment():
+    """Sets what the environment variable said when tilefold was imported."""
+    said = numerics.ASKED[0]
+    yield lambda word: numerics.ASKED.__setitem__(0, word)
+    numerics.ASKED[0] = said
+
+
+def test_the_environment(device, environment):
     q, k, v = qkv(1, 70, 70, 4, 2, 32, device=device)
-    monkeypatch.setattr(numerics, "_ASKED", ["invariant"])
+    environment("invariant")
     assert torch.equal(tilefold.attention(q, k, v), tilefold.attention(q, k, v, numerics="invariant"))
-    monkeypatch.setattr(numerics, "_ASKED", ["exact"])
+    environment("exact")
     with pytest.raises(ValueRangeError, match="TILEFOLD_NUMERICS must be fast or invariant, got 'exact'"):
         tilefold.attention(q, k, v)
 

@@ -43,7 +43,7 @@ globals().update(
     again(
         "test_invariant",
         "dense caches bytes_with_halves values_that_are_part_of_the_keys packed_queries_and_pads nothing strides masks_and_rules "
-        "gradients_are_those_of_the_bits contexts the_environment refusals",
+        "gradients_are_those_of_the_bits contexts refusals",
     )
 )
 

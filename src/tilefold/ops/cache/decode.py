@@ -420,7 +420,7 @@ def example_launch(
         tensor(64, kind=torch.float32),
     )
     noted = (torch.empty(WORDS, dtype=torch.int64, device="meta"), 1, made.limit, 0, 0, 32)
-    parts = (None, None, None) if made.plan.splits == 1 else (floats, floats, tensor(64))
+    parts = (None, None, None) if splits == 1 or (fixed and made.plan.splits == 1) else (floats, floats, tensor(64))
     bound = made.merge if merge else made.launch
     assert bound is not None
     return bound.example((q, k, v, out, lse, call, *parts, noted))

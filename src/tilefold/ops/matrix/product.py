@@ -8,7 +8,7 @@ from ...errors import PlanError, ShapeError
 from ...types import Constant
 from ..bound import Bound, meta, strides_named
 from ..device import device_of, interpreting
-from ..numerics import is_invariant
+from ..numerics import ASKED, is_invariant
 from ..records import recorded
 from ..serve import function_at
 from .operands import BIAS, GIVEN_TO_PRODUCTS, TOO_LONG, Operands, Scales, boxable, major, operands, values_of
@@ -129,7 +129,7 @@ def _plan_of(problem: Any, epilogue: Epilogue, device: torch.device) -> "MatmulP
     return plan
 
 
-@recorded("product", lambda tensors, epilogue: (*map(facts, tensors), epilogue, is_invariant(epilogue.numerics)))
+@recorded("product", lambda tensors, epilogue: (*map(facts, tensors), epilogue, epilogue.numerics or ASKED[-1]))
 def _bind(tensors: tuple[Any, ...], epilogue: Epilogue) -> Prepared:
     """The record of a call; tensors: those of `product`, in its order."""
     a, b, bias, scale_a, scale_b = tensors
