@@ -22,8 +22,8 @@ def learned_args(options):
 
 
 def learned(tensors, options, dtype=None, fixed=()):
-    """q, k, v, bias and sinks that are not fixed, and those of score_args that require a gradient, as leaves that do, in dtype or as
-    they are; and the options with them."""
+    """q, k, v, bias and sinks that are not fixed, and those of score_args that require a gradient, as leaves that do, in dtype or
+    as they are; and the options with them."""
     names = [name for name in LEARNED if options.get(name) is not None and name not in fixed]
     args, places = list(options.get("score_args", ())), learned_args(options)
     inputs = [*tensors, *(options[name] for name in names), *(args[i] for i in places)]
