@@ -106,7 +106,7 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
                 k.release(ahead)
             s = mods.apply(s, inner, slope, t, work, row, key, walk.partial(entry), CID)
             if LAZY:
-                if checked | mask.cuts(work, row, key):
+                if checked | mask.cuts(work, row, key, True):
                     s = mask.cut(s, work, row, key)
                     m_next = softmax.check(s, m_next, scale)
                 p_next, m, l, alpha, part = softmax.step_lazily(s, m, m_next, l, scale)

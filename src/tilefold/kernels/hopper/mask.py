@@ -116,14 +116,15 @@ class Mask:
             return TileWalk(None, gl.load(begin), begin + 1)
 
     @jit
-    def cuts(self, work, row, key):
-        """Is any of the scores of 64 rows from `row` on and KEYS keys from `key` on masked?"""
+    def cuts(self, work, row, key, FIRST: gl.constexpr = False):
+        """Is any of the scores of 64 rows from `row` on and KEYS keys from `key` on masked?  FIRST: or the first of its row?"""
         end = work.seq_k
         if self.KIND != FULL:
             end = gl.minimum(work.seq_k, row // self.PACK + work.shift + 1 + (self.right if self.KIND == WINDOW else 0))
         needed = key + self.KEYS > end
         if self.KIND == WINDOW:
-            needed = needed | (key < row // self.PACK + (64 // self.PACK - 1) + work.shift - self.left)
+            first = row // self.PACK + (64 // self.PACK - 1) + work.shift - self.left  # the last row's
+            needed = needed | (key < first + (1 if FIRST else 0))
         return needed
 
     @jit
