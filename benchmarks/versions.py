@@ -36,8 +36,13 @@ DENSE: tuple[tuple[str, int, int, int, int, int, dict[str, Any]], ...] = (
     ("D64 16k full", 1, 16384, 32, 32, 64, {}),
     ("D64 16k causal", 1, 16384, 32, 32, 64, {"causal": True}),
     ("D64 window 4095", 1, 16384, 32, 32, 64, {"causal": True, "window": (4095, 0)}),
+    ("D64 4k x 4 causal", 4, 4096, 32, 32, 64, {"causal": True}),
+    ("D64 2k x 8 causal", 8, 2048, 32, 32, 64, {"causal": True}),
     ("D64 1k x 16 causal", 16, 1024, 32, 32, 64, {"causal": True}),
     ("D96 8k causal", 1, 8192, 16, 16, 96, {"causal": True}),
+    ("D192 8k causal", 1, 8192, 8, 8, 192, {"causal": True}),
+    ("D256 2k x 8 causal", 8, 2048, 8, 8, 256, {"causal": True}),
+    ("D256 window 1023", 1, 16384, 8, 8, 256, {"causal": True, "window": (1023, 0)}),
     ("D256 16k full", 1, 16384, 8, 8, 256, {}),
     ("D256 16k causal", 1, 16384, 8, 8, 256, {"causal": True}),
 )

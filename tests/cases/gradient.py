@@ -21,10 +21,10 @@ def learned_args(options):
     return [i for i, each in enumerate(args) if isinstance(each, torch.Tensor) and each.requires_grad]
 
 
-def learned(tensors, options, dtype=None):
-    """q, k, v, bias, sinks, and those of score_args that require a gradient, as leaves that do, in dtype or as they are; and the
-    options with them."""
-    names = [name for name in LEARNED if options.get(name) is not None]
+def learned(tensors, options, dtype=None, fixed=()):
+    """q, k, v, bias and sinks that are not fixed, and those of score_args that require a gradient, as leaves that do, in dtype or
+    as they are; and the options with them."""
+    names = [name for name in LEARNED if options.get(name) is not None and name not in fixed]
     args, places = list(options.get("score_args", ())), learned_args(options)
     inputs = [*tensors, *(options[name] for name in names), *(args[i] for i in places)]
     leaves = [(t.detach() if dtype is None else t.detach().to(dtype)).requires_grad_() for t in inputs]
@@ -39,18 +39,18 @@ def call(fn, leaves, varlen, options):
     return fn(*leaves[:3], *(varlen or ()), **options)
 
 
-def gradients(tensors, dout, dlse, varlen=None, **options):
-    """Of q, k, v, of bias and sinks where given, and of those of score_args that require one."""
-    leaves, options = learned(tensors, options)
+def gradients(tensors, dout, dlse, varlen=None, fixed=(), **options):
+    """Of q, k, v, of bias and sinks where given and not fixed, and of those of score_args that require one."""
+    leaves, options = learned(tensors, options, fixed=fixed)
     fn = tilefold.attention if varlen is None else tilefold.attention_varlen
     out, lse = call(fn, leaves, varlen, {**options, "return_lse": True})
     given = (dout,) if dlse is None else (dout, dlse)
     return torch.autograd.grad((out, lse)[: len(given)], leaves, given)
 
 
-def oracle(tensors, dout, dlse, dtype, varlen=None, **options):
+def oracle(tensors, dout, dlse, dtype, varlen=None, fixed=(), **options):
     """Gradients of sum(out dout) + sum(lse dlse) over the rows that see a key, in fp64, as computed for `dtype`."""
-    leaves, options = learned(tensors, {n: o for n, o in options.items() if n not in OURS}, torch.float64)
+    leaves, options = learned(tensors, {n: o for n, o in options.items() if n not in OURS}, torch.float64, fixed)
     fn = reference.attention if varlen is None else reference.attention_varlen
     out, lse = call(fn, leaves, varlen, {**options, "dtype": dtype})
     loss = (out * dout.to(out.dtype)).sum()

@@ -34,7 +34,7 @@ from tilefold.kernels.hopper import (
 FULL, CAUSAL, WINDOW = 0, 1, 2
 STRIDES = (10**12, 1009, 7)  # of the output's batch entries, queries and heads
 FUNCTIONS = (
-    (consumer, ("consume",)),
+    (consumer, ("pass_over", "consume")),
     (producer, ("acquire_all", "signal_all", "load_work", "produce")),
     (products, ("issue_scores", "issue_output", "_rows_of_keys", "wait_output")),
     (scheduler, ("block_of_item", "sequence_of_place")),
@@ -221,10 +221,15 @@ class Run(Launch):
         return ()
 
     def kv_tile(self, sequence, head, block, j):
-        """The j-th tile of keys that a block of queries sees."""
+        """The j-th tile of keys that a consumer's rows of a block of queries see."""
         seq_q, seq_k = self.lengths[sequence]
         work = types.SimpleNamespace(block=block, seq_q=seq_q, seq_k=seq_k, shift=seq_k - seq_q)
-        return self.mask_of().tiles(work)[0] + j
+        seen = self.mask_of()
+        first, count = seen.tiles(work)
+        if seen.OWN and not (self.bias or self.mask):
+            row = block * self.rows + self.local.consumer * 64
+            first += seen.own(work, row, types.SimpleNamespace(first=first, count=count))[0]
+        return first + j
 
     def judge(self, item):
         """Now and then a query tile that was not checked has to be folded again."""
@@ -341,7 +346,7 @@ class Run(Launch):
         blocks = sum(-(-seq_q * self.pack // self.rows) for seq_q, _ in self.lengths)
         assert len(items) == blocks * self.heads
         assert self.counter == 0
-        if self.turns and programs == 1:
+        if self.turns and programs == 1 and not self.mask_of().OWN:
             assert self.order == [i % self.consumers for i in range(len(self.order))]
 
 

@@ -72,6 +72,11 @@ def test_every_pair_is_seen_once_and_masked_where_it_must_be(seed, rows, keys, p
         visited = range(first * keys, (first + tiles) * keys)
         for row in range(block * rows, (block + 1) * rows, 64):
             queries = range(row // pack, min((row + 64) // pack, seq_q))
+            begin, end = made.own(work, row, types.SimpleNamespace(first=first, count=tiles))
+            assert 0 <= begin < end <= tiles
+            own = [j for i in queries for j in range(seq_k) if sees(kind, i, j, shift, left, right)]
+            if own:  # what its rows see, and no tile more
+                assert (first + begin, first + end) == (min(own) // keys, max(own) // keys + 1)
             for i in queries:
                 seen = [j for j in range(seq_k) if sees(kind, i, j, shift, left, right)]
                 assert not seen or (seen[0] in visited and seen[-1] in visited)

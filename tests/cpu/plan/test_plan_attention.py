@@ -278,7 +278,7 @@ NARROW = replace(LONG, dim_qk=64, dim_v=64)
         (replace(NARROW, seq_q=512, batch=2), 128),  # 96 blocks for 132 SMs
         (replace(NARROW, seq_q=256, batch=8), 128),  # two blocks of 128 or of 192
         (replace(NARROW, window=(4096, 0)), 192),
-        (replace(NARROW, window=(1024, 1024)), 128),
+        (replace(NARROW, window=(1024, 1024)), 64),
         (replace(NARROW, varlen=True), 192),
         (replace(NARROW, varlen=True, causal=True), 128),
         (replace(NARROW, score_mods=("softcap",)), 128),
@@ -318,7 +318,8 @@ def short(dim: int, tokens: int, batch: int, kv_heads: int = 0, **options: Any) 
         (short(64, 512, 32, 4, causal=True), 64),
         (short(64, 1024, 1), 64),  # 192 blocks of 192, 512 of 64 for twice the programs
         (short(64, 64, 64, causal=True), None),  # half of 128 rows, all of 64: not measured
-        (short(64, 256, 64, window=(100, 0)), 128),
+        (short(64, 256, 64, window=(100, 0)), 64),
+        (short(128, 256, 64, window=(100, 0)), 128),
         (short(64, 256, 64, score_mods=("softcap",)), 128),
     ],
     ids=str,
@@ -342,7 +343,8 @@ def test_two_programs_an_sm_where_blocks_are_short(problem: AttentionProblem, ro
         (replace(LONG, causal=True, seq_q=4095, seq_k=4095), ("fence", "turns", "skip")),
         (replace(LONG, seq_k=2048), ("fence", "turns", "skip", "lazy")),
         (replace(LONG, seq_k=2047), ("fence", "turns", "skip")),
-        (replace(LONG, window=(4095, 0)), ("fence", "turns", "skip")),
+        (replace(LONG, window=(4095, 0)), ("fence", "turns", "skip", "lazy")),
+        (replace(LONG, window=(2046, 0)), ("fence", "turns", "skip")),
         (short(128, 512, 32, causal=True), ("fence", "skip", "late")),
         (short(64, 512, 32, causal=True), ("skip",)),
         (NARROW, ("turns", "skip", "lazy")),
@@ -371,9 +373,8 @@ def test_versions_that_are_taken(problem: AttentionProblem, options: tuple[str, 
     [
         ({}, ("fence", "lazy"), "lazy is a version of skip"),
         ({}, ("skip", "lazy", "polynomial 2"), "lazy is a version of skip, without polynomials"),
-        ({"window": (100, 0)}, ("skip", "lazy"), "which a window, a bias"),
-        ({"score_mods": ("alibi",)}, ("skip", "lazy"), "which a window, a bias"),
-        ({"mask_mods": ("mask",), "mask_descriptors": "tiles"}, ("skip", "lazy"), "which a window, a bias"),
+        ({"score_mods": ("alibi",)}, ("skip", "lazy"), "which a bias"),
+        ({"mask_mods": ("mask",), "mask_descriptors": "tiles"}, ("skip", "lazy"), "which a bias"),
     ],
 )
 def test_lazy_needs_a_first_tile_to_go_by(changes: dict[str, Any], options: tuple[str, ...], text: str) -> None:

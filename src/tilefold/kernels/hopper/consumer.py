@@ -6,7 +6,8 @@ The exponentials of one tile run beside the products of the one before, and, as 
 ping-pong scheduling), beside the others' products.  e4m3 may add up outside of wgmma (config.OUTSIDE): P V of each tile but the
 last is then issued alone, and added to O when it has been waited for.
 
-KV tiles go from left to right: those that the diagonal cuts come last.
+KV tiles go from left to right: those that the diagonal cuts come last.  A consumer passes over tiles of which its rows see
+nothing.
 """
 
 from .gluon import gl, jit, opaque, schedule_fence, wgmma_wait
@@ -16,11 +17,27 @@ from .scheduler import IDLE
 
 
 @jit
+def pass_over(CID: gl.constexpr, k, v, turns, t, tiles):
+    """Release KV tiles from number t on, unread -> the number that follows."""
+    for _ in range(tiles):
+        stage = k.stage(t)
+        turns.wait(CID)
+        turns.pass_on(CID)
+        k.wait(stage)
+        k.release(stage)
+        v.wait(stage)
+        v.release(stage)
+        t += 1
+    return t
+
+
+@jit
 def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, epilogue, turns):
     """Consumer number CID: rows CID * 64 on of each query tile of this program."""
     LAZY: gl.constexpr = softmax.LAZY
     VOTE: gl.constexpr = softmax.VOTE
     OUTSIDE: gl.constexpr = config.OUTSIDE
+    OWN: gl.constexpr = mask.OWN and not (mods.bias.ROWS or mods.mask.ROWS)  # their tiles have rings of their own
     REST: gl.constexpr = config.PROBS_REST
     q_tile = q.parts(Stage(CID, 0))
     inner = mods.inner_scale()
@@ -36,9 +53,14 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
     while item >= 0:
         work = scheduler.work(item)
         walk = mask.walk(work)
-        entry = walk.entry(0)
-        key = walk.tile(entry) * config.KEYS
         row = work.block * (config.CONSUMERS * 64) + CID * 64
+        if OWN:
+            begin, end = mask.own(work, row, walk)
+            t = pass_over(CID, k, v, turns, t, begin)
+        else:
+            begin, end = 0, walk.count
+        entry = walk.entry(begin)
+        key = walk.tile(entry) * config.KEYS
         scale = mods.scale_of_tile(scale_of_all, work)
         slope = mods.slope(nothing, work)
         m, l = softmax.begin(nothing, work.head)
@@ -58,7 +80,7 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
         if LAZY:
             # m takes over m_next in the loop, which `check` there makes a value of its own (see gluon.py)
             checked, m_next, worst = scheduler.overflow.is_checked(), m, gl.zeros_like(m)
-        for j in range(1, walk.count):
+        for j in range(begin + 1, end):
             t += 1
             entry = walk.entry(j)
             key = walk.tile(entry) * config.KEYS
@@ -84,7 +106,7 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
                 k.release(ahead)
             s = mods.apply(s, inner, slope, t, work, row, key, walk.partial(entry), CID)
             if LAZY:
-                if checked | mask.cuts(work, row, key):
+                if checked | mask.cuts(work, row, key, True):
                     s = mask.cut(s, work, row, key)
                     m_next = softmax.check(s, m_next, scale)
                 p_next, m, l, alpha, part = softmax.step_lazily(s, m, m_next, l, scale)
@@ -110,11 +132,14 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
         acc = rescale_output(acc, alpha, False)
         v.wait(stage)
         if config.VARLEN:  # the next sequence's values lie behind the last key, and 0 * NaN is NaN
-            live = work.seq_k - (walk.first + walk.count - 1) * config.KEYS
+            live = work.seq_k - (walk.first + end - 1) * config.KEYS
             if live < config.KEYS:
                 v.clear_tail(stage, live)
         acc = wait_output(issue_output(softmax.operand(p, zero), v, stage, acc, REST))
         v.release(stage)
+        t += 1
+        if OWN:
+            t = pass_over(CID, k, v, turns, t, walk.count - end)
         if config.RELOCATE:
             work = scheduler.work(opaque(item))
             row = work.block * (config.CONSUMERS * 64) + CID * 64
@@ -124,7 +149,6 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
             epilogue.store(acc, m, l, work, row, mods.scales.of_values(work))
         if LAZY:
             scheduler.overflow.write(i & 1, CID, softmax.overflowed(worst, item))
-        t += 1
         i += 1
         q.wait(Stage(CID, i & 1))
         item = scheduler.item()

@@ -48,7 +48,8 @@ class Mask:
     """KIND is FULL, CAUSAL, or WINDOW: `left` and `right` keys on either side of a query's own place.
 
     A query tile has ROWS rows, PACK heads of each of its queries; a warpgroup folds 64 of them.  A KV tile has KEYS keys.  The
-    range of KV tiles is the whole query tile's.  Each warpgroup decides for its own rows which of them are cut.
+    range of KV tiles is the whole query tile's.  Each warpgroup decides for its own rows which of them are cut, and, where OWN
+    says that there may be such, which it passes over because all are.
 
     Lists [B or 1, H or 1, query tiles, 1 + capacity] int32, by strides of batch entry, head and query tile: how many entries, and
     the entries (TileWalk); None: every KV tile of the range."""
@@ -63,6 +64,7 @@ class Mask:
     ROWS: gl.constexpr
     KEYS: gl.constexpr
     PACK: gl.constexpr
+    OWN: gl.constexpr
 
     @constexpr_function
     def __init__(self, left, right, KIND, ROWS, KEYS, PACK, Lists=None, lists_b=None, lists_h=None, lists_q=None):
@@ -75,19 +77,32 @@ class Mask:
         )
         self.KIND, self.ROWS = gl.constexpr(KIND), gl.constexpr(ROWS)
         self.KEYS, self.PACK = gl.constexpr(KEYS), gl.constexpr(PACK)
+        self.OWN = gl.constexpr(KIND != FULL and KEYS < ROWS and Lists is None)
 
     @jit
     def tiles(self, work):
         """-> the first KV tile of which some query of the tile sees a key, and the number of such tiles, at least 1."""
+        return self.tiles_of(work, work.block * (self.ROWS // self.PACK), self.ROWS // self.PACK)
+
+    @jit
+    def tiles_of(self, work, query, QUERIES: gl.constexpr):
+        """The same for QUERIES queries from `query` on."""
         end = work.seq_k
         begin = 0
         if self.KIND != FULL:
-            last = gl.minimum((work.block + 1) * (self.ROWS // self.PACK), work.seq_q) - 1
+            last = gl.minimum(query + QUERIES, work.seq_q) - 1
             end = gl.minimum(work.seq_k, last + work.shift + 1 + (self.right if self.KIND == WINDOW else 0))
         if self.KIND == WINDOW:
-            begin = gl.maximum(work.block * (self.ROWS // self.PACK) + work.shift - self.left, 0)
+            begin = gl.maximum(query + work.shift - self.left, 0)
         first = gl.minimum(begin, work.seq_k) // self.KEYS
         return first, gl.maximum((end + self.KEYS - 1) // self.KEYS - first, 1)
+
+    @jit
+    def own(self, work, row, walk):
+        """-> the first of a walk's KV tiles that 64 rows from `row` on see, and the end of those that they see."""
+        first, count = self.tiles_of(work, row // self.PACK, 64 // self.PACK)
+        first = gl.minimum(first - walk.first, walk.count - 1)  # rows behind the last query may see nothing
+        return first, gl.minimum(first + count, walk.count)
 
     @jit
     def walk(self, work):
@@ -101,14 +116,15 @@ class Mask:
             return TileWalk(None, gl.load(begin), begin + 1)
 
     @jit
-    def cuts(self, work, row, key):
-        """Is any of the scores of 64 rows from `row` on and KEYS keys from `key` on masked?"""
+    def cuts(self, work, row, key, FIRST: gl.constexpr = False):
+        """Is any of the scores of 64 rows from `row` on and KEYS keys from `key` on masked?  FIRST: or the first of its row?"""
         end = work.seq_k
         if self.KIND != FULL:
             end = gl.minimum(work.seq_k, row // self.PACK + work.shift + 1 + (self.right if self.KIND == WINDOW else 0))
         needed = key + self.KEYS > end
         if self.KIND == WINDOW:
-            needed = needed | (key < row // self.PACK + (64 // self.PACK - 1) + work.shift - self.left)
+            first = row // self.PACK + (64 // self.PACK - 1) + work.shift - self.left  # the last row's
+            needed = needed | (key < first + (1 if FIRST else 0))
         return needed
 
     @jit

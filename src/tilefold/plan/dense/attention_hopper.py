@@ -54,7 +54,8 @@ THREE_FROM = (
 PAIR_KEYS = {64: 128, 128: 64}  # by head dim: keys of a tile where two programs share an SM
 RATE = {64: {64: 0.92, 128: 0.86, 192: 1.0}, 128: {64: 0.90, 128: 1.0}}
 """Scores an SM makes in a second beside its fastest version, by head dim and queries a block: 512 to 2048 keys, all seen."""
-LAZY_FROM = {"full": 2048, "causal": 4096}  # keys
+LAZY_FROM = {64: {"full": 2048, "causal": 2048, "window": 1536}, 128: {"full": 2048, "causal": 4096, "window": 3072}}
+"""Keys that a query sees at most, by width and mask; windows of 1024, 2047 and 4096 keys were measured."""
 PAIRS_UNTIL = 640  # keys up to which pairs win at a head dim of 128 under a causal mask
 POLYNOMIALS = tuple(f"polynomial {n}" for n in range(1, 17))
 LISTS_FROM = 1 << 20  # scores of a head from which on a mask_mod's tiles are listed
@@ -267,12 +268,14 @@ def _option_fault(problem: AttentionProblem, tile: Tile, options: tuple[str, ...
 
 
 def _lazy_pays(problem: AttentionProblem) -> bool:
-    """Whether maxima that are not looked for save more than telling how each block came out costs: measured from these lengths
-    on, without changes of scores, and up to a width of 128.  Not with fp16: its rows' scores may rise by 10 from what was seen
+    """Whether maxima that are not looked for save more than telling how each block came out costs: measured from LAZY_FROM on,
+    without changes of scores, and up to a width of 128.  Not with fp16: its rows' scores may rise by 10 from what was seen
     to the next tile, and bfloat16's by 33, before their block has to be made again."""
     n = problem
-    few = n.seq_k < LAZY_FROM["causal" if n.sides == (-1, 0) else "full"]
-    wide = max(width_of(n.dim_qk), width_of(n.dim_v)) > 128
+    width = max(width_of(n.dim_qk), width_of(n.dim_v))
+    mask = "full" if max(n.sides) < 0 else "causal" if n.sides == (-1, 0) else "window"
+    few = _seen(n) < LAZY_FROM[64 if width <= 64 else 128][mask]
+    wide = width > 128
     other = few or wide or n.varlen or n.score_mods or n.dtype != "bfloat16"
     return not other and not _lazy_fault(n, ("skip",))
 
@@ -280,10 +283,8 @@ def _lazy_pays(problem: AttentionProblem) -> bool:
 def _lazy_fault(problem: AttentionProblem, options: tuple[str, ...]) -> str | None:
     if "skip" not in options or polynomial_of(options):
         return "lazy is a version of skip, without polynomials"
-    if {*problem.score_mods, *problem.mask_mods} - {"softcap"} or (
-        max(problem.sides) >= 0 and problem.sides != (-1, 0)
-    ):
-        return "lazy takes a row's first tile for its scores' size, which a window, a bias, a mask or ALiBi does not leave it"
+    if {*problem.score_mods, *problem.mask_mods} - {"softcap"}:
+        return "lazy takes a row's first tile for its scores' size, which a bias, a mask or ALiBi does not leave it"
     return None
 
 
@@ -305,6 +306,12 @@ def _lists_fault(problem: AttentionProblem) -> str | None:
     return "lists need sequences of one length, this is a packed batch" if problem.varlen else None
 
 
+def _seen(problem: AttentionProblem) -> int:
+    """Keys that a query sees at most."""
+    left, right = problem.sides
+    return problem.seq_k if left < 0 or right < 0 else min(problem.seq_k, left + right + 1)
+
+
 def _three_pay(problem: AttentionProblem, device: Device) -> bool:
     """Whether three warpgroups are faster than two: where exponentials are the bound, and few rows and scores are in vain."""
     n = problem
@@ -319,8 +326,7 @@ def _three_pay(problem: AttentionProblem, device: Device) -> bool:
     left, right = n.sides
     if left < 0 and right < 0:
         return True
-    seen = n.seq_k if left < 0 or right < 0 else min(n.seq_k, left + right + 1)
-    return not n.varlen and seen >= THREE_FROM
+    return not n.varlen and _seen(n) >= THREE_FROM
 
 
 def _pairs_pay(problem: AttentionProblem, device: Device, rows: int) -> bool:
@@ -334,14 +340,14 @@ def _pairs_pay(problem: AttentionProblem, device: Device, rows: int) -> bool:
         or n.score_mods
         or n.mask_mods
         or n.varlen
-        or n.seq_k >= THREE_FROM  # not measured
+        or _seen(n) >= THREE_FROM  # not measured
         or n.seq_q * packable_heads(n) <= 64
     ):
         return False
     if n.sides == (-1, 0):
         return width == 64 or n.seq_k <= PAIRS_UNTIL
     if max(n.sides) >= 0:
-        return False  # a window: not measured
+        return width == 64  # a window of 128 columns: not measured
     keys = PAIR_KEYS[width]
     return _seconds(n, 64, keys, 2 * device.sms) < _seconds(n, rows, 128, device.sms)
 
