@@ -72,7 +72,8 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, places: Tensor, attend: Attend) -> Tensor:
         """Log-probabilities [tokens, vocabulary] of what comes next, fp32."""
         x = self.tokens[tokens] + self.places[places]
-        for number, w in enumerate(cast("list[Any]", list(self.layers))):
+        layers: list[Any] = list(self.layers)
+        for number, w in enumerate(layers):
             inner = self.norm(x)
             q, k, v = (self.product(inner, w[name]).unflatten(-1, (-1, self.dim)) for name in "qkv")
             x = x + self.product(attend(number, q, k, v).flatten(-2), w["o"])
@@ -261,9 +262,8 @@ def run(options: argparse.Namespace, invariant: bool) -> bool:
             same = same and not differ
             apart = (sampled - trained).abs().max()
             name = "tilefold, invariant" if invariant else "torch, SDPA"
-            print(
-                f"{name:20} round {number}: {len(sampled)} tokens, {differ:.1%} of log-probabilities differ, by {apart:.2e} at most"
-            )
+            text = f"{len(sampled)} tokens, {differ:.1%} of log-probabilities differ, by {apart:.2e} at most"
+            print(f"{name:20} round {number}: {text}")
             improve(model, trained, samples, 0.02)
     return same
 
