@@ -15,7 +15,7 @@ from cases.invariant import WAYS, draw, products_in_order  # noqa: F401
 from cases.mods import slanted, slanted_twin, sliding, sliding_twin
 from tilefold import DtypeError, PlanError, Unsupported, ValueRangeError, masks, reference
 from tilefold.ops import numerics
-from tilefold.plan import InvariantPlan
+from tilefold.plan import AttentionProblem, DecodeProblem, InvariantPlan, device_named, plan_invariant
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -245,3 +245,56 @@ def test_fake_tensors(device):
     with torch._subclasses.FakeTensorMode():
         q, k, v = (torch.empty(1, 70, heads, 32) for heads in (4, 2, 2))
         assert tilefold.attention(q, k, v, numerics="invariant").shape == q.shape
+
+
+# ---------------------------------------------------------------- plans
+
+
+@pytest.mark.parametrize("name", ["a100", "h100", "h200", "b200", "mi300x"])
+@pytest.mark.parametrize(
+    "shape", [(128, 128, "bfloat16"), (64, 64, "float16"), (256, 256, "bfloat16"), (40, 24, "float32")]
+)
+def test_plans_fix_what_moves_bits(shape, name):
+    """Whatever batch, lengths and SMs; 64 rows have the warps' rows of 128 where both occur."""
+    dim, dim_v, dtype = shape
+
+    def planned(batch, seq_q, seq_k, splits=0, page=0):
+        asked = AttentionProblem(batch, seq_q, seq_k, 16, 4, dim, dim_v, dtype, causal=True)
+        return plan_invariant(DecodeProblem(asked, page_size=page), device_named(name), splits)
+
+    plans = [
+        planned(1, 1, 100),
+        planned(64, 1, 100_000),
+        planned(4, 4096, 4096),
+        planned(1, 300, 300, page=16),
+        planned(1, 1, 9000, 5),
+    ]
+    assert len({(p.block_n, p.chunk, p.block_m // p.num_warps) for p in plans}) == 1
+    for plan in plans:
+        plan.require_invariant()
+        assert "numerics=invariant" in str(plan)
+        assert InvariantPlan.from_json(plan.to_json()) == plan
+    with pytest.raises(PlanError, match="plan field block_m: numerics"):
+        replace(plans[0], block_m=plans[0].block_m // 2 if plans[0].block_m > 16 else 64).require_invariant()
+
+
+def test_several_programs_share_the_chunks_of_few_rows():
+    def planned(batch, seq_q, seq_k):
+        asked = AttentionProblem(batch, seq_q, seq_k, 32, 8, 128, 128, causal=True)
+        return plan_invariant(DecodeProblem(asked), device_named("h200"))
+
+    assert (planned(1, 1, 32768).splits, planned(1, 1, 1000).splits, planned(4, 4096, 4096).splits) == (32, 1, 1)
+    assert planned(16, 1, 1 << 20).splits == 1  # the states of all chunks would take more memory than is given to them
+
+
+def test_a_wrong_page_is_noted(device):
+    """check="device": what is out of range is replaced before the kernel, and noted."""
+    q, k, v = qkv(1, 1, 16, 2, 1, 32, device=device)
+    asked = {
+        "block_table": torch.tensor([[0, 7]], dtype=torch.int32, device=device),
+        "numerics": "invariant",
+        "check": "device",
+    }
+    tilefold.last_fault()
+    tilefold.attention_kvcache(q, k, v, cache_seqlens=torch.tensor([32], dtype=torch.int32, device=device), **asked)
+    assert "block_table[0, 1] is 7" in str(tilefold.last_fault())

@@ -228,10 +228,12 @@ def _plan(problem: DecodeProblem, device: Device, fixed: Constants, splits: int,
 def _tiles(problem: DecodeProblem, device: Device, fixed: Constants) -> tuple[tuple[int, int], ...]:
     """(rows, warps) of tiles whose rows have the same bits, for few rows and for many; () where any have.
 
-    With 128 rows and 8 warps each warp has the 16 rows and the instruction that it has with 64 and 4."""
+    By wgmma, with 128 rows and 8 warps each warp has the 16 rows and the instruction that it has with 64 and 4.  tcgen05 has
+    other instructions for them, and other layouts."""
     if device.backend == "interpreter":
         return ()
-    wide = fixed.rows == 64 and device.has("shared operands") and problem.block_v <= 128
+    wgmma = device.has("shared operands") and not device.has("tcgen05")
+    wide = wgmma and fixed.rows == 64 and problem.block_v <= 128
     return ((fixed.rows, fixed.num_warps), (128, 8))[: 1 + wide]
 
 

@@ -113,17 +113,17 @@ def choose_portable(problem: MatmulProblem, device: Device, order: str) -> Matmu
 def invariant_tiles(problem: MatmulProblem, device: Device) -> tuple[MatmulTile, ...]:
     """For few rows and for many: tiles of the portable kernel whose elements are sums in one order, whatever m, n and the batch.
 
-    It is one chain of tensor instructions over k, the same for each row, with 64 rows and 4 warps or 128 and 8; of float32 a sum
-    of the products of tiles, so that these have one length of k."""
+    It is one chain of tensor instructions over k, by wgmma the same for each row with 64 rows and 4 warps or 128 and 8; of
+    float32 a sum of the products of tiles, so that these have one length of k."""
     if device.backend == "interpreter":
         return (MatmulTile(64, 64, 64, 4, 1),)
     if problem.dtype == "float32":
         return (MatmulTile(64, 64, 32, 4, 3),)
     if problem.dtype == "float8_e4m3fn":
         return (MatmulTile(64, 64, 128, 4, 3),)
-    if device.has("shared operands"):
-        return (MatmulTile(64, 128, 64, 4, 4), MatmulTile(128, 128, 64, 8, 4))
-    return (MatmulTile(64, 64, 64, 4, 2),)
+    if device.has("tcgen05") or not device.has("shared operands"):
+        return (MatmulTile(64, 64, 64, 4, 2),)
+    return (MatmulTile(64, 128, 64, 4, 4), MatmulTile(128, 128, 64, 8, 4))
 
 
 def portable_seconds(problem: MatmulProblem, device: Device, tile: MatmulTile) -> float:
