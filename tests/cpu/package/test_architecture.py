@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parallel": WORK | {"sparse"},
     "video": WORK | {"sparse", "nn"},
     "compat": WORK | {"sparse", "nn"},
-    "integrations": WORK,
+    "integrations": WORK | {"sparse", "video"},
     "aot": {"plan", "kernels", "device", "ops", "quant"} | LEAVES,
     "debug": {"reference"} | LEAVES,
     "bench": WORK | {"reference", "sparse", "nn", "compat", "aot", "paged", "quant", "parallel"},
