@@ -217,7 +217,12 @@ def bad_calls(device):
     lazy = torch.view_as_complex(torch.randn(2, 4, 20, 33, 2, device=device)).conj().imag
     yield LayoutError, "bias is a lazy negation", (q, k, v), {"bias": lazy}
     yield LayoutError, "q must be a dense strided tensor", (q.to_sparse(), k, v), {}
-    yield DtypeError, "plan must be an AttentionPlan, a DecodePlan or None, got str", (q, k, v), {"plan": "fast"}
+    yield (
+        DtypeError,
+        "plan must be an AttentionPlan, a DecodePlan, an InvariantPlan or None, got str",
+        (q, k, v),
+        {"plan": "fast"},
+    )
     learned = q.clone().requires_grad_()
     yield (
         Unsupported,

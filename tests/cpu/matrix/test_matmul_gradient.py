@@ -114,5 +114,5 @@ def test_func_grad(device):
 @pytest.mark.no_poison
 def test_opcheck(device):
     a, b, bias = (rand(*shape, device=device).requires_grad_() for shape in ((2, 20, 18), (18, 35), (35,)))
-    args = (a, b, bias, None, None, "silu", "grouped", False, None, "", True)
+    args = (a, b, bias, None, None, "silu", "grouped", False, None, "", True, "")
     torch.library.opcheck(MATMUL.op, args)
