@@ -61,3 +61,15 @@ def test_kernels(results: Results, name: str, target: str) -> None:
     tensor = "none" if name.endswith(("fp32", "merge")) or name in CHECKS else "any"
     report = results.clean(name, target, tensor=tensor, spills="outside loops")
     assert report.loop_spills == 0
+
+
+def test_prompts_and_tokens_are_computed_alike(results: Results) -> None:
+    """numerics="invariant": with 128 rows and 8 warps, with 64 and 4, at the mask's edge and inside, a thread makes the same
+    products, sums and powers of a tile of keys."""
+    reports = [results.clean(name, "sm_90", spills="outside loops") for name in ("invariant", "invariant, prompts")]
+    families = ("FMUL", "FADD", "FFMA", "MUFU.EX2", "HGMMA")
+    found = [[loop.opcodes.get(name, 0) for name in families] for report in reports for loop in report.loops]
+    assert [report.num_warps for report in reports] == [4, 8]
+    assert len(found) == 4
+    assert all(found[0])
+    assert found == [found[0]] * 4
