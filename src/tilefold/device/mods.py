@@ -190,6 +190,27 @@ def keep(score, batch, head, q_index, kv_index, args):
     return tl.load(element_pointers(batch, head, q_index, kv_index, args)) != 0
 
 
+@triton.jit
+def listed(score, batch, head, q_index, kv_index, args):
+    """The block of query and key is not of kind 0; args as of `kind_of_block`."""
+    return kind_of_block(batch, head, q_index, kv_index, args) != 0
+
+
+@triton.jit
+def whole(score, batch, head, q_index, kv_index, args):
+    """The block of query and key is of kind 2; args as of `kind_of_block`."""
+    return kind_of_block(batch, head, q_index, kv_index, args) == 2
+
+
+@triton.jit
+def kind_of_block(batch, head, q_index, kv_index, args):
+    """kinds[batch, head, q // block_q, kv // block_k]; args = (kinds, its four strides, 0 where it is broadcast, block_q,
+    block_k)."""
+    kinds, stride_b, stride_h, stride_q, stride_k, block_q, block_k, seq_q, seq_k = args
+    table = (kinds, stride_b, stride_h, stride_q, stride_k, seq_q, seq_k)
+    return tl.load(element_pointers(batch, head, q_index // block_q, kv_index // block_k, table))
+
+
 # Rules of rules: args are pairs (function, args), as `mask` takes them, then seq_q and seq_k.
 
 

@@ -276,6 +276,14 @@ def _tree(part: Mask, args: list[Any], sizes: Sizes | None, packed: bool) -> Any
     """A mask as a tree of `Rules`, whose args are added to those given."""
     if part.kind in ("all", "any", "not"):
         return (part.kind, *[_tree(each, args, sizes, packed) for each in part.args])
+    if part.kind == "blocks":
+        own = _table(part, sizes)
+        listed = Rule("listed", len(own))
+        if len(part.args) == 2:
+            args += own
+            return listed
+        args += own + own
+        return ("any", Rule("whole", len(own)), ("all", listed, _tree(part.args[2], args, sizes, packed)))
     function, own = _rule(part, sizes, packed)
     args += own
     return Rule(function, len(own))
@@ -307,6 +315,22 @@ def _rule(part: Mask, sizes: Sizes | None, packed: bool) -> tuple[Any, ModArgs]:
         if sizes is not None and args[0].shape[0] != sizes.batch:
             raise ShapeError(f"{name} has shape {tuple(args[0].shape)}, expected [{sizes.batch}]: one entry a sequence")
     return ("prefix_each" if kind == "prefix" and isinstance(args[0], torch.Tensor) else kind), args
+
+
+def _table(part: Mask, sizes: Sizes | None) -> ModArgs:
+    """The args of the rules of a table of blocks."""
+    kinds, block = part.args[:2]
+    if sizes is not None:
+        _check_device("kinds", kinds, sizes)
+        rows, columns = (-(-n // size) for n, size in zip(sizes[2:4], block, strict=True))
+        wanted = ((1, sizes.batch), (1, sizes.heads), (rows,), (columns,))
+        if any(size not in allowed for size, allowed in zip(kinds.shape, wanted, strict=True)):
+            raise ShapeError(
+                f"kinds of a mask has shape {tuple(kinds.shape)}, expected [{sizes.batch} or 1, {sizes.heads} or 1, {rows}, "
+                f"{columns}] for blocks of {block[0]} queries and {block[1]} keys"
+            )
+    strides = (0 if size == 1 else stride for size, stride in zip(kinds.shape, kinds.stride(), strict=True))
+    return kinds, *strides, *block
 
 
 def _check_device(name: str, t: torch.Tensor, sizes: Sizes | None) -> None:

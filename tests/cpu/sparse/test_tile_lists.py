@@ -9,8 +9,11 @@ import triton
 import triton.language as tl
 
 import tilefold
+from cases import rand
+from tilefold import masks
 from tilefold.device import mods
 from tilefold.ops.call import Call
+from tilefold.ops.masking import Terms, spelled
 from tilefold.ops.reads import Reads, reads
 from tilefold.ops.sparse import classify
 from tilefold.ops.sparse.classify import QueryLists, TileLists
@@ -99,8 +102,9 @@ def test_entries_are_those_of_the_dense_mask(name, window):
     }[name]
     if mod is None:
         mod, args = Rules(("all", Rule("prefix", 1))), (50,)
-    made = TileLists(mod, (batch, heads, seq_q, seq_k), TILE, window, torch.device("cpu"), False)
-    got = made.of(Call(mask_mod=mod, mask_args=args))
+    call = Call(mask_mod=mod, mask_args=args)
+    made = TileLists(call, (batch, heads, seq_q, seq_k), TILE, window, torch.device("cpu"), False)
+    got = made.of(call)
     left, right = window
     band = ((j >= i - left) | (left < 0)) & ((j <= i + right) | (right < 0))
     shape = 2 if name == "of_sequence" else 1, 3 if name == "of_head" else 1
@@ -116,7 +120,7 @@ def test_entries_are_those_of_the_dense_mask(name, window):
 
 @pytest.mark.interpreter
 def test_lists_are_kept_until_an_argument_changes(monkeypatch):
-    made = TileLists(same, (1, 1, *LENGTHS), TILE, (-1, -1), torch.device("cpu"), False)
+    made = TileLists(Call(mask_mod=same), (1, 1, *LENGTHS), TILE, (-1, -1), torch.device("cpu"), False)
     count = []
     make = made._make
     monkeypatch.setattr(TileLists, "_make", lambda self, call: count.append(1) or make(call))
@@ -142,7 +146,7 @@ def test_lists_are_kept_until_an_argument_changes(monkeypatch):
         unversioned = numbers_of()
     before = len(count)
     assert entries_of(ask(unversioned)) == entries_of(ask(unversioned)) and len(count) == before + 2
-    anew = TileLists(same, (1, 1, *LENGTHS), TILE, (-1, -1), torch.device("cpu"), True)
+    anew = TileLists(Call(mask_mod=same), (1, 1, *LENGTHS), TILE, (-1, -1), torch.device("cpu"), True)
     assert ask(lists=anew) is not ask(lists=anew)
 
 
@@ -186,8 +190,8 @@ def test_entries_of_keys_are_those_of_queries_turned(name, window):
     mod, args = {"same": (same, (numbers_of(),)), "of_head": (of_head, ()), "of_sequence": (of_sequence, ())}[name]
     sizes = batch, heads, *LENGTHS
     call = Call(mask_mod=mod, mask_args=args)
-    lists = TileLists(mod, sizes, TILE, window, torch.device("cpu"), False)
-    turned = QueryLists(kv_heads, mod, sizes, TILE, window, torch.device("cpu"), False)
+    lists = TileLists(call, sizes, TILE, window, torch.device("cpu"), False)
+    turned = QueryLists(kv_heads, call, sizes, TILE, window, torch.device("cpu"), False)
     got, (_, shared, q_blocks, _) = turned.of(call), lists.of(call).shape
     rows = entries_of(lists.of(call))
     kinds = lists._classified(call).flatten(0, 1)
@@ -207,3 +211,50 @@ def test_entries_of_keys_are_those_of_queries_turned(name, window):
         assert row[1 + q_blocks : 1 + q_blocks + len(seen)] == [before for _, before in seen.values()]
         if not seen:
             assert (row[1] >> 1, row[1 + q_blocks]) == (q_blocks, 0)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("block", [(16, 16), (32, 16), (64, 48), (24, 40)], ids=str)
+@pytest.mark.parametrize("inner", [True, False])
+def test_lists_of_a_table_of_blocks(block, inner):
+    """They are those of the table: a tile is empty, or whole, where all of its blocks are; kept with the table."""
+    seq_q, seq_k = LENGTHS
+    shape = 2, 3, -(-seq_q // block[0]), -(-seq_k // block[1])
+    kinds = (3 * rand(*shape).sigmoid()).to(torch.uint8)
+    kinds[0, :, :2, :2], kinds[1, 0, 1:] = 2, 0
+    mask = masks.blocks(kinds, block, *[masks.rule(of_head)] * inner)
+    q, k = (torch.empty(2, n, 3, 16) for n in LENGTHS)
+    call = Call(**{n: v for n, v in spelled(q, k, Terms(mask=mask), None)._asdict().items() if n in Call._fields})
+    sizes = 2, 3, *LENGTHS
+    lists = TileLists(call, sizes, TILE, (-1, -1), torch.device("cpu"), False)
+    assert lists.by_table
+    got = lists.of(call)
+    each = kinds[:, :, torch.arange(seq_q) // block[0]][..., torch.arange(seq_k) // block[1]]
+    for b in range(2):
+        for h in range(3):
+            for i, rows in enumerate(each[b, h].split(TILE[0], 0)):
+                tiles = list(enumerate(rows.split(TILE[1], 1)))
+                want = [2 * n + bool((tile == 2).all()) for n, tile in tiles if bool(tile.any())] or [0]
+                assert entries_of(got[b : b + 1, h : h + 1, i : i + 1]) == [want]
+    assert lists.of(call) is got
+    again = TileLists(call, sizes, TILE, (-1, -1), torch.device("cpu"), False)
+    assert again.of(call) is got
+    kinds[0, 0] = 0
+    assert again.of(call) is not got
+    turned = QueryLists(3, call, sizes, TILE, (-1, -1), torch.device("cpu"), False).of(call)
+    assert turned.shape == (2, 3, -(-seq_k // TILE[1]), 1 + 2 * -(-seq_q // TILE[0]))
+
+
+def test_which_masks_are_tables():
+    kinds = torch.ones(1, 1, 2, 2, dtype=torch.uint8)
+    q, k = (torch.empty(1, 20, 1, 16) for _ in range(2))
+    table = masks.blocks(kinds, (16, 16), masks.prefix(3))
+    for mask, found in (
+        (table, True),
+        (masks.blocks(kinds, (16, 16)), True),
+        (~masks.blocks(kinds, (16, 16)), False),
+        (table | masks.prefix(3), False),
+        (table & masks.prefix(3), False),
+        (masks.blocks(kinds, (16, 16)) | masks.prefix(3), False),
+    ):
+        assert classify._is_table(spelled(q, k, Terms(mask=mask), None).mask_mod) is found, mask

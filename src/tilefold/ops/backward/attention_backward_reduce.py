@@ -143,7 +143,7 @@ def _list_values(call: Call, plan: "AttentionBackwardPlan", device: torch.device
         return dict.fromkeys(("Lists", "lists_b", "lists_h"))
     sizes, tile = (n.batch, n.heads, n.seq_q, n.seq_k), (rules.queries_of(n), rules.KEYS)
     window = window_of(call.window, call.causal)
-    lists = QueryLists(n.kv_heads, call.mask_mod, sizes, tile, window, device, False)
+    lists = QueryLists(n.kv_heads, call, sizes, tile, window, device, False)
     return {"Lists": Slot("call", lists.of), "lists_b": lists.strides[0], "lists_h": lists.strides[1]}
 
 

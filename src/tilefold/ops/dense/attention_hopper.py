@@ -159,7 +159,7 @@ def _list_values(call: Call, plan: "AttentionPlan", window: tuple[int, int], dev
         return dict.fromkeys(("Lists", "lists_b", "lists_h", "lists_q"))
     n = plan.problem
     sizes, tile = (n.batch, n.heads, n.seq_q, n.seq_k), (plan.block_m, plan.block_n)
-    lists = TileLists(call.mask_mod, sizes, tile, window, device, "anew" in plan.options)
+    lists = TileLists(call, sizes, tile, window, device, "anew" in plan.options)
     steps = zip(("lists_b", "lists_h", "lists_q"), lists.strides, strict=True)
     return {"Lists": Slot("call", lists.of), **dict(steps)}
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import DtypeError, Unsupported
+from ...types import Rule, Rules
 from ..bound import runtime_ints
 from ..call import UNBOUNDED, Call, check_hooks, check_mod_args
 from ..device import device_of
@@ -86,11 +87,13 @@ class TileLists:
 
     sizes: batch, heads, seq_q, seq_k.  One list serves all batch entries, heads that the source of mask_mod does not name.  The
     result is kept until an arg changes: another tensor, other memory or another version of it (in-place operations of torch
-    count), another number.  It is made anew in a graph that is captured, for tensors without versions, and for `anew`."""
+    count), another number.  It is made anew in a graph that is captured, for tensors without versions, and for `anew`.
+
+    Of `masks.blocks` the table alone decides, and the lists are kept with it."""
 
     def __init__(
         self,
-        mask_mod: Any,
+        call: Call,
         sizes: tuple[int, int, int, int],
         tile: tuple[int, int],
         window: tuple[int, int],
@@ -99,9 +102,13 @@ class TileLists:
     ) -> None:
         from ..dense.attention_parts import kind_of
 
-        read = reads(mask_mod)
+        self.tile, self.device, self.anew = tile, device, anew
+        self.by_table = window == (-1, -1) and _is_table(call.mask_mod)
+        read = reads(call.mask_mod)
         batch, heads = sizes[0] if read.batch else 1, sizes[1] if read.head else 1
-        self.grid, self.device, self.anew = (batch, heads, *sizes[2:]), device, anew
+        if self.by_table:
+            batch, heads = call.mask_args[0].shape[:2]
+        self.grid = batch, heads, *sizes[2:]
         self.kinds = batch, heads, *blocks_of(sizes[2:], tile)
         self.band = [UNBOUNDED if side < 0 else side for side in window]
         self.classify = _classify(math.prod(self.kinds), tile, kind_of(window), device)
@@ -125,18 +132,23 @@ class TileLists:
         stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
         if stream and torch.cuda.is_current_stream_capturing():
             return self._make(call)
-        tensors = [arg for arg in call.mask_args if isinstance(arg, torch.Tensor)]
+        args, kept = call.mask_args, self._kept
+        kind: tuple[Any, ...] = ()
+        if self.by_table:
+            args, kept = (args[0], *args[5:7]), args[0].__dict__.setdefault("_tilefold_lists", {})
+            kind = type(self), self.tile, self.grid, self.shape
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
         if self.anew or any(t.is_inference() for t in tensors):
             return self._make(call)
-        numbers = tuple([arg for arg in call.mask_args if not isinstance(arg, torch.Tensor)])
-        key = stream, numbers, *[(id(t), t.data_ptr(), t._version) for t in tensors]
-        found = self._kept.get(key)
-        if found is None or any(kept() is not t for kept, t in zip(found[0], tensors, strict=True)):
+        numbers = tuple([arg for arg in args if not isinstance(arg, torch.Tensor)])
+        key = stream, kind, numbers, *[(id(t), t.data_ptr(), t._version) for t in tensors]
+        found = kept.get(key)
+        if found is None or any(one() is not t for one, t in zip(found[0], tensors, strict=True)):
             found = [weakref.ref(t) for t in tensors], self._make(call)
-            self._kept.pop(key, None)
-            self._kept[key] = found
-            if len(self._kept) > KEPT:
-                del self._kept[next(iter(self._kept))]
+            kept.pop(key, None)
+            kept[key] = found
+            if len(kept) > KEPT:
+                del kept[next(iter(kept))]
         return found[1]
 
     def _make(self, call: Call) -> torch.Tensor:
@@ -147,6 +159,8 @@ class TileLists:
         from ...device import mods
         from ..dense.attention_parts import mask_mods_of
 
+        if self.by_table:
+            return _kinds_of_tiles(call.mask_args[0], call.mask_args[5:7], self.tile, self.grid[2:])
         kinds = torch.empty(self.kinds, dtype=torch.uint8, device=self.device)
         self.classify((kinds, *_sizes(kinds, self.grid), *self.band, mask_mods_of(mods, call._replace(mask=None))))
         return kinds
@@ -179,3 +193,29 @@ class QueryLists(TileLists):
         lists = torch.empty(self.shape, dtype=torch.int32, device=self.device)
         self.list((kinds, (kinds > 0).cumsum(-1, dtype=torch.int32), lists, *self.kinds[2:]))
         return lists
+
+
+def _is_table(mask_mod: Any) -> bool:
+    """Whether a mask is `masks.blocks` and no more, whose args stand first."""
+    if not isinstance(mask_mod, Rules) or len(mask_mod.tree) != 2:
+        return False
+    tree = mask_mod.tree[1]
+    if type(tree) is Rule:
+        return bool(tree.function == "listed")
+    return tree[0] == "any" and type(tree[1]) is Rule and bool(tree[1].function == "whole")
+
+
+def _kinds_of_tiles(
+    kinds: torch.Tensor, block: tuple[int, ...], tile: tuple[int, int], lengths: tuple[int, ...]
+) -> torch.Tensor:
+    """Kinds of tiles by those of blocks: a tile is empty, or full, where all the blocks are that it has a part of."""
+    some, whole = kinds != 0, kinds == 2
+    for dim, (size, step, length) in enumerate(zip(block, tile, lengths, strict=True), 2):
+        first = torch.arange(0, length, step, device=kinds.device)
+        after = ((first + step).clamp(max=length) - 1) // size + 1
+        first = first // size
+        pad = (*(0, 0) * (3 - dim), 1, 0)
+        counts = [torch.nn.functional.pad(each.cumsum(dim, dtype=torch.int32), pad) for each in (some, whole)]
+        shown, wholly = (each.index_select(dim, after) - each.index_select(dim, first) for each in counts)
+        some, whole = shown > 0, wholly == (after - first).view(-1, *(1,) * (3 - dim))
+    return some.to(torch.uint8) + whole.to(torch.uint8)

@@ -28,6 +28,7 @@ __all__ = [
     "hopper_tile",
     "hopper_unmeasured",
     "hopper_violation",
+    "lists_refusal",
     "packable_heads",
     "packed_heads",
     "polynomial_of",
@@ -114,6 +115,13 @@ def hopper_options(problem: AttentionProblem, tile: Tile) -> tuple[str, ...]:
         "lists": _lists_fault(n) is None and n.seq_q * n.seq_k >= LISTS_FROM,
     }
     return tuple(name for name, taken in chosen.items() if taken)
+
+
+def lists_refusal(problem: AttentionProblem, device: Device) -> str | None:
+    """Why the kernel makes no lists of tiles for this problem, as a sentence, or None if it does wherever it is taken."""
+    n = problem
+    few = f"its lists pay from {LISTS_FROM} scores a head on" if n.seq_q * n.seq_k < LISTS_FROM else None
+    return hopper_refusal(n, device) or hopper_unmeasured(n) or _lists_fault(n) or few
 
 
 def hopper_few(problem: AttentionProblem, device: Device) -> str | None:
