@@ -15,9 +15,11 @@ __all__ = [
     "keep",
     "keys",
     "listed",
+    "listed_tiles",
     "prefix",
     "prefix_each",
     "whole",
+    "whole_tiles",
     "window",
 ]
 
@@ -74,6 +76,9 @@ def listed(score: None, batch: Index, head: Index, q_index: Index, kv_index: Ind
 def whole(score: None, batch: Index, head: Index, q_index: Index, kv_index: Index, args: tuple[Any, ...]) -> Any:
     """args as of `listed`: the kind of the block is 2."""
     return _element((batch, head, q_index // args[5], kv_index // args[6]), args[:5]) == 2
+
+
+listed_tiles, whole_tiles = listed, whole
 
 
 def _element(indices: tuple[Index, ...], args: tuple[Any, ...]) -> Any:

@@ -211,6 +211,10 @@ def kind_of_block(batch, head, q_index, kv_index, args):
     return tl.load(element_pointers(batch, head, q_index // block_q, kv_index // block_k, table))
 
 
+# The same, of blocks that have multiples of 128 queries and keys: no tile of a kernel has parts of two.
+listed_tiles, whole_tiles = listed, whole
+
+
 # Rules of rules: args are pairs (function, args), as `mask` takes them, then seq_q and seq_k.
 
 

@@ -18,7 +18,7 @@ import torch
 from ..errors import DeviceError, DtypeError, ShapeError, Unsupported, ValueRangeError
 from ..masks import Mask, bounds_of, of_window, rule
 from ..scores import Score
-from ..types import Constant, Layout, ModArgs, Rule, Rules
+from ..types import TILE, Constant, Layout, ModArgs, Rule, Rules
 from .call import UNBOUNDED, window_of
 from .flat import value_of
 from .source import Packed
@@ -278,12 +278,13 @@ def _tree(part: Mask, args: list[Any], sizes: Sizes | None, packed: bool) -> Any
         return (part.kind, *[_tree(each, args, sizes, packed) for each in part.args])
     if part.kind == "blocks":
         own = _table(part, sizes)
-        listed = Rule("listed", len(own))
+        kind = "_tiles" if all(size % TILE == 0 for size in part.args[1]) else ""
+        listed = Rule(f"listed{kind}", len(own))
         if len(part.args) == 2:
             args += own
             return listed
         args += own + own
-        return ("any", Rule("whole", len(own)), ("all", listed, _tree(part.args[2], args, sizes, packed)))
+        return ("any", Rule(f"whole{kind}", len(own)), ("all", listed, _tree(part.args[2], args, sizes, packed)))
     function, own = _rule(part, sizes, packed)
     args += own
     return Rule(function, len(own))

@@ -39,5 +39,5 @@ def _read_of(function: Any) -> Reads:
     """Of a rule; names are those of device.mods."""
     if not isinstance(function, str):
         return reads(function)
-    by_head = function in ("keep", "listed", "whole")
+    by_head = function == "keep" or function.startswith(("listed", "whole"))
     return Reads(False, by_head or function in ("keys", "prefix_each"), by_head)

@@ -234,7 +234,7 @@ def test_lists_of_a_table_of_blocks(block, inner):
         for h in range(3):
             for i, rows in enumerate(each[b, h].split(TILE[0], 0)):
                 tiles = list(enumerate(rows.split(TILE[1], 1)))
-                want = [2 * n + bool((tile == 2).all()) for n, tile in tiles if bool(tile.any())] or [0]
+                want = [2 * n + bool((tile >= 1 + inner).all()) for n, tile in tiles if bool(tile.any())] or [0]
                 assert entries_of(got[b : b + 1, h : h + 1, i : i + 1]) == [want]
     assert lists.of(call) is got
     again = TileLists(call, sizes, TILE, (-1, -1), torch.device("cpu"), False)
@@ -243,6 +243,28 @@ def test_lists_of_a_table_of_blocks(block, inner):
     assert again.of(call) is not got
     turned = QueryLists(3, call, sizes, TILE, (-1, -1), torch.device("cpu"), False).of(call)
     assert turned.shape == (2, 3, -(-seq_k // TILE[1]), 1 + 2 * -(-seq_q // TILE[0]))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("inner", [True, False])
+def test_blocks_of_whole_tiles_are_asked_for_the_rest_alone(inner):
+    kinds = torch.tensor([[0, 0, 0], [1, 2, 0], [2, 1, 1]], dtype=torch.uint8)[None, None]
+    mask = masks.blocks(kinds, (128, 128), *[masks.rule(of_head)] * inner)
+    q, k = (torch.empty(1, n, 3, 16) for n in (300, 380))
+    call = Call(**{n: v for n, v in spelled(q, k, Terms(mask=mask), None)._asdict().items() if n in Call._fields})
+    made = TileLists(call, (1, 3, 300, 380), (128, 64), (-1, -1), torch.device("cpu"), False)
+    empty = 12 if inner else 0  # behind the last tile, or a tile about which the table is asked
+    want = [[empty], [0, 2, 5, 7], [1, 3, 4, 6, 8, 10]]
+    assert entries_of(made.of(call)) == (want if inner else [want[0], *[[n | 1 for n in row] for row in want[1:]]])
+    asked = made.inner(call)
+    assert next(asked.mask_mod.rules).function == (of_head if inner else "listed_tiles")
+    assert asked.mask_args == (() if inner else call.mask_args)
+    by_head = call._replace(mask_args=tuple(a.expand(1, 3, -1, -1) if a is kinds else a for a in call.mask_args))
+    for heads, kv_heads, table in ((3, 1, by_head), (3, 1, call), (3, 3, by_head)):
+        turned = QueryLists(kv_heads, table, (1, heads, 300, 380), (128, 128), (-1, -1), torch.device("cpu"), False)
+        assert (turned.inner(table) is table) is (not inner or (table is by_head and kv_heads == 1))
+    other = TileLists(call, (1, 3, 300, 380), (192, 64), (-1, -1), torch.device("cpu"), False)
+    assert other.inner(call) is call
 
 
 def test_which_masks_are_tables():

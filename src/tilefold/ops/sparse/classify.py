@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import DtypeError, Unsupported
+from ...types import TILE as WHOLE
 from ...types import Rule, Rules
 from ..bound import runtime_ints
 from ..call import UNBOUNDED, Call, check_hooks, check_mod_args
@@ -89,7 +90,8 @@ class TileLists:
     result is kept until an arg changes: another tensor, other memory or another version of it (in-place operations of torch
     count), another number.  It is made anew in a graph that is captured, for tensors without versions, and for `anew`.
 
-    Of `masks.blocks` the table alone decides, and the lists are kept with it."""
+    Of `masks.blocks` the table alone decides, and the lists are kept with it.  Where its blocks hold whole tiles, a partial tile
+    is asked about what the table does not say (`inner`), and a query tile without any has one behind the last."""
 
     def __init__(
         self,
@@ -110,6 +112,9 @@ class TileLists:
             batch, heads = call.mask_args[0].shape[:2]
         self.grid = batch, heads, *sizes[2:]
         self.kinds = batch, heads, *blocks_of(sizes[2:], tile)
+        aligned = self.by_table and "_tiles" in _first_of(call.mask_mod).function and not any(WHOLE % n for n in tile)
+        self.alone = self.by_table and type(_tree_of(call.mask_mod)) is Rule  # no mask is asked in partial blocks
+        self.rest = Rules(("all", _tree_of(call.mask_mod)[2][2])) if aligned and not self.alone else None
         self.band = [UNBOUNDED if side < 0 else side for side in window]
         self.classify = _classify(math.prod(self.kinds), tile, kind_of(window), device)
         self._kept: dict[Any, tuple[list[Any], torch.Tensor]] = {}
@@ -160,7 +165,9 @@ class TileLists:
         from ..dense.attention_parts import mask_mods_of
 
         if self.by_table:
-            return _kinds_of_tiles(call.mask_args[0], call.mask_args[5:7], self.tile, self.grid[2:])
+            kinds = call.mask_args[0]
+            whole = kinds > 0 if self.alone else kinds == 2
+            return _kinds_of_tiles(kinds > 0, whole, call.mask_args[5:7], self.tile, self.grid[2:])
         kinds = torch.empty(self.kinds, dtype=torch.uint8, device=self.device)
         self.classify((kinds, *_sizes(kinds, self.grid), *self.band, mask_mods_of(mods, call._replace(mask=None))))
         return kinds
@@ -169,7 +176,16 @@ class TileLists:
         lists = torch.empty(self.shape, dtype=torch.int32, device=self.device)
         size = self.shape[3]
         self.list((kinds, lists[..., 1:], lists, size - 1, size - 1, size, size))
+        if self.rest is not None:
+            lists[..., 1].masked_fill_(kinds.amax(-1) == 0, 2 * self.kinds[3])
         return lists
+
+    def inner(self, call: Call) -> Call:
+        """The call whose mask_mod is what is asked in partial tiles."""
+        if self.rest is None:
+            return call
+        taken = 2 * _first_of(call.mask_mod).takes
+        return call._replace(mask_mod=self.rest, mask_args=call.mask_args[taken:])
 
 
 class QueryLists(TileLists):
@@ -184,6 +200,8 @@ class QueryLists(TileLists):
     def _plan_lists(self) -> None:
         batch, heads, q_blocks, kv_blocks = self.kinds
         self.shape = batch, min(heads, self.kv_heads), kv_blocks, 1 + 2 * q_blocks
+        if heads > self.kv_heads:  # a tile that the table shows to one of the group is asked about it
+            self.rest = None
         self.list = _launch("list_queries", math.prod(self.shape[:3]), {"ENTRIES": ENTRIES}, self.device)
 
     def _listed(self, kinds: torch.Tensor) -> torch.Tensor:
@@ -199,19 +217,34 @@ def _is_table(mask_mod: Any) -> bool:
     """Whether a mask is `masks.blocks` and no more, whose args stand first."""
     if not isinstance(mask_mod, Rules) or len(mask_mod.tree) != 2:
         return False
-    tree = mask_mod.tree[1]
-    if type(tree) is Rule:
-        return bool(tree.function == "listed")
-    return tree[0] == "any" and type(tree[1]) is Rule and bool(tree[1].function == "whole")
+    first = _first_of(mask_mod)
+    name = first.function if type(first) is Rule and isinstance(first.function, str) else ""
+    tree = _tree_of(mask_mod)
+    return name.startswith("listed") if type(tree) is Rule else tree[0] == "any" and name.startswith("whole")
+
+
+def _tree_of(mask_mod: Any) -> Any:
+    """The first of a mask's rules, or of its trees of them."""
+    return mask_mod.tree[1]
+
+
+def _first_of(mask_mod: Any) -> Any:
+    """The first rule of that, or a tree."""
+    tree = _tree_of(mask_mod)
+    return tree if type(tree) is Rule else tree[1]
 
 
 def _kinds_of_tiles(
-    kinds: torch.Tensor, block: tuple[int, ...], tile: tuple[int, int], lengths: tuple[int, ...]
+    some: torch.Tensor,
+    whole: torch.Tensor,
+    block: tuple[int, ...],
+    tile: tuple[int, int],
+    lengths: tuple[int, ...],
 ) -> torch.Tensor:
-    """Kinds of tiles by those of blocks: a tile is empty, or full, where all the blocks are that it has a part of."""
-    some, whole = kinds != 0, kinds == 2
+    """Kinds of tiles by which blocks are not empty, and which whole: a tile is empty, or whole, where all the blocks are that it
+    has a part of."""
     for dim, (size, step, length) in enumerate(zip(block, tile, lengths, strict=True), 2):
-        first = torch.arange(0, length, step, device=kinds.device)
+        first = torch.arange(0, length, step, device=some.device)
         after = ((first + step).clamp(max=length) - 1) // size + 1
         first = first // size
         pad = (*(0, 0) * (3 - dim), 1, 0)
