@@ -207,8 +207,9 @@ def kind_of_block(batch, head, q_index, kv_index, args):
     """kinds[batch, head, q // block_q, kv // block_k]; args = (kinds, its four strides, 0 where it is broadcast, block_q,
     block_k)."""
     kinds, stride_b, stride_h, stride_q, stride_k, block_q, block_k, seq_q, seq_k = args
-    table = (kinds, stride_b, stride_h, stride_q, stride_k, seq_q, seq_k)
-    return tl.load(element_pointers(batch, head, q_index // block_q, kv_index // block_k, table))
+    rows = kinds + (tl.cast(batch, tl.int64) * stride_b + tl.cast(head, tl.int64) * stride_h)
+    rows += (q_index // block_q).to(tl.int64) * stride_q
+    return tl.load(rows + kv_index // block_k * stride_k)
 
 
 # The same, of blocks that have multiples of 128 queries and keys: no tile of a kernel has parts of two.
