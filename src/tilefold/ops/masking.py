@@ -11,6 +11,7 @@ What is joined by & is taken apart: bands meet in one window, tensors in one ten
 """
 
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -65,23 +66,46 @@ def spelled(
     if not isinstance(given.mask, Mask):
         return given
     where = _sizes(q, k, layout, packed), packed is not None
-    alone = given.mask_mod is None and given.window is None and given.causal is False and given.mask_args == ()
+    alone = given.mask_mod is None and given.mask_args == () and isinstance(given.causal, bool)
     if torch.compiler.is_compiling() or not alone:
         return given._replace(**_split(_parts(given), *where))
-    kept = given.mask.__dict__.get("_kept")  # of a mask that many layers share: of the last sizes that it was used for
-    if kept is None or kept[0] != where:
-        made = _split(_parts(given), *where)
-        kept = where, made
-        if not _computes(given.mask):
-            given.mask.__dict__["_kept"] = kept
+    # Of a mask that many layers share: of the last sizes that it was used for.
+    key = where, given.causal, repr(given.window), _versions(given.mask) if _computes(given.mask) else ()
+    kept = given.mask.__dict__.get("_kept")
+    if kept is None or kept[0] != key or key[-1] == ANEW:
+        with torch.inference_mode(False):  # so that torch counts changes of what is worked out: there are none
+            kept = key, _split(_parts(given), *where)
+        given.mask.__dict__["_kept"] = kept
     return given._replace(**kept[1])
+
+
+ANEW = (None,)  # versions of tensors whose changes nobody counts
+
+
+def _versions(mask: Mask) -> tuple[Any, ...]:
+    """Where the tensors of a mask lie, and how often torch has changed each in place; ANEW where what is worked out from them
+    must not be kept: nothing counts, or a CUDA graph that is captured has to work it out again."""
+    tensors = list(_tensors(mask.args))
+    if any(t.is_inference() for t in tensors):
+        return ANEW
+    if any(t.is_cuda for t in tensors) and torch.cuda.is_current_stream_capturing():
+        return ANEW
+    return tuple([(t.data_ptr(), t._version) for t in tensors])
+
+
+def _tensors(args: tuple[Any, ...]) -> Iterator[torch.Tensor]:
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            yield arg
+        elif isinstance(arg, tuple | Mask):
+            yield from _tensors(arg.args if isinstance(arg, Mask) else arg)
 
 
 def _computes(mask: Mask) -> bool:
     """Whether a mask becomes tensors that are worked out from those it holds, whose numbers may change from call to call."""
     if mask.kind == "documents":
         return True
-    parts = mask.args if mask.kind in ("all", "any", "not") else ()
+    parts = [part for part in mask.args if isinstance(part, Mask)]
     return sum(part.kind == "tensor" for part in parts) > 1 or any(map(_computes, parts))
 
 

@@ -26,6 +26,7 @@ from tilefold import (
     scores,
 )
 from tilefold.device import ranges
+from tilefold.ops.masking import Terms, _computes, _tensors, spelled
 
 SQ, SK = 37, 45
 
@@ -170,7 +171,6 @@ def test_one_definition_of_bands():
 def test_every_rule_is_there_in_triton_and_in_torch(device):
     from tilefold.cpu import rules
     from tilefold.device import mods
-    from tilefold.ops.masking import Terms, spelled
 
     q, k, _ = qkv(2, SQ, SK, 4, 2, 16, device=device)
     made = [spelled(q, k, Terms(mask=mask), None).mask_mod for mask in every(device).values()]
@@ -274,6 +274,32 @@ def test_a_mask_that_is_used_again(device):
         check(q, k, v, mask=mask)
         if mask.kind != "all":
             check(q[:, :20], k[:, :30], v[:, :30], mask=mask)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tensors_are_kept_until_they_change(name, device):
+    """So that lists of tiles are: what a mask becomes has the same tensors in each call."""
+    q, k, _ = qkv(2, SQ, SK, 4, 2, 16, device=device)
+    mask = every(device)[name]
+
+    def tensors_of(**beside):
+        made = spelled(q, k, Terms(mask=mask, **beside), None)
+        return made.mask_mod, [t for t in (made.mask, *made.mask_args) if isinstance(t, torch.Tensor)]
+
+    def kept(**beside):
+        (mod, first), (other, second) = tensors_of(**beside), tensors_of(**beside)
+        assert mod is other
+        return all(a is b for a, b in zip(first, second, strict=True))
+
+    assert kept() and kept(causal=True) and kept(window=(9, 0))
+    _, before = tensors_of()
+    for t in _tensors(mask.args):
+        t.copy_(t.clone())
+    _, after = tensors_of()
+    assert all(a is b for a, b in zip(before, after, strict=True)) is (not _computes(mask))
+    with torch.inference_mode():
+        mask = every(device)[name]
+    assert kept() is (not _computes(mask))
 
 
 # ---------------------------------------------------------------- random ones

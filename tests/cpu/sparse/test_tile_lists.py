@@ -150,6 +150,40 @@ def test_lists_are_kept_until_an_argument_changes(monkeypatch):
     assert ask(lists=anew) is not ask(lists=anew)
 
 
+@pytest.mark.interpreter
+def test_values_of_masks_share_lists():
+    """Each call with a value finds the lists of the one before, until a tensor changes."""
+
+    def int32(*values):
+        return torch.tensor(values, dtype=torch.int32)
+
+    q, k = (torch.empty(2, n, 3, 16) for n in LENGTHS)
+    of_each, cu = int32(90, 200), int32(0, 40, 41, 160, LENGTHS[1])
+    rows = rand(2, 1, LENGTHS[0], LENGTHS[1]) > 0
+    kinds = torch.randint(0, 3, (2, 1, 5, 8)).to(torch.uint8)
+    for mask, changed in (
+        (masks.documents(cu), cu),
+        (masks.documents(cu) | masks.window(5, 0), cu),
+        (masks.keys(of_each), of_each),
+        (masks.prefix(of_each) & masks.keys(of_each), of_each),
+        (masks.tensor(rows) | masks.causal(), rows),
+        (masks.rule(same, (numbers_of(),)), None),
+        (masks.blocks(kinds, (32, 32), masks.documents(cu)), kinds),
+        (~masks.window(9, 9), None),
+    ):
+
+        def call(mask=mask):
+            made = spelled(q, k, Terms(mask=mask), None)._asdict()
+            return Call(**{name: value for name, value in made.items() if name in Call._fields})
+
+        lists = TileLists(call(), (2, 3, *LENGTHS), TILE, (-1, -1), torch.device("cpu"), False)
+        first = lists.of(call())
+        assert lists.of(call()) is first, mask
+        if changed is not None:
+            changed.copy_(changed.flip(0).sort().values if changed.dim() == 1 else changed.roll(1, 2))
+            assert lists.of(call()) is not first, mask
+
+
 def test_what_a_mod_reads():
     assert reads(same) == Reads(False, False, False)
     assert reads(of_head) == Reads(False, False, True)
