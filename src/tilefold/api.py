@@ -89,7 +89,9 @@ def attention(
             that require a gradient get one (docs/concepts/masks.md), by addresses: what a mod loads from outside gives nothing.
         mask_mod: as score_mod, but returns bool: true where the query sees the key.
         mask_args: as score_args, without gradients.  On sm_90 lists of the tiles that a mask_mod shows are kept until an argument
-            changes; a tensor must not change where torch does not count it (docs/concepts/masks.md).
+            changes (docs/concepts/masks.md).  A tensor that changes where torch does not count it needs plans that make them in
+            every call: plan.with_tile(options=(*plan.options, "anew")), and
+            backward_plan.with_tiles(options=dataclasses.replace(backward_plan.options, anew=True)).
         layout: "bshd" as above, or "bhsd" for [batch, heads, seq, dim] of q, k, v and out.  A ShapeError says so if all shapes
             fit the other one.
         return_lse: also return the logarithm of each row's softmax denominator.

@@ -256,6 +256,8 @@ def test_lists_are_planned_and_give_the_same_bits(dim):
     plan = tilefold.attention_backward_plan(q, k, v, **options)
     assert plan.kernel == KERNEL and plan.options == LISTS
     bare = plan.with_tiles(options=LATE)
+    forward = tilefold.attention_plan(q, k, v, **options)
+    forward = forward.with_tile(options=(*forward.options, "anew"))
     for documents in (1, 7, 64, 4096):
         numbers.copy_(torch.arange(4096) * documents // 4096)
         dout = torch.randn_like(q)
@@ -263,3 +265,7 @@ def test_lists_are_planned_and_give_the_same_bits(dim):
         assert all(same(made[0], each) for each in made[1:])
         want = torch.autograd.grad(tilefold.attention(q, k, v, backward_plan=bare, **options), (q, k, v), dout)
         assert near(made[0], want)
+    anew = plan.with_tiles(options=replace(LISTS, anew=True))
+    numbers.data.zero_()  # torch counts no change
+    got = torch.autograd.grad(tilefold.attention(q, k, v, backward_plan=anew, plan=forward, **options), (q, k, v), dout)
+    assert near(got, torch.autograd.grad(tilefold.attention(q, k, v), (q, k, v), dout))

@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,12 +13,14 @@ import tilefold
 from cases import rand
 from tilefold import masks
 from tilefold.device import mods
+from tilefold.ops.backward import attention_backward_reduce
 from tilefold.ops.call import Call
 from tilefold.ops.masking import Terms, spelled
 from tilefold.ops.reads import Reads, reads
 from tilefold.ops.sparse import classify
 from tilefold.ops.sparse.classify import QueryLists, TileLists
 from tilefold.plan import device_named, plan_attention
+from tilefold.plan.backward.attention_backward import plan_attention_backward
 from tilefold.types import Rule, Rules
 
 TILE = 32, 16
@@ -213,6 +216,20 @@ def test_plans_take_lists_where_a_mask_mod_looks_at_places_alone():
         taken.with_tile(options=("skip", "anew"))
     with pytest.raises(tilefold.PlanError, match="indices alone"):
         plan_attention(problem_of(of_score), device).with_tile(options=("skip", "lists"))
+
+
+@pytest.mark.parametrize("anew", [True, False])
+def test_plans_of_gradients_say_whether_lists_are_kept(anew):
+    problem = tilefold.plan.AttentionProblem(1, 4096, 4096, 4, 4, 128, 128, mask_mods=("user",), mask_by_place=True)
+    plan = plan_attention_backward(problem, device_named("h200"))
+    chosen = plan.with_tiles(options=replace(plan.options, anew=anew))
+    assert ("made in every call" in str(chosen)) is anew
+    lists = attention_backward_reduce._lists_of(Call(mask_mod=of_head), chosen, torch.device("cpu"))
+    assert lists.anew is anew
+    with pytest.raises(tilefold.PlanError, match=r"options\.anew: is a version of lists"):
+        plan.with_tiles(options=replace(plan.options, lists=False, anew=True))
+    with pytest.raises(tilefold.PlanError, match=r"options\.anew: must be a bool, got 1"):
+        plan.with_tiles(options=replace(plan.options, anew=1))
 
 
 @pytest.mark.interpreter

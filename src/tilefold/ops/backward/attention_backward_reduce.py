@@ -146,7 +146,7 @@ def _lists_of(call: Call, plan: "AttentionBackwardPlan", device: torch.device) -
     if options is None or not options.lists:
         return None
     sizes, tile = (n.batch, n.heads, n.seq_q, n.seq_k), (rules.queries_of(n), rules.KEYS)
-    return QueryLists(n.kv_heads, call, sizes, tile, window_of(call.window, call.causal), device, False)
+    return QueryLists(n.kv_heads, call, sizes, tile, window_of(call.window, call.causal), device, options.anew)
 
 
 def _sum_box(numbers: int) -> Any:
