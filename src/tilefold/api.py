@@ -80,7 +80,8 @@ def attention(
         alibi_slopes: [heads] or [batch, heads] fp32: subtracts slope * |i + seq_k - seq_q - j| (ALiBi).
         bias: [batch or 1, heads or 1, seq_q or 1, seq_k] floating point, added to the score; never expanded in memory.
         mask: like bias, bool: true where the query sees the key; or a `Mask` (`tilefold.masks`), made of parts by &, | and ~,
-            beside which causal, window and mask_mod have to hold as well, where they are given.
+            beside which causal, window and mask_mod have to hold as well, where they are given.  A tensor that heads share is
+            listed as a mask_mod is.
         sinks: [heads] floating point: a score that joins each row's softmax without a value (attention sinks).
         score_mod: @triton.jit function of (score, batch, head, q_index, kv_index, args) giving the new score; score is an
             fp32 tile [M, N] in natural units (scale applied), q_index [M, 1] and kv_index [1, N] are int32 and always inside

@@ -13,7 +13,8 @@ from cases import qkv, rand, same
 from cases.backward_kernels import RoundedTwice, compiled_once
 from cases.device import DEVICE, SM_90, captured, near
 from cases.gradient import BOX_BACKWARD, gradients, judged, oracle, upstream
-from cases.mods import alone, filled, users
+from cases.mods import alone, filled, sliding, sliding_twin, users
+from tilefold import masks
 from tilefold.plan.backward.attention_backward_reduce import KERNEL, ReduceOptions
 
 pytestmark = [pytest.mark.no_poison, SM_90]
@@ -145,7 +146,8 @@ def test_many_runs_and_the_portable_kernel(names, options, dim):
     made, _ = changes(names, *tensors[:2])
     options = options | made
     plan = tilefold.attention_backward_plan(*tensors, **options)
-    assert (plan.kernel, plan.options) == (KERNEL, EARLY if names == ("mask",) else LATE)
+    assert plan.kernel == KERNEL
+    assert plan.options == replace(EARLY if names == ("mask",) else LATE, lists=names[0] in ("mask", "numbered"))
     dout, dlse = upstream(tensors[0], tensors[2])
     first = gradients(tensors, dout, dlse, **options)
     assert all(same(first, gradients(tensors, dout, dlse, **options)) for _ in range(20))
@@ -245,6 +247,35 @@ def test_lists(name, options, dim):
 def test_lists_behind_the_others(names):
     for options in MASKS:
         held(names, qkv(2, 333, 1001, 4, 2, 128, dtype=BF, device=DEVICE), LISTS, **options)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("names", [("mask",), ("odd mask",), ("odd mask", "sliding")], ids="-".join)
+def test_lists_of_masks(names, dim):
+    """A mask that no box reads is asked in partial tiles alone, as a mask_mod is."""
+    version = replace(EARLY if names == ("mask",) else LATE, lists=True)
+    for options in MASKS:
+        for heads in ((4, 2), (8, 8)):
+            tensors = qkv(2, 333, 1001, *heads, dim, dtype=BF, device=DEVICE)
+            held(names, tensors, version, **options)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("block", [(128, 128), (64, 64), (256, 384), (96, 200)], ids=str)
+def test_tables_of_blocks(block, dim):
+    """Lists of the table, of any blocks; where it tells heads of a group apart it is asked in partial tiles."""
+    for shape, heads, inner in (
+        ((2, 1), (4, 2), True),
+        ((1, 4), (4, 2), True),
+        ((2, 4), (4, 4), True),
+        ((1, 1), (4, 2), False),
+    ):
+        q, k, v = qkv(2, 700, 1100, *heads, dim, dtype=BF, device=DEVICE)
+        kinds = torch.randint(0, 3, (*shape, -(-700 // block[0]), -(-1100 // block[1])), dtype=torch.uint8)
+        kinds[:, :, 1] = 0
+        sees = [masks.rule(sliding, (77,), sliding_twin)] * inner
+        mask = masks.blocks(kinds.to(DEVICE), block, *sees)
+        held((), (q, k, v), LISTS, mask=mask)
 
 
 @pytest.mark.parametrize("dim", [64, 128])

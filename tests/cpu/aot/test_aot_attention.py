@@ -117,6 +117,7 @@ VERSIONS: dict[str, tuple[AttentionProblem, dict[str, object]]] = {
     "d128 varlen mods": (problem(128, varlen=True, causal=True, **USER), {}),
     "d256 mods": (problem(256, **USER), {}),
     "d128 causal lists": (problem(128, causal=True, mask_mods=("user",), mask_by_place=True), {}),
+    "d128 lists of a mask": (problem(128, **MASK, mask_by_place=True), {}),
     "d64 lists and mods": (problem(64, **USER, mask_by_place=True), {}),
     "d128 softcap bias mods": (
         problem(

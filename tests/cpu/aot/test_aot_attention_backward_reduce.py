@@ -50,6 +50,10 @@ CASES = {
         ReduceOptions(late=True, lists=True),
     ),
     "d128 table of blocks that load": (problem(128, mask_mods=("user",), mask_by_place=True), LISTS),
+    "d128 lists of a mask": (
+        problem(128, mask_mods=("mask",), mask_descriptors="tiles", mask_by_place=True),
+        ReduceOptions(ordered=True, lists=True),
+    ),
     "d64 causal alibi": (problem(64, causal=True, score_mods=("alibi",)), LATE),
     "d64 score_mod fp16": (problem(64, score_mods=("user",), dtype="float16"), ReduceOptions(late=True)),
     "d64 mods that load": (problem(64, **USER), LATE),

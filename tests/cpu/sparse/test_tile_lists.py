@@ -15,6 +15,7 @@ from tilefold import masks
 from tilefold.device import mods
 from tilefold.ops.backward import attention_backward_reduce
 from tilefold.ops.call import Call
+from tilefold.ops.dense.attention_parts import problem_of
 from tilefold.ops.masking import Terms, spelled
 from tilefold.ops.reads import Reads, reads
 from tilefold.ops.sparse import classify
@@ -185,6 +186,62 @@ def test_values_of_masks_share_lists():
         if changed is not None:
             changed.copy_(changed.flip(0).sort().values if changed.dim() == 1 else changed.roll(1, 2))
             assert lists.of(call()) is not first, mask
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (2, 3), (1, 3)], ids=str)
+def test_lists_of_a_mask_tensor(shape, window):
+    """Alone and beside a mask_mod; one for what the tensor does not tell apart."""
+    seq_q, seq_k = LENGTHS
+    i, j = torch.arange(seq_q)[:, None] + seq_k - seq_q, torch.arange(seq_k)
+    reach = torch.randint(20, 200, (*shape, 1, 1))
+    mask = (i - j).abs() < reach
+    left, right = window
+    band = ((j >= i - left) | (left < 0)) & ((j <= i + right) | (right < 0))
+    numbers = numbers_of()
+    for mod, args, seen in ((None, (), mask), (same, (numbers,), mask & (numbers[i] == numbers[j]))):
+        call = Call(mask=mask, mask_mod=mod, mask_args=args)
+        lists = TileLists(call, (2, 12, *LENGTHS), TILE, window, torch.device("cpu"), False)
+        assert lists.masked and lists.shape[:2] == (shape[0], 12 if shape[1] > 1 else 1)
+        if shape[1] == 1:
+            got = lists.of(call)
+            for (b, h, at), entries in want_of(seen, band).items():
+                assert entries_of(got[b : b + 1, h : h + 1, at : at + 1]) == [entries]
+
+
+@pytest.mark.interpreter
+def test_lists_of_a_mask_tensor_are_kept_until_it_changes():
+    """Also for another view of it, as each layer of a model cuts one."""
+    mask = torch.ones(1, 1, *LENGTHS, dtype=torch.bool)
+    call = Call(mask=mask)
+    lists = TileLists(call, (1, 4, *LENGTHS), TILE, (-1, -1), torch.device("cpu"), False)
+    first = lists.of(call)
+    assert lists.of(Call(mask=mask[:, :, :, : LENGTHS[1]])) is first
+    assert entries_of(first)[0] == [2 * n + 1 for n in range(first.shape[3] - 1)]
+    mask[..., 100:] = False
+    assert entries_of(lists.of(call))[0] == [1, 3, 5, 7, 9, 11, 12]
+    assert lists.of(Call(mask=mask.clone())) is not lists.of(call)
+
+
+def test_which_masks_are_listed():
+    """Those that heads share; and those that no box reads, which kernels ask as a mask_mod."""
+    q, k, v = (torch.empty(1, 2048, 8, 64, dtype=torch.bfloat16, device="meta") for _ in range(3))
+    device = device_named("h200")
+    sizes = {"batch": 1, "seq_q": 2048, "seq_k": 2048, "heads": 8, "kv_heads": 8, "dim_qk": 64, "dim_v": 64}
+    for shape, listed in (((1, 1, 2048), True), ((1, 8, 2048), False), ((1, 1, 1), True)):
+        mask = torch.empty(*shape, 2048, dtype=torch.bool, device="meta")
+        for mod in (None, of_score, of_head):
+            made = problem_of(q, k, v, Call(mask=mask, mask_mod=mod), sizes, (-1, -1))
+            assert made.mask_by_place is (listed if mod is None else mod is of_head)
+        made = problem_of(q, k, v, Call(mask=mask), sizes, (-1, -1))
+        plan = plan_attention(replace(made, heads=64, kv_heads=64), device)
+        assert (plan.kernel, "lists" in plan.options) == ("attention_forward_hopper", listed)
+        assert plan_attention_backward(made, device).options.lists is listed
+    odd = torch.empty(1, 8, 2048, 2051, dtype=torch.bool, device="meta")[..., 3:]
+    made = problem_of(q, k, v, Call(mask=odd, mask_mod=of_head), sizes, (-1, -1))
+    assert not made.mask_descriptors and plan_attention_backward(made, device).options.lists
+    assert QueryLists(8, Call(mask=odd, mask_mod=of_head), (1, 8, 2048, 2048), TILE, (-1, -1), odd.device, False).masked
 
 
 def test_what_a_mod_reads():

@@ -409,7 +409,7 @@ def _example_rules(problem: "AttentionProblem", lengths: torch.Tensor, reads: bo
     from ...device import mods
 
     user = "user" in problem.mask_mods
-    if reads and problem.mask_by_place:
+    if user and reads and problem.mask_by_place:
         kinds = torch.empty((1, 1, -(-problem.seq_q // 96), -(-problem.seq_k // 96)), dtype=torch.uint8, device="meta")
         table = kinds, 0, 0, kinds.stride(2), 1, 96, 96
         inner = "all", Rule("listed", len(table)), Rule("between", 2)

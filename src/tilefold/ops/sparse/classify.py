@@ -11,8 +11,9 @@ from ...types import TILE as WHOLE
 from ...types import Rule, Rules
 from ..bound import runtime_ints
 from ..call import UNBOUNDED, Call, check_hooks, check_mod_args
+from ..dense.attention_tiles import is_listed, steps_of
 from ..device import device_of
-from ..reads import reads
+from ..reads import Reads, reads
 
 if TYPE_CHECKING:
     from ..launch import Launch
@@ -85,10 +86,12 @@ def lists_of_kinds(kinds: torch.Tensor, capacity: int) -> tuple[torch.Tensor, to
 
 class TileLists:
     """The lists of KV tiles of a mask_mod's calls: for each query tile, which it shows, and which of those whole (list_blocks).
+    A mask tensor is a mask_mod that reads it, where `is_listed` says so.
 
-    sizes: batch, heads, seq_q, seq_k.  One list serves all batch entries, heads that the source of mask_mod does not name.  The
-    result is kept until an arg changes: another tensor, other memory or another version of it (in-place operations of torch
-    count), another number.  It is made anew in a graph that is captured, for tensors without versions, and for `anew`.
+    sizes: batch, heads, seq_q, seq_k.  One list serves all batch entries, heads that the source of mask_mod does not name and the
+    mask does not tell apart.  The result is kept until an arg changes: another tensor (but not another view of the same memory),
+    another version of it (in-place operations of torch count), another number.  It is made anew in a graph that is captured, for
+    tensors without versions, and for `anew`.
 
     Of `masks.blocks` the table alone decides, and the lists are kept with it.  Where its blocks hold whole tiles, a partial tile
     is asked about what the table does not say (`inner`), and a query tile without any has one behind the last."""
@@ -105,9 +108,11 @@ class TileLists:
         from ..dense.attention_parts import kind_of
 
         self.tile, self.device, self.anew = tile, device, anew
-        self.by_table = window == (-1, -1) and _is_table(call.mask_mod)
-        read = reads(call.mask_mod)
-        batch, heads = sizes[0] if read.batch else 1, sizes[1] if read.head else 1
+        self.masked = call.mask is not None and is_listed(call.mask, sizes[1])
+        self.by_table = window == (-1, -1) and not self.masked and _is_table(call.mask_mod)
+        read = reads(call.mask_mod) if call.mask_mod is not None else Reads(False, False, False)
+        own = steps_of(call.mask) if self.masked else (0, 0)  # type: ignore[arg-type]
+        batch, heads = sizes[0] if read.batch or own[0] else 1, sizes[1] if read.head or own[1] else 1
         if self.by_table:
             batch, heads = call.mask_args[0].shape[:2]
         self.grid = batch, heads, *sizes[2:]
@@ -137,7 +142,7 @@ class TileLists:
         stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
         if stream and torch.cuda.is_current_stream_capturing():
             return self._make(call)
-        args, kept = call.mask_args, self._kept
+        args, kept = (*call.mask_args, call.mask) if self.masked else call.mask_args, self._kept
         kind: tuple[Any, ...] = ()
         if self.by_table:
             args, kept = (args[0], *args[5:7]), args[0].__dict__.setdefault("_tilefold_lists", {})
@@ -146,10 +151,12 @@ class TileLists:
         if self.anew or any(t.is_inference() for t in tensors):
             return self._make(call)
         numbers = tuple([arg for arg in args if not isinstance(arg, torch.Tensor)])
-        key = stream, kind, numbers, *[(id(t), t.data_ptr(), t._version) for t in tensors]
+        owners = [t if t._base is None else t._base for t in tensors]
+        memory = [(id(owner), t.data_ptr(), t._version) for owner, t in zip(owners, tensors, strict=True)]
+        key = stream, kind, numbers, *memory
         found = kept.get(key)
-        if found is None or any(one() is not t for one, t in zip(found[0], tensors, strict=True)):
-            found = [weakref.ref(t) for t in tensors], self._make(call)
+        if found is None or any(one() is not owner for one, owner in zip(found[0], owners, strict=True)):
+            found = [weakref.ref(owner) for owner in owners], self._make(call)
             kept.pop(key, None)
             kept[key] = found
             if len(kept) > KEPT:
@@ -160,7 +167,7 @@ class TileLists:
         return self._listed(self._classified(call))
 
     def _classified(self, call: Call) -> torch.Tensor:
-        """The kinds of all tiles, by the user's mask_mods alone."""
+        """The kinds of all tiles, by the user's mask_mods and a mask that counts."""
         from ...device import mods
         from ..dense.attention_parts import mask_mods_of
 
@@ -169,7 +176,8 @@ class TileLists:
             whole = kinds > 0 if self.alone else kinds == 2
             return _kinds_of_tiles(kinds > 0, whole, call.mask_args[5:7], self.tile, self.grid[2:])
         kinds = torch.empty(self.kinds, dtype=torch.uint8, device=self.device)
-        self.classify((kinds, *_sizes(kinds, self.grid), *self.band, mask_mods_of(mods, call._replace(mask=None))))
+        asked = mask_mods_of(mods, call if self.masked else call._replace(mask=None))
+        self.classify((kinds, *_sizes(kinds, self.grid), *self.band, asked))
         return kinds
 
     def _listed(self, kinds: torch.Tensor) -> torch.Tensor:

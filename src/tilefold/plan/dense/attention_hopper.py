@@ -58,13 +58,13 @@ RATE = {64: {64: 0.92, 128: 0.86, 192: 1.0}, 128: {64: 0.90, 128: 1.0}}
 LAZY_FROM = {"full": 2048, "causal": 4096}  # keys
 PAIRS_UNTIL = 640  # keys up to which pairs win at a head dim of 128 under a causal mask
 POLYNOMIALS = tuple(f"polynomial {n}" for n in range(1, 17))
-LISTS_FROM = 1 << 20  # scores of a head from which on a mask_mod's tiles are listed
+LISTS_FROM = 1 << 20  # scores of a head from which on the tiles of a mask_mod or a mask are listed
 OPTIONS = ("fence", "late", "turns", "skip", "lazy", "tanh", "pack", "lists", "anew", *POLYNOMIALS)
 """Versions of the kernel, all of the same results but for rounding. fence: the wait for a product stays behind the softmax;
 late: a tile's K is given back with its V; turns: the warpgroups issue their products in turns; skip: sums are rescaled only
 when a maximum has grown by 2^8; lazy, with skip: or a sum, and no maxima are looked for; tanh: softcap by the instruction;
-pack: the query heads of a KV head are rows of one block; lists: tiles that a mask_mod hides are left out, and it is not asked
-about those that it shows whole; the lists are kept until its args change, or, with anew, made in every call;
+pack: the query heads of a KV head are rows of one block; lists: tiles that a mask_mod or a mask hides are left out, and the mod
+is not asked about those that it shows whole; the lists are kept until its args change, or, with anew, made in every call;
 polynomial n: n sixteenths of the exponentials on the FMA units."""
 
 
@@ -309,7 +309,7 @@ def _pack_fault(problem: AttentionProblem) -> str | None:
 
 def _lists_fault(problem: AttentionProblem) -> str | None:
     if not problem.mask_by_place:
-        return "lists are of a mask_mod that looks at indices alone, which the problem does not have"
+        return "lists are of a mask_mod that looks at indices alone, or of a mask that heads share; the problem has neither"
     return "lists need sequences of one length, this is a packed batch" if problem.varlen else None
 
 
