@@ -15,6 +15,7 @@ from tilefold import masks
 from tilefold.device import mods
 from tilefold.ops.backward import attention_backward_reduce
 from tilefold.ops.call import Call
+from tilefold.ops.dense import attention_hopper
 from tilefold.ops.dense.attention_parts import problem_of
 from tilefold.ops.masking import Terms, spelled
 from tilefold.ops.reads import Reads, reads
@@ -373,6 +374,27 @@ def test_blocks_of_whole_tiles_are_asked_for_the_rest_alone(inner):
         assert (turned.inner(table) is table) is (not inner or (table is by_head and kv_heads == 1))
     other = TileLists(call, (1, 3, 300, 380), (192, 64), (-1, -1), torch.device("cpu"), False)
     assert other.inner(call) is call
+
+
+@pytest.mark.parametrize("block", [(128, 256), (64, 128)], ids=str)
+def test_what_kernels_ask_in_partial_tiles(block):
+    """Both kernels of sm_90: the mask inside of a table whose blocks hold whole tiles, the table too of another."""
+    q, k, v = (torch.empty(1, 2048, 16, 128, dtype=torch.bfloat16, device="meta") for _ in range(3))
+    kinds = torch.empty(1, 1, 2048 // block[0], 2048 // block[1], dtype=torch.uint8, device="meta")
+    mask = masks.blocks(kinds, block, masks.rule(of_head))
+    call = Call(**{n: x for n, x in spelled(q, k, Terms(mask=mask), None)._asdict().items() if n in Call._fields})
+    sizes = {"batch": 1, "seq_q": 2048, "seq_k": 2048, "heads": 16, "kv_heads": 16, "dim_qk": 128, "dim_v": 128}
+    problem, device = problem_of(q, k, v, call, sizes, (-1, -1)), device_named("h200")
+    plan, backward = plan_attention(problem, device), plan_attention_backward(problem, device)
+    bound = attention_hopper.bind(q, k, v, call, (-1, -1), 0.1, plan, (q.shape, (1, 16, 2048))).bound
+    given = bound.arguments((q, k, v, q, q, call))
+    (forward,) = [each for each in given if isinstance(each, tuple) and each]
+    lists = attention_backward_reduce._lists_of(call, backward, q.device)
+    values = attention_backward_reduce._mod_values(call, problem, lists)
+    asked = of_head if block == (128, 256) else mods.either
+    assert forward[0][0] is values["mask_mods"].make(call)[0][0] is asked
+    assert (values["lists_b"], values["lists_h"]) == (0, 0)
+    assert values["Lists"].make(call).shape == (1, 1, 16, 1 + 2 * 32)
 
 
 def test_which_masks_are_tables():
