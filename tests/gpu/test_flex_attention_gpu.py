@@ -89,7 +89,7 @@ def test_tables_by_hand(heads, size, dtype):
     for _ in range(2):
         out, lse = flex_attention(q, k, v, block_mask=by_hand, enable_gqa=True, return_lse=True)
         got = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
-    ((_, table),) = by_hand.__dict__["_tilefold"].values()
+    ((*_, table),) = by_hand.__dict__["_tilefold"].values()
     assert len(table.__dict__["_tilefold_lists"]) == 2  # of the forward and the backward kernel, once each
     options = {"layout": "bhsd", "mask": masks.blocks(kinds.to(DEVICE), block, masks.causal())}
     want, plain = (oracle((q, k, v), dout, dlse, each, **options) for each in (torch.float64, dtype))

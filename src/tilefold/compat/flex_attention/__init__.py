@@ -277,15 +277,16 @@ def _listed(indices: torch.Tensor, counts: torch.Tensor, columns: int) -> torch.
 
 def _kept(mask: BlockMask, make: Callable[[BlockMask], Made]) -> Made:
     """What is made of the tables of a BlockMask, kept with it until its tensors change."""
-    tensors = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
-    versions = tuple((id(t), 0 if t.is_inference() else t._version) for t in tensors if t is not None)
+    tables = [mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices]
+    versions = [0 if t is None or t.is_inference() else t._version for t in tables]
     kept = mask.__dict__.setdefault("_tilefold", {})
-    if make not in kept or kept[make][0] != versions:
-        made = versions, make(mask)
-        if mask.kv_indices.is_cuda and torch.cuda.is_current_stream_capturing():  # its memory is the graph's
-            return made[1]
-        kept[make] = made
-    return kept[make][1]  # type: ignore[no-any-return]
+    found = kept.get(make)
+    if found is None or found[1] != versions or any(a is not b for a, b in zip(found[0], tables, strict=True)):
+        found = tables, versions, make(mask)
+        capturing = mask.kv_indices.is_cuda and torch.cuda.is_current_stream_capturing()
+        if not capturing:  # its memory would be the graph's
+            kept[make] = found
+    return found[2]  # type: ignore[no-any-return]
 
 
 def install() -> None:

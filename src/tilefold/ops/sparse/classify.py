@@ -185,7 +185,7 @@ class TileLists:
         size = self.shape[3]
         self.list((kinds, lists[..., 1:], lists, size - 1, size - 1, size, size))
         if self.rest is not None:
-            lists[..., 1].masked_fill_(kinds.amax(-1) == 0, 2 * self.kinds[3])
+            lists[..., 1].masked_fill_(~(kinds != 0).any(-1), 2 * self.kinds[3])
         return lists
 
     def inner(self, call: Call) -> Call:
