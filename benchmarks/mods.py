@@ -17,9 +17,11 @@ import triton.language as tl
 
 import tilefold
 from tilefold.bench import timers
+from tilefold.compat import flex_attention as door
 from tilefold.plan import plan_attention
 
 DOCUMENTS, REACH, CAP = 8, 128, 30.0
+DOOR = "tilefold's flex_attention"
 Call = Callable[[], torch.Tensor | tuple[torch.Tensor, ...]]
 
 
@@ -122,6 +124,7 @@ def cases(heads: int, tokens: int) -> dict[str, tuple[dict[str, Any], dict[str, 
         ),
         "softcap, built in": ({"softcap": CAP}, {"score_mod": lambda s, b, h, i, j: CAP * torch.tanh(s / CAP)}),
         "boolean mask": ({"mask": mask}, {}),
+        "boolean mask of documents": ({"mask": (numbers[:, None] == numbers)[None, None]}, {}),
         "bias": ({"bias": bias}, {"score_mod": lambda s, b, h, i, j: s + bias[0, h, i, j]}),
         "causal mask_mod": ({"mask_mod": causal}, {"mask_mod": lambda b, h, i, j: j <= i}),
         "sliding": (
@@ -181,6 +184,7 @@ def candidates(
         mask = None if sees is None else create_block_mask(sees, None, None, tokens, tokens, device="cuda")
         turned = [t.transpose(1, 2) for t in (q, k, v)]
         made["flex"] = lambda: compiled(*turned, score_mod=flex.get("score_mod"), block_mask=mask).transpose(1, 2)
+        made[DOOR] = lambda: door.flex_attention(*turned, flex.get("score_mod"), mask).transpose(1, 2)
     return made
 
 
@@ -198,7 +202,7 @@ def gradients(
         plans["without lists"] = plan.with_tiles(options=replace(plan.options, lists=False))
         plans["any order"] = plan.with_tiles(options=replace(plan.options, ordered=False))
     outs: dict[str, Any] = {n: tilefold.attention(*inputs, **ours, backward_plan=one) for n, one in plans.items()}
-    outs |= {n: call() for n, call in candidates(*inputs, ours, flex).items() if n in ("flex", "sdpa")}
+    outs |= {n: call() for n, call in candidates(*inputs, ours, flex).items() if n in ("flex", "sdpa", DOOR)}
     return {n: lambda out=out: torch.autograd.grad(out, inputs, dout, retain_graph=True) for n, out in outs.items()}
 
 

@@ -43,6 +43,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "masks.prefix",
         "masks.keys",
         "masks.tensor",
+        "masks.blocks",
         "masks.rule",
         "Score",
         "scores.softcap",

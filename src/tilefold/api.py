@@ -82,7 +82,8 @@ def attention(
         alibi_slopes: [heads] or [batch, heads] fp32: subtracts slope * |i + seq_k - seq_q - j| (ALiBi).
         bias: [batch or 1, heads or 1, seq_q or 1, seq_k] floating point, added to the score; never expanded in memory.
         mask: like bias, bool: true where the query sees the key; or a `Mask` (`tilefold.masks`), made of parts by &, | and ~,
-            beside which causal, window and mask_mod have to hold as well, where they are given.
+            beside which causal, window and mask_mod have to hold as well, where they are given.  A tensor that heads share is
+            listed as a mask_mod is.
         sinks: [heads] floating point: a score that joins each row's softmax without a value (attention sinks).
         score_mod: @triton.jit function of (score, batch, head, q_index, kv_index, args) giving the new score; score is an
             fp32 tile [M, N] in natural units (scale applied), q_index [M, 1] and kv_index [1, N] are int32 and always inside
@@ -91,7 +92,9 @@ def attention(
             that require a gradient get one (docs/concepts/masks.md), by addresses: what a mod loads from outside gives nothing.
         mask_mod: as score_mod, but returns bool: true where the query sees the key.
         mask_args: as score_args, without gradients.  On sm_90 lists of the tiles that a mask_mod shows are kept until an argument
-            changes; a tensor must not change where torch does not count it (docs/concepts/masks.md).
+            changes (docs/concepts/masks.md).  A tensor that changes where torch does not count it needs plans that make them in
+            every call: plan.with_tile(options=(*plan.options, "anew")), and
+            backward_plan.with_tiles(options=dataclasses.replace(backward_plan.options, anew=True)).
         layout: "bshd" as above, or "bhsd" for [batch, heads, seq, dim] of q, k, v and out.  A ShapeError says so if all shapes
             fit the other one.
         return_lse: also return the logarithm of each row's softmax denominator.

@@ -17,7 +17,7 @@ from .check import check_whole
 from .errors import DtypeError, LayoutError, ShapeError, Unsupported
 from .types import ModArgs, ModFunction, Window
 
-__all__ = ["Mask", "causal", "documents", "keys", "prefix", "rule", "tensor", "window"]
+__all__ = ["Mask", "blocks", "causal", "documents", "keys", "prefix", "rule", "tensor", "window"]
 
 BANDS: Final = {"prefix": "prefix", "prefix_each": "prefix"}
 """Rules of tilefold.device.mods that kernels may take as their band, and its kind in device.ranges, in small letters.  The rule's
@@ -29,7 +29,7 @@ _SIGNS: Final = {"all": " & ", "any": " | "}
 class Mask:
     """Which query sees which key; made by the functions of `tilefold.masks`, and by `a & b`, `a | b` and `~a` of two of them.
 
-    kind: "causal", "window", "documents", "prefix", "keys", "tensor", "rule"; "all", "any" or "not" of other masks.
+    kind: "causal", "window", "documents", "prefix", "keys", "tensor", "blocks", "rule"; "all", "any" or "not" of other masks.
     args: what the constructor was given, or the masks.
 
     Two masks are equal if they are made alike of the same tensors (the same objects) and numbers."""
@@ -135,6 +135,29 @@ def tensor(mask: torch.Tensor) -> Mask:
     return Mask("tensor", (mask,))
 
 
+def blocks(kinds: torch.Tensor, block: tuple[int, int], mask: Mask | None = None) -> Mask:
+    """Blocks of a table: query i sees key j if the kind of block (i // block[0], j // block[1]) is 2, or if it is 1 and `mask`
+    holds (None: it does); not if it is 0.  Blocks are counted from the first query and the first key.
+
+    kinds: [batch or 1, heads or 1, Q blocks, KV blocks] uint8.  block: queries and keys of a block, at least 1.  On sm_90
+    `attention` makes its lists of tiles of the table alone, from 2^20 scores a head on.
+
+    Source: FlexAttention's BlockMask (Dong et al. 2024, arXiv:2412.05496)."""
+    if not isinstance(kinds, torch.Tensor) or kinds.dtype != torch.uint8:
+        raise DtypeError(f"kinds must be a uint8 tensor, got {shown_arg(kinds)}")
+    if kinds.dim() != 4:
+        raise ShapeError(
+            f"kinds has shape {tuple(kinds.shape)}, expected [batch or 1, heads or 1, Q blocks, KV blocks]"
+        )
+    if not isinstance(block, tuple) or len(block) != 2:
+        raise DtypeError(f"block must be a pair (queries, keys), got {block!r}")
+    for name, size in zip(("block[0]", "block[1]"), block, strict=True):
+        check_whole(name, size, 1)
+    if mask is not None and not isinstance(mask, Mask):
+        raise DtypeError(f"mask must be a Mask or None, got {shown_arg(mask)}")
+    return Mask("blocks", (kinds, block) if mask is None else (kinds, block, mask))
+
+
 def rule(fn: ModFunction, args: ModArgs = (), twin: Callable[..., torch.Tensor] | None = None) -> Mask:
     """What a @triton.jit function says: fn(score, batch, head, q_index, kv_index, args) -> bool, as `attention` takes mask_mod,
     with args as mask_args.  twin: the same as a Python function of tensors, which `Mask.dense` calls.  Inside torch.compile fn is
@@ -198,6 +221,10 @@ def _seen(mask: Mask, places: tuple[torch.Tensor, ...], seq_q: int, seq_k: int) 
         return (place >= 0) & (i_k >= first[inside]) & (i_k < last[inside])
     if kind == "tensor":
         return args[0]  # type: ignore[no-any-return]
+    if kind == "blocks":
+        kinds, (block_q, block_k), *inner = args
+        found = kinds[:, :, (i_q // block_q).flatten()][..., (i_k // block_k).flatten()]
+        return (found == 2) | ((found != 0) & (_seen(inner[0], places, seq_q, seq_k) if inner else True))  # type: ignore[no-any-return]
     _, own, twin = args
     if twin is None:
         raise Unsupported(

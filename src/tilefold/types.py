@@ -10,7 +10,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from .errors import DtypeError, Unsupported
 
-__all__ = ["Constant", "Layout", "ModArgs", "ModFunction", "Numerics", "Rule", "Rules", "Window", "constant"]
+__all__ = ["TILE", "Constant", "Layout", "ModArgs", "ModFunction", "Numerics", "Rule", "Rules", "Window", "constant"]
+
+TILE = 128
+"""Queries and keys of which blocks of a table may have multiples: the rules of such tables end in "_tiles"."""
 
 Layout: TypeAlias = Literal["bshd", "bhsd"]
 """Order of the dimensions of q, k, v and out: [batch, seq, heads, dim] or [batch, heads, seq, dim]."""

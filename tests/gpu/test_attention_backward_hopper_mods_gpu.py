@@ -13,7 +13,8 @@ from cases import qkv, rand, same
 from cases.backward_kernels import RoundedTwice, compiled_once
 from cases.device import DEVICE, SM_90, captured, near
 from cases.gradient import BOX_BACKWARD, gradients, judged, oracle, upstream
-from cases.mods import alone, filled, users
+from cases.mods import alone, filled, sliding, sliding_twin, users
+from tilefold import masks
 from tilefold.plan.backward.attention_backward_reduce import KERNEL, ReduceOptions
 
 pytestmark = [pytest.mark.no_poison, SM_90]
@@ -146,7 +147,8 @@ def test_many_runs_and_the_portable_kernel(names, options, dim):
     made, _ = changes(names, *tensors[:2])
     options = options | made
     plan = tilefold.attention_backward_plan(*tensors, **options)
-    assert (plan.kernel, plan.options) == (KERNEL, EARLY if names == ("mask",) else LATE)
+    assert plan.kernel == KERNEL
+    assert plan.options == replace(EARLY if names == ("mask",) else LATE, lists=names[0] in ("mask", "numbered"))
     dout, dlse = upstream(tensors[0], tensors[2])
     options = options | {"fixed": FIXED}
     first = gradients(tensors, dout, dlse, **options)
@@ -250,6 +252,35 @@ def test_lists_behind_the_others(names):
 
 
 @pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("names", [("mask",), ("odd mask",), ("odd mask", "sliding")], ids="-".join)
+def test_lists_of_masks(names, dim):
+    """A mask that no box reads is asked in partial tiles alone, as a mask_mod is."""
+    version = replace(EARLY if names == ("mask",) else LATE, lists=True)
+    for options in MASKS:
+        for heads in ((4, 2), (8, 8)):
+            tensors = qkv(2, 333, 1001, *heads, dim, dtype=BF, device=DEVICE)
+            held(names, tensors, version, **options)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("block", [(128, 128), (64, 64), (256, 384), (96, 200)], ids=str)
+def test_tables_of_blocks(block, dim):
+    """Lists of the table, of any blocks; where it tells heads of a group apart it is asked in partial tiles."""
+    for shape, heads, inner in (
+        ((2, 1), (4, 2), True),
+        ((1, 4), (4, 2), True),
+        ((2, 4), (4, 4), True),
+        ((1, 1), (4, 2), False),
+    ):
+        q, k, v = qkv(2, 700, 1100, *heads, dim, dtype=BF, device=DEVICE)
+        kinds = torch.randint(0, 3, (*shape, -(-700 // block[0]), -(-1100 // block[1])), dtype=torch.uint8)
+        kinds[:, :, 1] = 0
+        sees = [masks.rule(sliding, (77,), sliding_twin)] * inner
+        mask = masks.blocks(kinds.to(DEVICE), block, *sees)
+        held((), (q, k, v), LISTS, mask=mask)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
 def test_lists_are_planned_and_give_the_same_bits(dim):
     """By default, many blocks of keys that wait for one another; what changes in place changes the lists."""
     q, k, v = (t.requires_grad_() for t in qkv(2, 4096, 4096, 8, 2, dim, dtype=BF, device=DEVICE))
@@ -258,6 +289,8 @@ def test_lists_are_planned_and_give_the_same_bits(dim):
     plan = tilefold.attention_backward_plan(q, k, v, **options)
     assert plan.kernel == KERNEL and plan.options == LISTS
     bare = plan.with_tiles(options=LATE)
+    forward = tilefold.attention_plan(q, k, v, **options)
+    forward = forward.with_tile(options=(*forward.options, "anew"))
     for documents in (1, 7, 64, 4096):
         numbers.copy_(torch.arange(4096) * documents // 4096)
         dout = torch.randn_like(q)
@@ -265,3 +298,7 @@ def test_lists_are_planned_and_give_the_same_bits(dim):
         assert all(same(made[0], each) for each in made[1:])
         want = torch.autograd.grad(tilefold.attention(q, k, v, backward_plan=bare, **options), (q, k, v), dout)
         assert near(made[0], want)
+    anew = plan.with_tiles(options=replace(LISTS, anew=True))
+    numbers.data.zero_()  # torch counts no change
+    got = torch.autograd.grad(tilefold.attention(q, k, v, backward_plan=anew, plan=forward, **options), (q, k, v), dout)
+    assert near(got, torch.autograd.grad(tilefold.attention(q, k, v), (q, k, v), dout))

@@ -370,6 +370,70 @@ def test_lists_follow_their_arguments():
     assert torch.equal(made, tilefold.attention(q, k, v, plan=bare, **options))
 
 
+def patched(*shape):
+    """A mask with tiles of every kind: documents of 150 to 400, and random holes in the first."""
+    sq, sk = shape[-2:]
+    ends = torch.randint(150, 400, (40,)).cumsum(0)
+    of_queries, of_keys = (torch.searchsorted(ends, torch.arange(n), right=True) for n in (sq, sk))
+    mask = (of_queries[:, None] == of_keys).expand(shape).clone()
+    mask[..., :200, :200] &= torch.rand(200, 200) < 0.5
+    return mask.to(DEVICE)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (2, 8)], ids=str)
+@pytest.mark.parametrize("options", MASKS, ids=str)
+def test_lists_of_masks(options, shape):
+    """A mask that heads share is listed, alone and beside a mask_mod; one of each head is not."""
+    for (sq, sk), dim in (((1024, 1296), 128), ((333, 1008), 64), ((1008, 336), 128)):
+        q, k, v = qkv(2, sq, sk, 8, 2, dim, dtype=BF, device=DEVICE)
+        mask = patched(*shape, sq, sk)
+        planned = hopper_plan(tilefold.attention_plan(q, k, v, mask=mask, **options))
+        lists = ("lists",) if shape[1] == 1 else ()
+        held(q, k, v, {"options": tuple(dict.fromkeys((*planned.options, *lists)))}, mask=mask, **options)
+        held_lists(["sliding"], q, k, v, mask=mask, **options)
+
+
+def test_lists_of_masks_follow_them():
+    """By default, eager and in a graph: what changes in place changes the lists."""
+    q, k, v = qkv(1, 2048, 2048, 16, 2, 128, dtype=BF, device=DEVICE)
+    mask = torch.ones(1, 1, 2048, 2048, dtype=torch.bool, device=DEVICE)
+    plan = tilefold.attention_plan(q, k, v, mask=mask)
+    assert plan.kernel == HOPPER and "lists" in plan.options
+    bare = plan.with_tile(options=tuple(option for option in plan.options if option != "lists"))
+    graph, out = captured(lambda: tilefold.attention(q, k, v, mask=mask))
+    for _ in range(3):
+        mask.copy_(patched(1, 1, 2048, 2048))
+        want = tilefold.attention(q, k, v, mask=mask, plan=bare)
+        graph.replay()
+        made = [tilefold.attention(q, k, v, mask=view) for view in (mask, mask[:, :, :, :2048], mask.clone())]
+        assert all(torch.equal(want, each) for each in (*made, out))
+
+
+def table(block, batch, heads, sq, sk):
+    """Kinds of blocks; the second row of blocks sees nothing, and the last has no full one."""
+    kinds = torch.randint(0, 3, (batch, heads, -(-sq // block[0]), -(-sk // block[1])), dtype=torch.uint8)
+    kinds[:, :, 1] = 0
+    kinds[:, :, -1] = kinds[:, :, -1].clamp(max=1)
+    return kinds.to(DEVICE)
+
+
+BLOCKS = [(128, 128), (256, 128), (64, 64), (96, 200), (128, 384)]
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize("inner", ["rule", "documents", "none"])
+def test_tables_of_blocks(block, inner):
+    """Lists of the table, of any blocks: of those that hold whole tiles the rest alone is asked."""
+    for (sq, sk), dim, shape in (((1024, 1280), 128, (2, 1)), ((900, 1501), 64, (1, 8)), ((700, 300), 128, (2, 8))):
+        q, k, v = qkv(2, sq, sk, 8, 2, dim, dtype=BF, device=DEVICE)
+        starts = torch.tensor([0, 333, 334, sk], dtype=torch.int32, device=DEVICE)
+        rule = masks.rule(sliding, (77,), sliding_twin)
+        mods = {"rule": (rule,), "documents": (masks.documents(starts),), "none": ()}
+        mask = masks.blocks(table(block, *shape, sq, sk), block, *mods[inner])
+        options = hopper_plan(tilefold.attention_plan(q, k, v, mask=mask)).options
+        held(q, k, v, {"options": tuple(dict.fromkeys((*options, "lists")))}, mask=mask)
+
+
 @pytest.mark.parametrize("options", MASKS, ids=str)
 def test_user_packed(options):
     """Indices begin anew in each sequence; some have no key, where nothing is loaded."""

@@ -5,10 +5,18 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
-from cases import flex, rand
-from cases.device import DEVICE, no_waiting
+from cases import flex, judge, rand
+from cases.device import DEVICE, SM_90, no_waiting
 from cases.flex import MASKS, SCORES, SEQ, blocks_of, checked, tables_of
-from tilefold.compat.flex_attention import and_masks, create_block_mask, flex_attention
+from cases.gradient import judged, oracle, upstream
+from tilefold import masks, reference
+from tilefold.compat.flex_attention import (
+    BlockMask,
+    and_masks,
+    create_block_mask,
+    flex_attention,
+    flex_attention_plan,
+)
 from tilefold.ops import launch
 
 pytestmark = pytest.mark.no_poison
@@ -58,6 +66,41 @@ def test_beside_torch_compiled():
     theirs = torch.compile(torch_flex_attention)(q, k, v, SCORES["softcap"][0](), create_block_mask(*given))
     ours = flex_attention(q, k, v, SCORES["softcap"][0](), torch_block_mask(*given))
     torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2)
+
+
+@SM_90
+@pytest.mark.parametrize("size", [128, 64, (256, 128), (96, 200)])
+@pytest.mark.parametrize("heads", [1, 16])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_tables_by_hand(heads, size, dtype):
+    """Tables that show what the mask_mod hides, and hide what it shows, over lists of tiles: fp64, and torch compiled."""
+    q, k, v = (rand(2, n, 1100, 128, dtype=dtype, device=DEVICE).requires_grad_() for n in (16, 4, 4))
+    block = size if isinstance(size, tuple) else (size, size)
+    kinds = torch.randint(0, 3, (2, heads, *(-(-1100 // n) for n in block)), dtype=torch.uint8)
+    kinds[0, :, 1] = 0  # rows without keys
+    parts = []
+    for kind in (1, 2):
+        keep = (kinds == kind).to(torch.int8)
+        parts += [keep.sum(-1).int().to(DEVICE), keep.argsort(dim=-1, descending=True, stable=True).int().to(DEVICE)]
+    given = {"BLOCK_SIZE": block, "mask_mod": flex.causal, "seq_lengths": (1100, 1100)}
+    by_hand = BlockMask.from_kv_blocks(*parts, **given)
+    assert "lists" in flex_attention_plan(q, k, v, block_mask=by_hand, enable_gqa=True).options
+    dout, dlse = upstream(q, v, "bhsd")
+    for _ in range(2):
+        out, lse = flex_attention(q, k, v, block_mask=by_hand, enable_gqa=True, return_lse=True)
+        got = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
+    ((*_, table),) = by_hand.__dict__["_tilefold"].values()
+    assert len(table.__dict__["_tilefold_lists"]) == 2  # of the forward and the backward kernel, once each
+    options = {"layout": "bhsd", "mask": masks.blocks(kinds.to(DEVICE), block, masks.causal())}
+    want, plain = (oracle((q, k, v), dout, dlse, each, **options) for each in (torch.float64, dtype))
+    judged(got, want, plain, f"{heads} {size} {dtype}")
+    with torch.no_grad():
+        want, plain = (reference.attention(q, k, v, dtype=each, **options) for each in (torch.float64, dtype))
+        for name, *three in zip(("out", "lse"), (out, lse), want, plain, strict=True):
+            judge(*three, name)
+        if block == (128, 128):
+            theirs = torch.compile(torch_flex_attention)(q, k, v, block_mask=by_hand, enable_gqa=True)
+            torch.testing.assert_close(out, theirs, atol=2e-2, rtol=2e-2)
 
 
 def test_new_lengths_and_tensors_compile_nothing():

@@ -6,7 +6,22 @@ from typing import Any
 
 import torch
 
-__all__ = ["between", "causal", "either", "every", "inverse", "keep", "keys", "prefix", "prefix_each", "window"]
+__all__ = [
+    "between",
+    "causal",
+    "either",
+    "every",
+    "inverse",
+    "keep",
+    "keys",
+    "listed",
+    "listed_tiles",
+    "prefix",
+    "prefix_each",
+    "whole",
+    "whole_tiles",
+    "window",
+]
 
 Index = torch.Tensor
 
@@ -50,11 +65,28 @@ def between(score: None, batch: Index, head: Index, q_index: Index, kv_index: In
 
 def keep(score: None, batch: Index, head: Index, q_index: Index, kv_index: Index, args: tuple[Any, ...]) -> Any:
     """args = (mask, its four strides, 0 where it is broadcast): mask[batch, head, q, kv] is true."""
-    mask, *strides, _, _ = args
-    indices = (batch, head, q_index, kv_index)
+    return _element((batch, head, q_index, kv_index), args[:5]) != 0
+
+
+def listed(score: None, batch: Index, head: Index, q_index: Index, kv_index: Index, args: tuple[Any, ...]) -> Any:
+    """args = (kinds, its four strides, 0 where it is broadcast, block_q, block_k): the kind of the block is not 0."""
+    return _element((batch, head, q_index // args[5], kv_index // args[6]), args[:5]) != 0
+
+
+def whole(score: None, batch: Index, head: Index, q_index: Index, kv_index: Index, args: tuple[Any, ...]) -> Any:
+    """args as of `listed`: the kind of the block is 2."""
+    return _element((batch, head, q_index // args[5], kv_index // args[6]), args[:5]) == 2
+
+
+listed_tiles, whole_tiles = listed, whole
+
+
+def _element(indices: tuple[Index, ...], args: tuple[Any, ...]) -> Any:
+    """args = (tensor, its four strides): what it holds at these indices."""
+    tensor, *strides = args
     at = sum(index * stride for index, stride in zip(indices, strides, strict=True))
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
-    return mask.as_strided((reach,), (1,))[at] != 0
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((reach,), (1,))[at]
 
 
 def every(score: None, batch: Index, head: Index, q_index: Index, kv_index: Index, args: tuple[Any, ...]) -> Any:

@@ -232,3 +232,32 @@ def element_pointers(batch, head, q_index, kv_index, args):
     pointer, stride_b, stride_h, stride_q, stride_k, seq_q, seq_k = args
     base = pointer + tl.cast(batch, tl.int64) * stride_b + tl.cast(head, tl.int64) * stride_h
     return base + q_index.to(tl.int64) * stride_q + kv_index.to(tl.int64) * stride_k
+
+
+# ---------------------------------------------------------------- tables of blocks
+
+
+@triton.jit
+def listed(score, batch, head, q_index, kv_index, args):
+    """The block of query and key is not of kind 0; args as of `kind_of_block`."""
+    return kind_of_block(batch, head, q_index, kv_index, args) != 0
+
+
+@triton.jit
+def whole(score, batch, head, q_index, kv_index, args):
+    """The block of query and key is of kind 2; args as of `kind_of_block`."""
+    return kind_of_block(batch, head, q_index, kv_index, args) == 2
+
+
+@triton.jit
+def kind_of_block(batch, head, q_index, kv_index, args):
+    """kinds[batch, head, q // block_q, kv // block_k]; args = (kinds, its four strides, 0 where it is broadcast, block_q,
+    block_k)."""
+    kinds, stride_b, stride_h, stride_q, stride_k, block_q, block_k, seq_q, seq_k = args
+    rows = kinds + (tl.cast(batch, tl.int64) * stride_b + tl.cast(head, tl.int64) * stride_h)
+    rows += (q_index // block_q).to(tl.int64) * stride_q
+    return tl.load(rows + kv_index // block_k * stride_k)
+
+
+# The same, of blocks that have multiples of 128 queries and keys: no tile of a kernel has parts of two.
+listed_tiles, whole_tiles = listed, whole

@@ -11,6 +11,7 @@ What is joined by & is taken apart: bands meet in one window, tensors in one ten
 """
 
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ import torch
 from ..errors import DeviceError, DtypeError, ShapeError, Unsupported, ValueRangeError
 from ..masks import Mask, bounds_of, of_window, rule
 from ..scores import Score
-from ..types import Constant, Layout, ModArgs, Rule, Rules
+from ..types import TILE, Constant, Layout, ModArgs, Rule, Rules
 from .call import UNBOUNDED, window_of
 from .flat import value_of
 from .source import Packed
@@ -65,23 +66,46 @@ def spelled(
     if not isinstance(given.mask, Mask):
         return given
     where = _sizes(q, k, layout, packed), packed is not None
-    alone = given.mask_mod is None and given.window is None and given.causal is False and given.mask_args == ()
+    alone = given.mask_mod is None and given.mask_args == () and isinstance(given.causal, bool)
     if torch.compiler.is_compiling() or not alone:
         return given._replace(**_split(_parts(given), *where))
-    kept = given.mask.__dict__.get("_kept")  # of a mask that many layers share: of the last sizes that it was used for
-    if kept is None or kept[0] != where:
-        made = _split(_parts(given), *where)
-        kept = where, made
-        if not _computes(given.mask):
-            given.mask.__dict__["_kept"] = kept
+    # Of a mask that many layers share: of the last sizes that it was used for.
+    key = where, given.causal, repr(given.window), _versions(given.mask) if _computes(given.mask) else ()
+    kept = given.mask.__dict__.get("_kept")
+    if kept is None or kept[0] != key or key[-1] == ANEW:
+        with torch.inference_mode(False):  # so that torch counts changes of what is worked out: there are none
+            kept = key, _split(_parts(given), *where)
+        given.mask.__dict__["_kept"] = kept
     return given._replace(**kept[1])
+
+
+ANEW = (None,)  # versions of tensors whose changes nobody counts
+
+
+def _versions(mask: Mask) -> tuple[Any, ...]:
+    """Where the tensors of a mask lie, and how often torch has changed each in place; ANEW where what is worked out from them
+    must not be kept: nothing counts, or a CUDA graph that is captured has to work it out again."""
+    tensors = list(_tensors(mask.args))
+    if any(t.is_inference() for t in tensors):
+        return ANEW
+    if any(t.is_cuda for t in tensors) and torch.cuda.is_current_stream_capturing():
+        return ANEW
+    return tuple([(t.data_ptr(), t._version) for t in tensors])
+
+
+def _tensors(args: tuple[Any, ...]) -> Iterator[torch.Tensor]:
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            yield arg
+        elif isinstance(arg, tuple | Mask):
+            yield from _tensors(arg.args if isinstance(arg, Mask) else arg)
 
 
 def _computes(mask: Mask) -> bool:
     """Whether a mask becomes tensors that are worked out from those it holds, whose numbers may change from call to call."""
     if mask.kind == "documents":
         return True
-    parts = mask.args if mask.kind in ("all", "any", "not") else ()
+    parts = [part for part in mask.args if isinstance(part, Mask)]
     return sum(part.kind == "tensor" for part in parts) > 1 or any(map(_computes, parts))
 
 
@@ -276,6 +300,15 @@ def _tree(part: Mask, args: list[Any], sizes: Sizes | None, packed: bool) -> Any
     """A mask as a tree of `Rules`, whose args are added to those given."""
     if part.kind in ("all", "any", "not"):
         return (part.kind, *[_tree(each, args, sizes, packed) for each in part.args])
+    if part.kind == "blocks":
+        own = _table(part, sizes)
+        kind = "_tiles" if all(size % TILE == 0 for size in part.args[1]) else ""
+        listed = Rule(f"listed{kind}", len(own))
+        if len(part.args) == 2:
+            args += own
+            return listed
+        args += own + own
+        return ("any", Rule(f"whole{kind}", len(own)), ("all", listed, _tree(part.args[2], args, sizes, packed)))
     function, own = _rule(part, sizes, packed)
     args += own
     return Rule(function, len(own))
@@ -307,6 +340,22 @@ def _rule(part: Mask, sizes: Sizes | None, packed: bool) -> tuple[Any, ModArgs]:
         if sizes is not None and args[0].shape[0] != sizes.batch:
             raise ShapeError(f"{name} has shape {tuple(args[0].shape)}, expected [{sizes.batch}]: one entry a sequence")
     return ("prefix_each" if kind == "prefix" and isinstance(args[0], torch.Tensor) else kind), args
+
+
+def _table(part: Mask, sizes: Sizes | None) -> ModArgs:
+    """The args of the rules of a table of blocks."""
+    kinds, block = part.args[:2]
+    if sizes is not None:
+        _check_device("kinds", kinds, sizes)
+        rows, columns = (-(-n // size) for n, size in zip(sizes[2:4], block, strict=True))
+        wanted = ((1, sizes.batch), (1, sizes.heads), (rows,), (columns,))
+        if any(size not in allowed for size, allowed in zip(kinds.shape, wanted, strict=True)):
+            raise ShapeError(
+                f"kinds of a mask has shape {tuple(kinds.shape)}, expected [{sizes.batch} or 1, {sizes.heads} or 1, {rows}, "
+                f"{columns}] for blocks of {block[0]} queries and {block[1]} keys"
+            )
+    strides = (0 if size == 1 else stride for size, stride in zip(kinds.shape, kinds.stride(), strict=True))
+    return kinds, *strides, *block
 
 
 def _check_device(name: str, t: torch.Tensor, sizes: Sizes | None) -> None:

@@ -39,4 +39,5 @@ def _read_of(function: Any) -> Reads:
     """Of a rule; names are those of device.mods."""
     if not isinstance(function, str):
         return reads(function)
-    return Reads(False, function in ("keys", "prefix_each", "keep"), function == "keep")
+    by_head = function == "keep" or function.startswith(("listed", "whole"))
+    return Reads(False, by_head or function in ("keys", "prefix_each"), by_head)

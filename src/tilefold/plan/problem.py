@@ -68,7 +68,8 @@ class AttentionProblem:
     dropout: probabilities are dropped at random.
     bias_descriptors, mask_descriptors: how descriptors can read the bias and the mask: "tiles" of queries and keys, "keys"
         where one row serves all queries, or "" if they cannot.
-    mask_by_place: the "user" among mask_mods looks at indices alone, not at scores: blocks can be classified beforehand.
+    mask_by_place: tiles can be classified beforehand: by the "user" among mask_mods, which looks at indices alone, not at scores;
+        without one by the "mask", which some heads share.
 
     Raises ShapeError (sizes), DtypeError (dtype, or a value of the wrong type), ValueRangeError (window, names).
     """

@@ -202,6 +202,9 @@ def _mask_of(mask: Mask, b: int, seq_q: int, seq_k: int) -> Mask:
         return Mask(mask.kind, tuple(_mask_of(part, b, seq_q, seq_k) for part in args))
     if mask.kind == "tensor":
         return Mask("tensor", (_tensor_of(args[0], b, seq_q, seq_k),))
+    if mask.kind == "blocks":
+        kinds, block = args[0][b : b + 1] if args[0].shape[0] > 1 else args[0], args[1]
+        return Mask("blocks", (kinds, block, *(_mask_of(part, b, seq_q, seq_k) for part in args[2:])))
     if mask.kind in ("keys", "prefix") and isinstance(args[0], torch.Tensor):
         return Mask(mask.kind, (args[0][b : b + 1],))
     return Mask("rule", (*args[:2], _in_batch(args[2], b))) if mask.kind == "rule" and args[2] else mask

@@ -120,6 +120,7 @@ VERSIONS: dict[str, tuple[AttentionProblem, dict[str, object]]] = {
     "d128 varlen mods": (problem(128, varlen=True, causal=True, **USER), {}),
     "d256 mods": (problem(256, **USER), {}),
     "d128 causal lists": (problem(128, causal=True, mask_mods=("user",), mask_by_place=True), {}),
+    "d128 lists of a mask": (problem(128, **MASK, mask_by_place=True), {}),
     "d64 lists and mods": (problem(64, **USER, mask_by_place=True), {}),
     "d128 softcap bias mods": (
         problem(
@@ -132,7 +133,11 @@ VERSIONS: dict[str, tuple[AttentionProblem, dict[str, object]]] = {
         {},
     ),
 }
-READS = {"d64 mods that load": problem(64, **USER), "d128 mods that load": problem(128, **USER)}
+READS = {
+    "d64 mods that load": problem(64, **USER),
+    "d128 mods that load": problem(128, **USER),
+    "d128 table of blocks": problem(128, mask_mods=("user",), mask_by_place=True),
+}
 """Mods that load from their arguments."""
 VERSIONS |= {name: (made, {}) for name, made in READS.items()}
 JOBS |= {
@@ -173,10 +178,12 @@ def test_hopper(results: Results, name: str) -> None:
     few = (
         32 if plan.problem.dim_v <= 128 and name in HOPPER else 128 if "bias" in name else 160 if "mods" in name else 96
     )
+    table = "table" in name  # asked about in partial tiles alone, where its blocks do not hold whole tiles
+    few = 1024 if table else few
     if "lazy" in plan.options:  # the loading warp has 24 registers, in which it also hears how blocks came out
         few = 384 if name == LAZY else 192
     assert report.spill_store_bytes <= few
     # LAZY: where a tile is masked, one or two tiles of a block; mods that load, under 3.9: one number a tile
-    assert report.loop_spills <= (name == LAZY or name in READS)
+    assert table or report.loop_spills <= (name == LAZY or name in READS)
     assert report.occupancy.programs == (2 if "pairs" in name else 1)
     assert 0 <= plan.shared_bytes - report.shared_bytes < 512

@@ -49,6 +49,11 @@ CASES = {
         problem(128, mask_mods=("user",), mask_by_place=True),
         ReduceOptions(late=True, lists=True),
     ),
+    "d128 table of blocks that load": (problem(128, mask_mods=("user",), mask_by_place=True), LISTS),
+    "d128 lists of a mask": (
+        problem(128, mask_mods=("mask",), mask_descriptors="tiles", mask_by_place=True),
+        ReduceOptions(ordered=True, lists=True),
+    ),
     "d64 causal alibi": (problem(64, causal=True, score_mods=("alibi",)), LATE),
     "d64 score_mod fp16": (problem(64, score_mods=("user",), dtype="float16"), ReduceOptions(late=True)),
     "d64 mods that load": (problem(64, **USER), LATE),
@@ -112,9 +117,9 @@ def test_versions(results: Results, name: str) -> None:
     plan = plan_of(case)
     assert len(found.report.loops) == 2  # a warpgroup each
     few = 0 if plan.problem.dim_qk == 64 else 12 if found.report.triton.startswith("3.9") else 4
-    changed = not plan.problem.plain
-    assert all(loop.spills <= (24 if changed else few) for loop in found.report.loops)
-    assert found.report.spill_store_bytes <= (192 if changed else 64)
+    changed, table = not plan.problem.plain, "table" in name  # which partial tiles alone are asked about
+    assert all(loop.spills <= (96 if table else 24 if changed else few) for loop in found.report.loops)
+    assert found.report.spill_store_bytes <= (512 if table else 192 if changed else 64)
     shared = reduce_shared(plan.problem, plan.keys.num_stages)
     assert 0 <= shared - found.report.shared_bytes < 512
     assert found.report.occupancy.programs == 1

@@ -26,6 +26,7 @@ from tilefold import (
     scores,
 )
 from tilefold.device import ranges
+from tilefold.ops.masking import Terms, _computes, _tensors, spelled
 
 SQ, SK = 37, 45
 
@@ -38,6 +39,7 @@ def every(device):
     """Each constructor, and what is made of several; batch 2, heads 4."""
     rows = rand(2, 1, SQ, SK, device=device) > -0.7
     lengths, cu = int32(40, 13, device=device), int32(0, 7, 7, 30, 41, device=device)
+    kinds = (3 * rand(2, 4, 4, 5, device=device).sigmoid()).to(torch.uint8)
     return {
         "causal": masks.causal(),
         "window": masks.window(9, 3),
@@ -47,6 +49,8 @@ def every(device):
         "keys": masks.keys(lengths),
         "tensor": masks.tensor(rows),
         "rule": masks.rule(dilated, (3,), dilated_twin),
+        "blocks": masks.blocks(kinds.mT.contiguous().mT, (11, 10), masks.keys(lengths) | masks.prefix(9)),
+        "blocks alone": masks.blocks(kinds[:1, :1], (11, 10)) & masks.causal(),
         "bands": masks.window(20, None) & masks.window(None, 5) & masks.causal(),
         "tensors": masks.tensor(rows)
         & masks.tensor(rows[:1, :, :1])
@@ -167,12 +171,11 @@ def test_one_definition_of_bands():
 def test_every_rule_is_there_in_triton_and_in_torch(device):
     from tilefold.cpu import rules
     from tilefold.device import mods
-    from tilefold.ops.masking import Terms, spelled
 
     q, k, _ = qkv(2, SQ, SK, 4, 2, 16, device=device)
     made = [spelled(q, k, Terms(mask=mask), None).mask_mod for mask in every(device).values()]
     names = {rule.function for one in made for rule in getattr(one, "rules", ()) if isinstance(rule.function, str)}
-    assert {"prefix", "prefix_each", "keys", "between", "keep"} <= names
+    assert {"prefix", "prefix_each", "keys", "between", "keep", "listed", "whole"} <= names
     for name in (*names, "every", "either", "inverse"):
         assert hasattr(mods, name) and hasattr(rules, name), name
 
@@ -273,12 +276,40 @@ def test_a_mask_that_is_used_again(device):
             check(q[:, :20], k[:, :30], v[:, :30], mask=mask)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_tensors_are_kept_until_they_change(name, device):
+    """So that lists of tiles are: what a mask becomes has the same tensors in each call."""
+    q, k, _ = qkv(2, SQ, SK, 4, 2, 16, device=device)
+    mask = every(device)[name]
+
+    def tensors_of(**beside):
+        made = spelled(q, k, Terms(mask=mask, **beside), None)
+        return made.mask_mod, [t for t in (made.mask, *made.mask_args) if isinstance(t, torch.Tensor)]
+
+    def kept(**beside):
+        (mod, first), (other, second) = tensors_of(**beside), tensors_of(**beside)
+        assert mod is other
+        return all(a is b for a, b in zip(first, second, strict=True))
+
+    assert kept() and kept(causal=True) and kept(window=(9, 0))
+    _, before = tensors_of()
+    for t in _tensors(mask.args):
+        t.copy_(t.clone())
+    _, after = tensors_of()
+    assert all(a is b for a, b in zip(before, after, strict=True)) is (not _computes(mask))
+    with torch.inference_mode():
+        mask = every(device)[name]
+    assert kept() is (not _computes(mask))
+
+
 # ---------------------------------------------------------------- random ones
 
 
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
-LEAVES = st.sampled_from(["causal", "window", "documents", "prefix", "prefix of each", "keys", "tensor", "rule"])
+LEAVES = st.sampled_from(
+    ["causal", "window", "documents", "prefix", "prefix of each", "keys", "tensor", "blocks", "rule"]
+)
 EXPRESSIONS = st.recursive(
     LEAVES,
     lambda each: st.one_of(st.tuples(st.just("~"), each), st.tuples(st.sampled_from("&|"), each, each)),

@@ -2,6 +2,7 @@
 
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,10 @@ from tilefold import DtypeError, ShapeError, Unsupported
 from tilefold.compat import flex_attention as ours
 from tilefold.compat.flex_attention import and_masks, create_block_mask, flex_attention
 from tilefold.compat.flex_attention.translate import translated
+from tilefold.ops.backward import attention_backward
+from tilefold.ops.dense.attention_parts import problem_of
+from tilefold.ops.sparse import classify, listed
+from tilefold.plan import AttentionPlan, SparsePlan, device_named, plan_attention
 
 pytestmark = pytest.mark.interpreter
 EXTENTS = (BATCH, HEADS, SEQ, SEQ)
@@ -108,9 +113,9 @@ def test_lists_are_kept_with_the_block_mask_until_it_changes():
     q, k, v = tensors(kv_heads=HEADS)
     mask = blocks(flex.causal)
     first = flex_attention(q, k, v, block_mask=mask)
-    index = mask.__dict__["_tilefold_index"]
+    kept = dict(mask.__dict__["_tilefold"])
     flex_attention(q, k, v, block_mask=mask)
-    assert mask.__dict__["_tilefold_index"] is index
+    assert len(kept) == 2 and kept == mask.__dict__["_tilefold"]
     mask.kv_num_blocks[..., 1:] = 0
     mask.full_kv_num_blocks[..., 1:] = 0
     changed = flex_attention(q, k, v, block_mask=mask)
@@ -182,6 +187,76 @@ def test_blocks_by_hand_beside_a_table_that_is_learned():
 
     checked(flex.relative, tables_of("relative"), mask, by_hand)
     checked(None, (), mask, by_hand)
+
+
+def by_hand(size, device="cpu"):
+    """(BlockMask, kinds) whose tables show what their mask_mod hides, and the other way round; the same for all heads."""
+    kinds = torch.randint(0, 3, (BATCH, 1, -(-SEQ // size), -(-SEQ // size)))
+    kinds[1, 0, 0] = 0  # rows without keys
+    parts = []
+    for kind in (1, 2):
+        keep = (kinds == kind).to(torch.int8)
+        parts += [keep.sum(-1).int().to(device), keep.argsort(dim=-1, descending=True, stable=True).int().to(device)]
+    made = ours.BlockMask.from_kv_blocks(*parts, BLOCK_SIZE=size, mask_mod=flex.causal, seq_lengths=(SEQ, SEQ))
+    return made, kinds
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [16, 12])
+@pytest.mark.parametrize("learned", [True, False])
+def test_what_the_tables_say_counts(learned, size, dtype):
+    """Of blocks of 16 lists are made; of 12, and where a table is learned, the dense kernels look at the table."""
+    mask, kinds = by_hand(size)
+
+    def shown(b, h, q_idx, kv_idx):
+        kind = kinds[:, 0][b, q_idx // size, kv_idx // size]
+        return (kind == 2) | ((kind == 1) & (q_idx >= kv_idx))
+
+    make, tables = (flex.relative, tables_of("relative")) if learned else (None, ())
+    checked(make, tables, shown, mask, dtype, judged=7 if dtype == torch.float32 else 5)
+
+
+def test_which_kernels_serve_a_block_mask(monkeypatch):
+    """On sm_90 the dense ones over lists of tiles, where they make gradients, too; the plan says why not."""
+    h200, calls = device_named("h200"), []
+
+    def planned(q, k, v, call):
+        calls.append(call)
+        sizes = dict(zip(("batch", "heads", "seq_q", "dim_qk"), q.shape, strict=True))
+        sizes |= {"kv_heads": k.shape[1], "seq_k": k.shape[2], "dim_v": v.shape[3]}
+        problem = problem_of(q, k, v, call, sizes, (-1, -1))
+        return SimpleNamespace(plan=plan_attention(problem, h200), problem=problem)
+
+    for module in (listed, attention_backward):
+        monkeypatch.setattr(module, "device_of", lambda *args: h200)
+    monkeypatch.setattr(listed.attention, "prepare", planned)
+
+    def taken(n, dim, dtype=torch.bfloat16, graded=True, size=128):
+        q, k, v = (torch.empty(1, 16, n, dim, dtype=dtype, device="meta", requires_grad=graded) for _ in range(3))
+        counts = torch.ones(1, 1, -(-n // size), dtype=torch.int32, device="meta")
+        order = torch.zeros(1, 1, -(-n // size), -(-n // size), dtype=torch.int32, device="meta")
+        tables = (counts, order, counts, order)
+        mask = ours.BlockMask.from_kv_blocks(*tables, BLOCK_SIZE=size, mask_mod=flex.causal, seq_lengths=(n, n))
+        return ours._planned(q, k, v, None, mask, None, False)
+
+    for made in (taken(2048, 128), taken(2048, 64, torch.float16), taken(2048, 96, graded=False), taken(2000, 64)):
+        assert made.lists is None and classify._is_table(made.options["mask_mod"])
+        assert calls.pop().mask_mod is made.options["mask_mod"]
+    for made, why in (
+        (taken(1000, 64), "scores a head on"),
+        (taken(2048, 64, torch.float32), "not float32"),
+        (taken(2048, 96), "the backward pass would look at all tiles"),
+    ):
+        assert made.lists is not None and why in made.why
+    assert taken(2048, 64, torch.float32, size=96).lists is None  # block-sparse kernels have no such blocks
+
+
+def test_the_plan():
+    q, k, v = tensors(kv_heads=HEADS)
+    assert isinstance(ours.flex_attention_plan(q, k, v, flex.alibi()), AttentionPlan)
+    made = ours.flex_attention_plan(q, k, v, block_mask=blocks(flex.causal))
+    assert isinstance(made, SparsePlan)
+    assert "dense kernels over lists of tiles are not taken: attention_forward_hopper is not taken" in made.reason
 
 
 @pytest.mark.parametrize("size", [16, (32, 16), 64])

@@ -6,7 +6,8 @@ what passes, and what is refused.
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch.nn.attention import flex_attention as _torch
@@ -21,12 +22,16 @@ from torch.nn.attention.flex_attention import (
 )
 from torch.nn.attention.flex_attention import create_block_mask as _create_block_mask
 
-from ... import attention, sparse_attention
+from ... import attention, attention_plan, masks, sparse_attention, sparse_plan
 from ...errors import DtypeError, ShapeError, Unsupported
+from ...ops.call import Call
 from ...ops.device import interpreting
+from ...ops.masking import named_terms
 from ...ops.reads import reads
 from ...ops.sparse.classify import block_kinds
+from ...ops.sparse.listed import tiles_refusals
 from ...sparse import BlockIndex
+from ...sparse.lists import lists_to_map, padded
 from .translate import translated
 
 __all__ = [
@@ -37,6 +42,7 @@ __all__ = [
     "create_block_mask",
     "create_mask",
     "flex_attention",
+    "flex_attention_plan",
     "install",
     "noop_mask",
     "or_masks",
@@ -44,6 +50,7 @@ __all__ = [
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
+Made = TypeVar("Made")
 _before: dict[str, Any] = {}
 
 
@@ -94,14 +101,61 @@ def flex_attention(
         for AuxRequest(max_scores=True).
 
     Source: FlexAttention (Dong et al. 2024, arXiv:2412.05496)."""
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4:
-            shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            raise ShapeError(f"{name} must be a tensor [batch, heads, seq, dim], got {shape}")
     if return_aux is not None and return_lse:
         raise Unsupported("return_lse=True beside return_aux: ask for AuxRequest(lse=True) alone")
     if return_aux is not None and return_aux.max_scores:
         raise Unsupported("AuxRequest(max_scores=True): the largest scores are not kept; lse=True is served")
+    done = _planned(query, key, value, score_mod, block_mask, scale, enable_gqa)
+    out, lse = done.run(return_lse=True)
+    if return_aux is not None:
+        return out, AuxOutput(lse=lse if return_aux.lse else None)
+    return (out, lse) if return_lse else out
+
+
+@_eager
+def flex_attention_plan(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Callable[..., torch.Tensor] | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """The plan of the forward pass of `flex_attention` with these arguments, without running it; tilefold's own function.
+
+    An `AttentionPlan` (with the option `lists` where tiles are left out by the tables of the BlockMask), or a `SparsePlan`, whose
+    reason says why the dense kernels over lists of tiles are not taken.  Raises what the call would raise."""
+    done = _planned(query, key, value, score_mod, block_mask, scale, enable_gqa)
+    q, k, v = done.tensors
+    if done.lists is None:
+        return attention_plan(q, k, v, **done.options)
+    plan = sparse_plan(q, k, v, done.lists, **done.options)
+    return replace(plan, reason=f"{plan.reason} The dense kernels over lists of tiles are not taken: {done.why}.")
+
+
+class _Planned(NamedTuple):
+    """A call as tilefold makes it.  lists: of `sparse_attention`, None: `attention`.  why: for what reason that is not taken."""
+
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    options: dict[str, Any]
+    lists: BlockIndex | None = None
+    why: str = ""
+
+    def run(self, **more: Any) -> Any:
+        q, k, v = self.tensors
+        if self.lists is None:
+            return attention(q, k, v, **self.options, **more)
+        return sparse_attention(q, k, v, self.lists, **self.options, **more)
+
+
+def _planned(
+    query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, scale: float | None, enable_gqa: bool
+) -> _Planned:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4:
+            shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise ShapeError(f"{name} must be a tensor [batch, heads, seq, dim], got {shape}")
     batch, heads, seq_q = query.shape[:3]
     kv_heads, seq_k = key.shape[1:3]
     if kv_heads != heads and not enable_gqa:
@@ -110,42 +164,51 @@ def flex_attention(
     q, k, v = (t if t.stride(-1) == 1 or t.numel() == 0 else t.contiguous() for t in (query, key, value))
     if k.shape[0] == v.shape[0] == 1 != batch:
         k, v = k.expand(batch, -1, -1, -1), v.expand(batch, -1, -1, -1)
-    options: dict[str, Any] = {"scale": scale, "layout": "bhsd", "return_lse": True}
+    options: dict[str, Any] = {"scale": scale, "layout": "bhsd"}
     if score_mod is not None:
         made = translated(score_mod, extents, query.device, "score_mod")
         options |= {"score_mod": made.function, "score_args": made.args}
     if block_mask is None:
-        out, lse = attention(q, k, v, **options)
-    else:
-        out, lse = _with_blocks(q, k, v, block_mask, extents, options)
-    if return_aux is not None:
-        return out, AuxOutput(lse=lse if return_aux.lse else None)
-    return (out, lse) if return_lse else out
+        return _Planned((q, k, v), options)
+    return _with_blocks((q, k, v), block_mask, extents, options)
 
 
 def _with_blocks(
-    q: Any, k: Any, v: Any, mask: BlockMask, extents: tuple[int, int, int, int], options: dict[str, Any]
-) -> Any:
-    """(out, lse) over the blocks that a BlockMask lists."""
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    mask: Any,
+    extents: tuple[int, int, int, int],
+    options: dict[str, Any],
+) -> _Planned:
+    """A call over the blocks that a BlockMask lists: over lists of the dense kernels' tiles where these serve it, else over lists
+    of its own blocks, or of none where these do not have its block size.  What the tables say counts, in each of them."""
     if not isinstance(mask, BlockMask):
         raise DtypeError(f"block_mask must be a BlockMask, got {type(mask).__name__}")
     if tuple(mask.seq_lengths) != extents[2:]:
         if mask.mask_mod is noop_mask and mask.kv_indices.numel() == 1:  # of a call without a mask
-            return attention(q, k, v, **options)
+            return _Planned(tensors, options)
         raise ShapeError(
             f"block_mask is for {tuple(mask.seq_lengths)} queries and keys, query and key have {extents[2:]}"
         )
-    by_args = any(isinstance(each, torch.Tensor) and each.requires_grad for each in options.get("score_args", ()))
-    by_args = by_args and torch.is_grad_enabled()  # lists of blocks give these no gradients
-    mod: Callable[..., torch.Tensor] | None = mask.mask_mod
-    if mod is noop_mask:
-        mod = _listed(_index_of(mask)) if by_args else None
-    if mod is not None:
-        made = translated(mod, extents, q.device, "mask_mod")
-        options = {**options, "mask_mod": made.function, "mask_args": made.args}
-    if by_args:
-        return attention(q, k, v, **options)
-    return sparse_attention(q, k, v, _index_of(mask), **options)
+    q, k, v = tensors
+    inner: tuple[masks.Mask, ...] = ()
+    if mask.mask_mod is not noop_mask:
+        made = translated(mask.mask_mod, extents, q.device, "mask_mod")
+        inner = (masks.rule(made.function, made.args),)
+    block = (int(mask.BLOCK_SIZE[0]), int(mask.BLOCK_SIZE[1]))
+    table = masks.blocks(_kept(mask, _kinds_of), block, *inner)
+    dense = named_terms({**options, "mask": table}, q, k, "bhsd")
+    by_args = [each for each in options.get("score_args", ()) if isinstance(each, torch.Tensor) and each.requires_grad]
+    graded = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *by_args))
+    if not _is_served(block) or (graded and by_args):  # lists of blocks give these no gradients
+        return _Planned(tensors, dense)
+    refusals = tiles_refusals(q, k, v, Call(**dense))
+    if (why := refusals.forward or (refusals.backward if graded else None)) is None:
+        return _Planned(tensors, dense)
+    if mask.full_kv_num_blocks is None or not inner:  # all that is listed is partial, or whole
+        options = {**options, "mask": inner[0] if inner else None}
+    else:
+        options = {**options, "mask": table}
+    return _Planned(tensors, options, _kept(mask, BlockIndex.from_flex), why)
 
 
 @_eager
@@ -167,8 +230,7 @@ def create_block_mask(
     interpreter) torch's own makes it.  Raises Unsupported for a mod that has no translation to Triton."""
     where = torch.empty(0, device="cuda" if device is None else device).device  # with its number
     sizes = BLOCK_SIZE if isinstance(BLOCK_SIZE, tuple) else (BLOCK_SIZE, BLOCK_SIZE)
-    served = all(size >= 16 and size & (size - 1) == 0 for size in sizes) and (where.type != "cpu" or interpreting())
-    if others or not served:
+    if others or not _is_served(sizes) or (where.type == "cpu" and not interpreting()):
         own = {"_compile": _compile, "separate_full_blocks": separate_full_blocks, **others}
         return _create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, where, BLOCK_SIZE, **own)
     grid = (1 if B is None else B, 1 if H is None else H, Q_LEN, KV_LEN)
@@ -193,27 +255,38 @@ def _ordered(keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return keep.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
 
-def _listed(index: BlockIndex) -> Callable[..., torch.Tensor]:
-    """A mask_mod: whether the block of a query and a key is listed."""
-    keep = index.to_map()
-    strides = [int(size > 1) for size in keep.shape[:2]]
-
-    def listed(b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
-        return keep[b * strides[0], h * strides[1], q_idx // index.block_q, kv_idx // index.block_k]
-
-    return listed
+def _is_served(block: tuple[int, ...]) -> bool:
+    """Whether the kernels of block-sparse attention have blocks of this size."""
+    return all(size >= 16 and size & (size - 1) == 0 for size in block)
 
 
-def _index_of(mask: BlockMask) -> BlockIndex:
-    """The lists of a BlockMask, kept with it until its tensors change."""
-    tensors = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
-    versions = tuple((id(t), 0 if t.is_inference() else t._version) for t in tensors if t is not None)
-    kept = mask.__dict__.get("_tilefold_index")
-    if kept is None or kept[0] != versions:
-        kept = versions, BlockIndex.from_flex(mask)
-        mask.__dict__["_tilefold_index"] = kept
-    index: BlockIndex = kept[1]
-    return index
+def _kinds_of(mask: BlockMask) -> torch.Tensor:
+    """Of each block of a BlockMask 0 if it is not listed, 1 if it is partial, 2 if it is full: the table of `masks.blocks`."""
+    columns = -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1])
+    with torch.inference_mode(False):  # so that torch counts its changes: there are none
+        kinds = _listed(mask.kv_indices, mask.kv_num_blocks, columns).to(torch.uint8)
+        if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
+            kinds = torch.where(_listed(mask.full_kv_indices, mask.full_kv_num_blocks, columns), 2, kinds)
+        return kinds
+
+
+def _listed(indices: torch.Tensor, counts: torch.Tensor, columns: int) -> torch.Tensor:
+    """bool [batch, heads, Q blocks, KV blocks]."""
+    return lists_to_map(padded(indices, 4), padded(counts, 3), columns)
+
+
+def _kept(mask: BlockMask, make: Callable[[BlockMask], Made]) -> Made:
+    """What is made of the tables of a BlockMask, kept with it until its tensors change."""
+    tables = [mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices]
+    versions = [0 if t is None or t.is_inference() else t._version for t in tables]
+    kept = mask.__dict__.setdefault("_tilefold", {})
+    found = kept.get(make)
+    if found is None or found[1] != versions or any(a is not b for a, b in zip(found[0], tables, strict=True)):
+        found = tables, versions, make(mask)
+        capturing = mask.kv_indices.is_cuda and torch.cuda.is_current_stream_capturing()
+        if not capturing:  # its memory would be the graph's
+            kept[make] = found
+    return found[2]  # type: ignore[no-any-return]
 
 
 def install() -> None:

@@ -73,8 +73,7 @@ def bound_launches(
         "right": right,
         "heads_at_once": plan.heads_at_once,
         "no_tile": rows - 1,
-        **_mod_values(call, n),
-        **_list_values(call, plan, q.device),
+        **_mod_values(call, n, _lists_of(call, plan, q.device)),
         **side_strides(call.layout, g=q.shape, x=k.shape, y=v.shape),
     }
     scratch = (
@@ -100,9 +99,9 @@ def _mask_rows(call: Call, problem: "AttentionProblem") -> int:
     return {"": 0, "tiles": queries_of(problem), "keys": 1}[tiles_of(call.mask)]
 
 
-def _mod_values(call: Call, problem: "AttentionProblem") -> dict[str, Any]:
-    """What changes the scores; None and () for what the call does not have.  A bias, and a mask that no box reads, are loaded as
-    users' functions load."""
+def _mod_values(call: Call, problem: "AttentionProblem", lists: QueryLists | None) -> dict[str, Any]:
+    """What changes the scores, and the lists of query tiles, with their strides; None and () for what the call does not have.  A
+    bias, and a mask that no box reads, are loaded as users' functions load."""
     from ...device import mods
     from ...plan.backward import attention_backward_reduce as rules
     from ..derivative import derivative_of
@@ -122,7 +121,9 @@ def _mod_values(call: Call, problem: "AttentionProblem") -> dict[str, Any]:
             "call", lambda given: score_mods_of(mods, 0.0, given._replace(alibi_slopes=None), False)
         )
     if mask_mods_of(mods, unboxed):
-        made["mask_mods"] = Slot("call", lambda given: mask_mods_of(mods, given)[int(boxed) :])
+        made["mask_mods"] = Slot(
+            "call", lambda given: mask_mods_of(mods, lists.inner(given) if lists else given)[int(boxed) :]
+        )
     return {
         **made,
         **slope_values(call),
@@ -131,20 +132,21 @@ def _mod_values(call: Call, problem: "AttentionProblem") -> dict[str, Any]:
         "mask_desc": box,
         "mask_b": steps[0],
         "mask_h": steps[1],
+        "Lists": Slot("call", lists.of) if lists else None,
+        "lists_b": lists.strides[0] if lists else None,
+        "lists_h": lists.strides[1] if lists else None,
     }
 
 
-def _list_values(call: Call, plan: "AttentionBackwardPlan", device: torch.device) -> dict[str, Any]:
-    """The lists of query tiles, and their strides."""
+def _lists_of(call: Call, plan: "AttentionBackwardPlan", device: torch.device) -> QueryLists | None:
+    """The lists of query tiles that the plan asks for."""
     from ...plan.backward import attention_backward_reduce as rules
 
     n, options = plan.problem, plan.options
     if options is None or not options.lists:
-        return dict.fromkeys(("Lists", "lists_b", "lists_h"))
+        return None
     sizes, tile = (n.batch, n.heads, n.seq_q, n.seq_k), (rules.queries_of(n), rules.KEYS)
-    window = window_of(call.window, call.causal)
-    lists = QueryLists(n.kv_heads, call.mask_mod, sizes, tile, window, device, False)
-    return {"Lists": Slot("call", lists.of), "lists_b": lists.strides[0], "lists_h": lists.strides[1]}
+    return QueryLists(n.kv_heads, call, sizes, tile, window_of(call.window, call.causal), device, options.anew)
 
 
 def _sum_box(numbers: int) -> Any:

@@ -409,10 +409,16 @@ def example_call(
 
 
 def _example_rules(problem: "AttentionProblem", lengths: torch.Tensor, reads: bool) -> tuple[Any, tuple[Any, ...]]:
-    """mask_mod and mask_args for the names of a problem: a function; with a prefix, one length a sequence, rules of rules."""
+    """mask_mod and mask_args for the names of a problem: a function; with a prefix, one length a sequence, rules of rules; by
+    place and reading, a table of blocks."""
     from ...device import mods
 
     user = "user" in problem.mask_mods
+    if user and reads and problem.mask_by_place:
+        kinds = torch.empty((1, 1, -(-problem.seq_q // 96), -(-problem.seq_k // 96)), dtype=torch.uint8, device="meta")
+        table = kinds, 0, 0, kinds.stride(2), 1, 96, 96
+        inner = "all", Rule("listed", len(table)), Rule("between", 2)
+        return Rules(("all", ("any", Rule("whole", len(table)), inner))), (*table, *table, lengths, lengths)
     if "prefix" not in problem.mask_mods:
         called = (mods.between, (lengths, lengths)) if reads else (mods.window, (64, 64))
         return called if user else (None, ())

@@ -54,9 +54,8 @@ def bind(
         "heads": n.heads // rules.packed_heads(n, plan.options),
         "group": n.group // rules.packed_heads(n, plan.options),
         **option_values(call, window, mods, 0.0, q.dtype),
-        **_user_mods(call),
+        **_user_mods(call, _lists_of(call, plan, window, q.device)),
         **_mod_values(call, plan),
-        **_list_values(call, plan, window, q.device),
         "Counter": WORK_COUNTER,
         "stride_sinks": None if call.sinks is None else call.sinks.stride(0),
         "cap": float(call.softcap) or None,
@@ -142,26 +141,27 @@ def slope_values(call: Call) -> dict[str, Any]:
     return {"Slopes": attribute("call", "alibi_slopes", slopes), "slope_b": steps[0], "slope_h": steps[1]}
 
 
-def _user_mods(call: Call) -> dict[str, Any]:
-    """The user's score_mod and mask_mods; () for none."""
+def _user_mods(call: Call, lists: TileLists | None) -> dict[str, Any]:
+    """The user's score_mod and mask_mods, () for none; and the lists of KV tiles, with their strides."""
     made: dict[str, Any] = {"score_mods": (), "mask_mods": ()}
     if call.score_mod is not None:
         made["score_mods"] = Slot("call", lambda given: ((given.score_mod, runtime_ints(given.score_args)),))
     if call.mask_mod is not None:
         first = int(call.mask is not None)
-        made["mask_mods"] = Slot("call", lambda given: mask_mods_of(mods, given)[first:])
-    return made
+        made["mask_mods"] = Slot(
+            "call", lambda given: mask_mods_of(mods, lists.inner(given) if lists else given)[first:]
+        )
+    steps = zip(("lists_b", "lists_h", "lists_q"), lists.strides if lists else (None,) * 3, strict=True)
+    return {**made, "Lists": Slot("call", lists.of) if lists else None, **dict(steps)}
 
 
-def _list_values(call: Call, plan: "AttentionPlan", window: tuple[int, int], device: torch.device) -> dict[str, Any]:
-    """The lists of KV tiles, and their strides."""
+def _lists_of(call: Call, plan: "AttentionPlan", window: tuple[int, int], device: torch.device) -> TileLists | None:
+    """The lists of KV tiles that the plan asks for."""
     if "lists" not in plan.options:
-        return dict.fromkeys(("Lists", "lists_b", "lists_h", "lists_q"))
+        return None
     n = plan.problem
     sizes, tile = (n.batch, n.heads, n.seq_q, n.seq_k), (plan.block_m, plan.block_n)
-    lists = TileLists(call.mask_mod, sizes, tile, window, device, "anew" in plan.options)
-    steps = zip(("lists_b", "lists_h", "lists_q"), lists.strides, strict=True)
-    return {"Lists": Slot("call", lists.of), **dict(steps)}
+    return TileLists(call, sizes, tile, window, device, "anew" in plan.options)
 
 
 def _tile_of(name: str, box: "Box") -> Callable[[Call], Any]:

@@ -11,7 +11,7 @@ from ...masks import BANDS
 from ...types import Layout, Rules
 from ..bound import Box, Slot, attribute, runtime_ints, strides_named
 from ..call import UNBOUNDED, Call
-from .attention_tiles import tiles_of
+from .attention_tiles import is_listed, tiles_of
 
 if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays light
     from ...plan import AttentionPlan, AttentionProblem, DecodePlan, DecodeProblem, InvariantPlan
@@ -111,6 +111,8 @@ def problem_of(
     score = [n for n, used in (("softcap", call.softcap > 0), ("alibi", call.alibi_slopes is not None),
                                ("bias", call.bias is not None), ("user", call.score_mod is not None)) if used]  # fmt: skip
     ruled = call.mask_mod is not None and not (band and len(call.mask_mod.tree) == 2)  # type: ignore[union-attr]
+    listed = call.mask is not None and is_listed(call.mask, sizes["heads"])
+    by_place = not reads(call.mask_mod).score if ruled else listed
     masks = [n for n, used in ((band, band), ("mask", call.mask is not None), ("user", ruled)) if used]
 
     return AttentionProblem(
@@ -133,7 +135,7 @@ def problem_of(
         query_descriptors=boxable(q),
         bias_descriptors=tiles_of(call.bias),
         mask_descriptors=tiles_of(call.mask),
-        mask_by_place=ruled and not reads(call.mask_mod).score,
+        mask_by_place=by_place,
     )
 
 

@@ -4,9 +4,10 @@ import torch
 
 from ..bound import Box
 
-__all__ = ["bytes_of", "steps_of", "tile_box", "tiles_of"]
+__all__ = ["bytes_of", "is_listed", "steps_of", "tile_box", "tiles_of"]
 
 ROWS = 64  # queries of a warpgroup
+SHARED = 4  # heads that share a mask: looking at it once is then little beside what each of them does with it
 
 
 def tiles_of(t: torch.Tensor | None) -> str:
@@ -27,6 +28,11 @@ def steps_of(t: torch.Tensor) -> tuple[int, int]:
     """What to multiply batch entry and head with: 1, or 0 where one serves all."""
     batch, heads, _ = _own(t)
     return batch, heads
+
+
+def is_listed(mask: torch.Tensor, heads: int) -> bool:
+    """Whether lists of tiles are made of a mask: some heads share it, or no box reads it and kernels ask it as a mask_mod."""
+    return heads >= SHARED * (mask.shape[1] if steps_of(mask)[1] else 1) or not tiles_of(mask)
 
 
 def bytes_of(t: torch.Tensor) -> torch.Tensor:

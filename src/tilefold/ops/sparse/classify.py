@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import DtypeError, Unsupported
+from ...types import TILE as WHOLE
+from ...types import Rule, Rules
 from ..bound import runtime_ints
 from ..call import UNBOUNDED, Call, check_hooks, check_mod_args
+from ..dense.attention_tiles import is_listed, steps_of
 from ..device import device_of
-from ..reads import reads
+from ..reads import Reads, reads
 
 if TYPE_CHECKING:
     from ..launch import Launch
@@ -83,14 +86,19 @@ def lists_of_kinds(kinds: torch.Tensor, capacity: int) -> tuple[torch.Tensor, to
 
 class TileLists:
     """The lists of KV tiles of a mask_mod's calls: for each query tile, which it shows, and which of those whole (list_blocks).
+    A mask tensor is a mask_mod that reads it, where `is_listed` says so.
 
-    sizes: batch, heads, seq_q, seq_k.  One list serves all batch entries, heads that the source of mask_mod does not name.  The
-    result is kept until an arg changes: another tensor, other memory or another version of it (in-place operations of torch
-    count), another number.  It is made anew in a graph that is captured, for tensors without versions, and for `anew`."""
+    sizes: batch, heads, seq_q, seq_k.  One list serves all batch entries, heads that the source of mask_mod does not name and the
+    mask does not tell apart.  The result is kept until an arg changes: another tensor (but not another view of the same memory),
+    another version of it (in-place operations of torch count), another number.  It is made anew in a graph that is captured, for
+    tensors without versions, and for `anew`.
+
+    Of `masks.blocks` the table alone decides, and the lists are kept with it.  Where its blocks hold whole tiles, a partial tile
+    is asked about what the table does not say (`inner`), and a query tile without any has one behind the last."""
 
     def __init__(
         self,
-        mask_mod: Any,
+        call: Call,
         sizes: tuple[int, int, int, int],
         tile: tuple[int, int],
         window: tuple[int, int],
@@ -99,10 +107,19 @@ class TileLists:
     ) -> None:
         from ..dense.attention_parts import kind_of
 
-        read = reads(mask_mod)
-        batch, heads = sizes[0] if read.batch else 1, sizes[1] if read.head else 1
-        self.grid, self.device, self.anew = (batch, heads, *sizes[2:]), device, anew
+        self.tile, self.device, self.anew = tile, device, anew
+        self.masked = call.mask is not None and is_listed(call.mask, sizes[1])
+        self.by_table = window == (-1, -1) and not self.masked and _is_table(call.mask_mod)
+        read = reads(call.mask_mod) if call.mask_mod is not None else Reads(False, False, False)
+        own = steps_of(call.mask) if self.masked else (0, 0)  # type: ignore[arg-type]
+        batch, heads = sizes[0] if read.batch or own[0] else 1, sizes[1] if read.head or own[1] else 1
+        if self.by_table:
+            batch, heads = call.mask_args[0].shape[:2]
+        self.grid = batch, heads, *sizes[2:]
         self.kinds = batch, heads, *blocks_of(sizes[2:], tile)
+        aligned = self.by_table and "_tiles" in _first_of(call.mask_mod).function and not any(WHOLE % n for n in tile)
+        self.alone = self.by_table and type(_tree_of(call.mask_mod)) is Rule  # no mask is asked in partial blocks
+        self.rest = Rules(("all", _tree_of(call.mask_mod)[2][2])) if aligned and not self.alone else None
         self.band = [UNBOUNDED if side < 0 else side for side in window]
         self.classify = _classify(math.prod(self.kinds), tile, kind_of(window), device)
         self._kept: dict[Any, tuple[list[Any], torch.Tensor]] = {}
@@ -125,37 +142,58 @@ class TileLists:
         stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
         if stream and torch.cuda.is_current_stream_capturing():
             return self._make(call)
-        tensors = [arg for arg in call.mask_args if isinstance(arg, torch.Tensor)]
+        args, kept = (*call.mask_args, call.mask) if self.masked else call.mask_args, self._kept
+        kind: tuple[Any, ...] = ()
+        if self.by_table:
+            args, kept = (args[0], *args[5:7]), args[0].__dict__.setdefault("_tilefold_lists", {})
+            kind = type(self), self.tile, self.grid, self.shape
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
         if self.anew or any(t.is_inference() for t in tensors):
             return self._make(call)
-        numbers = tuple([arg for arg in call.mask_args if not isinstance(arg, torch.Tensor)])
-        key = stream, numbers, *[(id(t), t.data_ptr(), t._version) for t in tensors]
-        found = self._kept.get(key)
-        if found is None or any(kept() is not t for kept, t in zip(found[0], tensors, strict=True)):
-            found = [weakref.ref(t) for t in tensors], self._make(call)
-            self._kept.pop(key, None)
-            self._kept[key] = found
-            if len(self._kept) > KEPT:
-                del self._kept[next(iter(self._kept))]
+        numbers = tuple([arg for arg in args if not isinstance(arg, torch.Tensor)])
+        owners = [t if t._base is None else t._base for t in tensors]
+        memory = [(id(owner), t.data_ptr(), t._version) for owner, t in zip(owners, tensors, strict=True)]
+        key = stream, kind, numbers, *memory
+        found = kept.get(key)
+        if found is None or any(one() is not owner for one, owner in zip(found[0], owners, strict=True)):
+            found = [weakref.ref(owner) for owner in owners], self._make(call)
+            kept.pop(key, None)
+            kept[key] = found
+            if len(kept) > KEPT:
+                del kept[next(iter(kept))]
         return found[1]
 
     def _make(self, call: Call) -> torch.Tensor:
         return self._listed(self._classified(call))
 
     def _classified(self, call: Call) -> torch.Tensor:
-        """The kinds of all tiles, by the user's mask_mods alone."""
+        """The kinds of all tiles, by the user's mask_mods and a mask that counts."""
         from ...device import mods
         from ..dense.attention_parts import mask_mods_of
 
+        if self.by_table:
+            kinds = call.mask_args[0]
+            whole = kinds > 0 if self.alone else kinds == 2
+            return _kinds_of_tiles(kinds > 0, whole, call.mask_args[5:7], self.tile, self.grid[2:])
         kinds = torch.empty(self.kinds, dtype=torch.uint8, device=self.device)
-        self.classify((kinds, *_sizes(kinds, self.grid), *self.band, mask_mods_of(mods, call._replace(mask=None))))
+        asked = mask_mods_of(mods, call if self.masked else call._replace(mask=None))
+        self.classify((kinds, *_sizes(kinds, self.grid), *self.band, asked))
         return kinds
 
     def _listed(self, kinds: torch.Tensor) -> torch.Tensor:
         lists = torch.empty(self.shape, dtype=torch.int32, device=self.device)
         size = self.shape[3]
         self.list((kinds, lists[..., 1:], lists, size - 1, size - 1, size, size))
+        if self.rest is not None:
+            lists[..., 1].masked_fill_(~(kinds != 0).any(-1), 2 * self.kinds[3])
         return lists
+
+    def inner(self, call: Call) -> Call:
+        """The call whose mask_mod is what is asked in partial tiles."""
+        if self.rest is None:
+            return call
+        taken = 2 * _first_of(call.mask_mod).takes
+        return call._replace(mask_mod=self.rest, mask_args=call.mask_args[taken:])
 
 
 class QueryLists(TileLists):
@@ -170,6 +208,8 @@ class QueryLists(TileLists):
     def _plan_lists(self) -> None:
         batch, heads, q_blocks, kv_blocks = self.kinds
         self.shape = batch, min(heads, self.kv_heads), kv_blocks, 1 + 2 * q_blocks
+        if heads > self.kv_heads:  # a tile that the table shows to one of the group is asked about it
+            self.rest = None
         self.list = _launch("list_queries", math.prod(self.shape[:3]), {"ENTRIES": ENTRIES}, self.device)
 
     def _listed(self, kinds: torch.Tensor) -> torch.Tensor:
@@ -179,3 +219,44 @@ class QueryLists(TileLists):
         lists = torch.empty(self.shape, dtype=torch.int32, device=self.device)
         self.list((kinds, (kinds > 0).cumsum(-1, dtype=torch.int32), lists, *self.kinds[2:]))
         return lists
+
+
+def _is_table(mask_mod: Any) -> bool:
+    """Whether a mask is `masks.blocks` and no more, whose args stand first."""
+    if not isinstance(mask_mod, Rules) or len(mask_mod.tree) != 2:
+        return False
+    first = _first_of(mask_mod)
+    name = first.function if type(first) is Rule and isinstance(first.function, str) else ""
+    tree = _tree_of(mask_mod)
+    return name.startswith("listed") if type(tree) is Rule else tree[0] == "any" and name.startswith("whole")
+
+
+def _tree_of(mask_mod: Any) -> Any:
+    """The first of a mask's rules, or of its trees of them."""
+    return mask_mod.tree[1]
+
+
+def _first_of(mask_mod: Any) -> Any:
+    """The first rule of that, or a tree."""
+    tree = _tree_of(mask_mod)
+    return tree if type(tree) is Rule else tree[1]
+
+
+def _kinds_of_tiles(
+    some: torch.Tensor,
+    whole: torch.Tensor,
+    block: tuple[int, ...],
+    tile: tuple[int, int],
+    lengths: tuple[int, ...],
+) -> torch.Tensor:
+    """Kinds of tiles by which blocks are not empty, and which whole: a tile is empty, or whole, where all the blocks are that it
+    has a part of."""
+    for dim, (size, step, length) in enumerate(zip(block, tile, lengths, strict=True), 2):
+        first = torch.arange(0, length, step, device=some.device)
+        after = ((first + step).clamp(max=length) - 1) // size + 1
+        first = first // size
+        pad = (*(0, 0) * (3 - dim), 1, 0)
+        counts = [torch.nn.functional.pad(each.cumsum(dim, dtype=torch.int32), pad) for each in (some, whole)]
+        shown, wholly = (each.index_select(dim, after) - each.index_select(dim, first) for each in counts)
+        some, whole = shown > 0, wholly == (after - first).view(-1, *(1,) * (3 - dim))
+    return some.to(torch.uint8) + whole.to(torch.uint8)

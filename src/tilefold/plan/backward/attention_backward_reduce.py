@@ -61,15 +61,18 @@ class ReduceOptions:
     ordered: each tile of queries gets its additions in the order of the keys' blocks, so the bits are the same every run.
     late: with changes of scores, dP is issued behind them: the two do not run side by side, but nothing has to leave registers
     for the other.
-    lists: tiles that a mask_mod hides are left out, and it is not asked about those that it shows whole."""
+    lists: tiles that a mask_mod or a mask hides are left out, and the mod is not asked about those that it shows whole.
+    anew: the lists are made in every call, not kept until the mask_mod's args change."""
 
     ordered: bool = False
     late: bool = False
     lists: bool = False
+    anew: bool = False
 
     def __str__(self) -> str:
         late = ", dP behind the changes of scores" if self.late else ""
-        late += ", over lists of the tiles that the mask_mod shows" if self.lists else ""
+        late += ", over lists of the tiles that the mask shows" if self.lists else ""
+        late += ", made in every call" if self.anew else ""
         return "dq added in memory, " + ("in the order of the keys" if self.ordered else "in any order") + late
 
 
@@ -220,7 +223,12 @@ def reduce_violation(
     if n.plain and options is not None and options.late:
         return "options.late", "is a version of changes of scores, which the problem does not have"
     if options is not None and options.lists and not n.mask_by_place:
-        return "options.lists", "are of a mask_mod that looks at indices alone, which the problem does not have"
+        return (
+            "options.lists",
+            "are of a mask_mod that looks at indices alone, or of a mask that heads share; the problem has neither",
+        )
+    if options is not None and options.anew and not options.lists:
+        return "options.anew", "is a version of lists"
     fixed = {"block_m": queries_of(n), "block_n": KEYS, "num_warps": 4}
     if fault := tile_fault(KERNEL, tile, fixed, reduce_shared(n, tile.num_stages), device):
         return fault
@@ -238,7 +246,7 @@ def options_violation(options: object) -> tuple[str, str] | None:
     """As reduce_violation, of the options alone."""
     if not isinstance(options, ReduceOptions):
         return "options", f"must be ReduceOptions with {KERNEL}, got {options!r}"
-    for name in ("ordered", "late", "lists"):
+    for name in ("ordered", "late", "lists", "anew"):
         given: Any = getattr(options, name)
         if type(given) is not bool:
             return f"options.{name}", f"must be a bool, got {given!r}"

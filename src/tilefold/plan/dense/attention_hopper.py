@@ -28,6 +28,7 @@ __all__ = [
     "hopper_tile",
     "hopper_unmeasured",
     "hopper_violation",
+    "lists_refusal",
     "packable_heads",
     "packed_heads",
     "polynomial_of",
@@ -58,13 +59,13 @@ LAZY_FROM = {64: {"full": 2048, "causal": 2048, "window": 1536}, 128: {"full": 2
 """Keys that a query sees at most, by width and mask; windows of 1024, 2047 and 4096 keys were measured."""
 PAIRS_UNTIL = 640  # keys up to which pairs win at a head dim of 128 under a causal mask
 POLYNOMIALS = tuple(f"polynomial {n}" for n in range(1, 17))
-LISTS_FROM = 1 << 20  # scores of a head from which on a mask_mod's tiles are listed
+LISTS_FROM = 1 << 20  # scores of a head from which on the tiles of a mask_mod or a mask are listed
 OPTIONS = ("fence", "late", "turns", "skip", "lazy", "tanh", "pack", "lists", "anew", *POLYNOMIALS)
 """Versions of the kernel, all of the same results but for rounding. fence: the wait for a product stays behind the softmax;
 late: a tile's K is given back with its V; turns: the warpgroups issue their products in turns; skip: sums are rescaled only
 when a maximum has grown by 2^8; lazy, with skip: or a sum, and no maxima are looked for; tanh: softcap by the instruction;
-pack: the query heads of a KV head are rows of one block; lists: tiles that a mask_mod hides are left out, and it is not asked
-about those that it shows whole; the lists are kept until its args change, or, with anew, made in every call;
+pack: the query heads of a KV head are rows of one block; lists: tiles that a mask_mod or a mask hides are left out, and the mod
+is not asked about those that it shows whole; the lists are kept until its args change, or, with anew, made in every call;
 polynomial n: n sixteenths of the exponentials on the FMA units."""
 
 
@@ -115,6 +116,13 @@ def hopper_options(problem: AttentionProblem, tile: Tile) -> tuple[str, ...]:
         "lists": _lists_fault(n) is None and n.seq_q * n.seq_k >= LISTS_FROM,
     }
     return tuple(name for name, taken in chosen.items() if taken)
+
+
+def lists_refusal(problem: AttentionProblem, device: Device) -> str | None:
+    """Why the kernel makes no lists of tiles for this problem, as a sentence, or None if it does wherever it is taken."""
+    n = problem
+    few = f"its lists pay from {LISTS_FROM} scores a head on" if n.seq_q * n.seq_k < LISTS_FROM else None
+    return hopper_refusal(n, device) or hopper_unmeasured(n) or _lists_fault(n) or few
 
 
 def hopper_few(problem: AttentionProblem, device: Device) -> str | None:
@@ -302,7 +310,7 @@ def _pack_fault(problem: AttentionProblem) -> str | None:
 
 def _lists_fault(problem: AttentionProblem) -> str | None:
     if not problem.mask_by_place:
-        return "lists are of a mask_mod that looks at indices alone, which the problem does not have"
+        return "lists are of a mask_mod that looks at indices alone, or of a mask that heads share; the problem has neither"
     return "lists need sequences of one length, this is a packed batch" if problem.varlen else None
 
 
