@@ -119,11 +119,6 @@ class Bound:
         """(kernel, args, kwargs) of a call, to compile ahead of time."""
         return self.launch.fn, general(self.arguments(given)), self.launch.keywords
 
-    @property
-    def warm(self) -> bool:
-        """Whether pointers may be given as addresses, too."""
-        return self.launch.warm
-
     def with_values(self, values: Mapping[str, Any], grid: tuple[int, int, int] | None = None) -> "Bound":
         """The same launch with other values, on another grid if one is given.
 

@@ -8,9 +8,10 @@ import torch
 
 from .first_call import without_collector
 
-__all__ = ["CACHE", "facts_of", "facts_of_values", "recorded", "remember"]
+__all__ = ["CACHE", "facts_of", "facts_of_values", "no_ways", "recorded", "remember"]
 
 LIMIT = 1 << 14  # records; a program that needs more makes new shapes all the time, and begins anew
+Ways = list[Any]
 CACHE: dict[Any, Any] = {}
 """Records of all operations, by (operation, key)."""
 
@@ -18,9 +19,14 @@ Arguments = ParamSpec("Arguments")
 Record = TypeVar("Record")
 
 
+def no_ways() -> Ways:
+    """Of a record of calls: what runs them without gradients, and with; None until an `Operation` has found out."""
+    return [None, None]
+
+
 def facts_of(t: torch.Tensor) -> Any:
-    """What of a tensor decides checks, plan and compilation."""
-    return type(t), t.shape, t.stride(), t.dtype, t.device, t.is_neg(), t.data_ptr() & 15 == 0
+    """What of a tensor decides checks, plan, compilation, and who has to see a call of it."""
+    return type(t), t.shape, t.stride(), t.dtype, t.device, t.is_neg(), t.data_ptr() & 15 == 0, t.requires_grad
 
 
 def facts_of_values(*values: Any) -> tuple[Any, ...]:
@@ -32,7 +38,7 @@ def recorded(
     operation: str, key_of: Callable[..., Hashable] = facts_of_values
 ) -> Callable[[Callable[Arguments, Record]], Callable[Arguments, Record]]:
     """Of a function that checks, plans and binds a call: one that does so for the first call of a key, and looks its record up
-    for all others.
+    for all others.  Whose calls an `Operation` looks up itself: by the function's `operation` and `key_of`.
 
     key_of: of the same arguments, everything that the record depends on.  Where no key can be made (an argument is no tensor,
     has no memory or no hash) nothing is kept: the checks say which argument is wrong."""
@@ -50,6 +56,7 @@ def recorded(
                     found = remember(CACHE, key, prepare(*args))  # type: ignore[call-arg]
             return found
 
+        record_of.operation, record_of.key_of = operation, key_of  # type: ignore[attr-defined]
         return record_of  # type: ignore[return-value]
 
     return decorate

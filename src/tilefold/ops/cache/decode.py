@@ -48,6 +48,7 @@ class Decoder:
     rows: int  # of partial results, 0: there are none
     counted: int  # items that the last program to arrive merges, 0: none does
     limit: int = 0  # how many pages, or caches, there are
+    warm: bool = False  # all launches have been made
 
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, call: Call,
@@ -60,8 +61,8 @@ class Decoder:
         arrived: Any = None
         if rows:
             size = rows * out.shape[-1]
-            memory = torch.empty(size + 2 * rows, dtype=torch.float32, device=device)
-            if self.launch.warm and (self.merge is None or self.merge.warm):  # views cost more than addresses
+            memory = torch.empty_strided((size + 2 * rows,), (1,), dtype=torch.float32, device=device)
+            if self.warm and self.launch.launch.warm:  # views cost more than addresses
                 part = memory.data_ptr()
                 stat = part + 4 * size
             else:
@@ -73,6 +74,8 @@ class Decoder:
         self.launch(given)
         if self.merge is not None:
             self.merge(given)
+        if not self.warm:
+            self.warm = self.launch.launch.warm and (self.merge is None or self.merge.launch.warm)
 
     def grown(self, k: torch.Tensor, v: torch.Tensor, layout: Layout) -> "Decoder":
         """The same launches for keys in one piece of another length, which the plan has to hold for (`plan_holds`)."""
@@ -80,7 +83,7 @@ class Decoder:
         strides = {name: one for letter, t in (("k", k), ("v", v)) for name, one in
                    strides_named(letter, head_strides(t, layout), "bnh").items()}  # fmt: skip
         merge = None if self.merge is None else self.merge.with_values(length)
-        return replace(self, launch=self.launch.with_values(length | strides), merge=merge)
+        return replace(self, launch=self.launch.with_values(length | strides), merge=merge, warm=False)
 
     def _noted(self, watch: Watch, cache: Cache, device: torch.device) -> tuple[Any, ...]:
         """The note that faults are left in, and what the kernel needs for it; no table has 2^31 entries."""

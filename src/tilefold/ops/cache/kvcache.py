@@ -3,7 +3,7 @@
 By the decode kernel, but for prompts (more rows a KV head than plan.decode's MOST_ROWS) over caches in the queries' dtype: those
 are attention_cached's, whose tiles have the rows of one head."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -16,7 +16,7 @@ from ..device import device_of, on_host
 from ..faults import Watch
 from ..operator import Operation
 from ..places import check_side
-from ..records import recorded
+from ..records import Ways, no_ways, recorded
 from ..serve import BoundFunction, function_at, plan_at
 from ..source import Cache, Scales
 from ..watch import is_watched, refuse_derivatives
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from ...plan.cache.decode import DecodePlan
     from ...plan.device import Device
 
-__all__ = ["attention_kvcache", "check_contents", "plan_of", "sizes_of", "step"]
+__all__ = ["ATTENTION_KVCACHE", "check_contents", "plan_of", "sizes_of", "step"]
 
 
 @dataclass(slots=True)
@@ -58,18 +58,11 @@ class Prepared:
     prompts: bool = False
     interpreted: bool = False  # where reading what index tensors hold costs nothing
     keep: Any = None  # the call's plan, whose id is part of the key
+    trusted: bool = False  # the kernel notes no faults of such calls: a launch before it does
+    ways: Ways = field(default_factory=no_ways)
 
 
 _FLOATING = ("q", "k_cache", "v_cache", "alibi_slopes", "sinks", "k_scale", "v_scale")
-
-
-def attention_kvcache(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: bool | Watch
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of a call whose source is a Cache; forward only.  check: what index tensors and scales hold is read and looked
-    at first, or on the device, by the kernels."""
-    refuse_derivatives(_FLOATING, (q, k, v, call.alibi_slopes, call.sinks, *call.scales[1:]), "attention_kvcache")
-    return ATTENTION_KVCACHE(q, k, v, call, check)  # type: ignore[no-any-return]
 
 
 def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Step | None:
@@ -80,37 +73,44 @@ def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Step 
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: bool | Watch
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of a call whose source is a Cache; forward only.  check: what index tensors and scales hold is read and looked
+    at first, or on the device, by the kernels."""
+    return _run(_prepare(q, k, v, call, check), q, k, v, call, check)
+
+
+def _run(
+    p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: bool | Watch
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_forward` of a call that has this record."""
     watch = check if isinstance(check, Watch) else None
-    watched = watch is not None
-    p = _prepare(q, k, v, call, watched)
     if p.prompts:
         from .cached import attention_cached
 
         if check is True:
             check_contents(q, call, p.sizes)
         return attention_cached(q, k, v, call, watch or False)
-    # The kernel trusts packed calls, which take longer; and where there is no page, it cannot read another one.
-    if watch is not None and (cache_of(call).cu_q is not None or p.sizes.get("pages") == 0):
+    if p.trusted and watch is not None:
         call, watch = watched_call(call, p.sizes, watch), None
         p = _prepare(q, k, v, call, False)
     out, lse = new_results(q, p.out_shape, p.lse_shape)
     if p.decoder is None:
         return out, lse
-    if not watched and (check or p.interpreted):
+    if not isinstance(check, Watch) and (check or p.interpreted):
         check_contents(q, call, p.sizes)
     p.decoder.run(q, k, v, out, lse, call, watch)
     return out, lse
 
 
-def _key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, watched: bool) -> Any:
-    """Everything that a record depends on.  watched: on the device."""
-    return key_of(q, k, v, call), k.data_ptr() == v.data_ptr(), watched
+def _key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: bool | Watch) -> Any:
+    """Everything that a record depends on."""
+    return key_of(q, k, v, call), k.data_ptr() == v.data_ptr(), type(check) is Watch
 
 
 @recorded("attention_kvcache", _key)
-def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, watched: bool) -> Prepared:
+def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: bool | Watch) -> Prepared:
     from ...plan.cache.decode import DecodePlan, decode_kernel_refusal
 
+    watched = isinstance(check, Watch)
     sizes, shared = _checked(q, k, v, call)
     shapes = cached_shapes(sizes, cache_of(call))
     if watched:
@@ -130,7 +130,9 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, watc
     ):
         return Prepared(sizes, *shapes, prompts=True)
     decoder = bind_decode(q, k, v, call, sizes, made, watched)
-    return Prepared(sizes, *shapes, decoder, interpreted=on_host(q), keep=call.plan)
+    # The kernel trusts packed calls, which take longer; and where there is no page, it cannot read another one.
+    trusted = watched and (cache_of(call).cu_q is not None or sizes.get("pages") == 0)
+    return Prepared(sizes, *shapes, decoder, interpreted=on_host(q), keep=call.plan, trusted=trusted)
 
 
 def _planned(
@@ -240,6 +242,7 @@ def _fake(
 
 
 def _before(q: Any, k: Any, v: Any, call: Call, check: Any) -> None:
+    refuse_derivatives(_FLOATING, (q, k, v, call.alibi_slopes, call.sinks, *call.scales[1:]), "attention_kvcache")
     if call.plan is not None:
         raise Unsupported(
             "plan must be None under torch.compile, transforms and gradients: the planner's own is followed there"
@@ -254,4 +257,6 @@ ATTENTION_KVCACHE = Operation(
     "attention_kvcache is forward only: call it under torch.no_grad()",
     _before,
     (Cache, Scales),
+    _prepare,
+    _run,
 )

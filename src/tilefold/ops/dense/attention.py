@@ -29,7 +29,7 @@ from ..call import (
 )
 from ..device import device_of, interpreting, on_host
 from ..places import check_inside
-from ..records import facts_of, recorded, remember
+from ..records import facts_of, no_ways, recorded, remember
 from ..serve import function_at, plan_at
 from ..source import Packed
 from .attention_parts import (
@@ -58,6 +58,7 @@ __all__ = [
     "example_launch",
     "forward",
     "prepare",
+    "run",
     "step",
 ]
 
@@ -66,11 +67,17 @@ HOPPER_KERNEL = "attention_forward_hopper"
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of dense or varlen attention; see `tilefold.attention`."""
-    prepared = call.prepared or prepare(q, k, v, call)
+    return run(call.prepared or prepare(q, k, v, call), q, k, v, call)
+
+
+def run(
+    prepared: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`forward` of a call that has this record."""
     out, lse = new_results(q, prepared.out_shape, prepared.lse_shape)
     if prepared.planned is not None:
-        if call.packed is not None and on_host(q):
-            check_inside(call.packed, q.shape[0], k.shape[0])
+        if prepared.placed:
+            check_inside(call.source, q.shape[0], k.shape[0])  # type: ignore[arg-type]
         if prepared.decoder is not None:
             prepared.decoder.run(q, k, v, out, lse, call)
         else:
@@ -88,6 +95,13 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Pr
     """The record of this call's shapes and options, which checks everything.  Calls whose k and v are longer or shorter by a few
     keys share plan and launches: a token of generation is not planned anew.  Calls of any lengths share checks and compiled
     kernel."""
+    made = _prepared(q, k, v, call)
+    made.placed = call.packed is not None and on_host(q)
+    return made
+
+
+def _prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
+    """`prepare` of a call whose key is new."""
     lengths = near = family = None
     try:
         lengths = _key_of_lengths(q, k, v, call)
@@ -171,7 +185,7 @@ def _grown(near: Prepared, k: torch.Tensor, v: torch.Tensor, layout: Layout) -> 
     plan = functools.partial(
         _plan_of_length, near.problem, k.shape[1 if layout == "bshd" else 2], near.decoder.plan.device
     )
-    return replace(near, planned=plan, decoder=near.decoder.grown(k, v, layout), backward={})
+    return replace(near, planned=plan, decoder=near.decoder.grown(k, v, layout), backward={}, ways=no_ways())
 
 
 def _plan_of_length(problem: "AttentionProblem", seq_k: int, device: "Device") -> "DecodePlan":

@@ -11,6 +11,7 @@ from ...masks import BANDS
 from ...types import Layout, Rules
 from ..bound import Box, Slot, attribute, runtime_ints, strides_named
 from ..call import UNBOUNDED, Call
+from ..records import Ways, no_ways
 from .attention_tiles import tiles_of
 
 if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays light
@@ -59,6 +60,8 @@ class Prepared:
     decoder: Any = None  # the decode kernel's launches, instead of `bound`, where plan is a DecodePlan
     keep: tuple[Any, ...] = field(default=())  # objects whose id is part of the key
     backward: dict[Any, Any] = field(default_factory=dict)  # bound backward passes of this call
+    placed: bool = False  # what says where sequences lie is read first: it costs nothing there
+    ways: Ways = field(default_factory=no_ways)
 
     @property
     def plan(self) -> "AttentionPlan | DecodePlan | None":

@@ -25,6 +25,7 @@ __all__ = [
     "bind",
     "forward",
     "prepare",
+    "run",
 ]
 
 BLOCK_SPLITS = 16  # partials that one step of the merge takes in
@@ -32,11 +33,17 @@ BLOCK_SPLITS = 16  # partials that one step of the merge takes in
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of block-sparse attention; see `tilefold.sparse_attention`."""
-    p = prepare(q, k, v, call)
+    return run(prepare(q, k, v, call), q, k, v, call)
+
+
+def run(
+    p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, *others: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`forward` of a call that has this record."""
     out, lse = new_results(q, p.out_shape, p.lse_shape)
     if p.plan is None:
         return out, lse
-    if on_host(q):
+    if p.placed:
         _check_placement(k, q.shape[0], call)
     splits = p.plan.splits
     if splits == 1:
@@ -73,6 +80,7 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Pr
         found = _prepare(q, k, v, call)
         if family is not None and getattr(found.plan, "kernel", "") == HOPPER_KERNEL:
             remember(records.CACHE, family, found)
+    found.placed = on_host(q)
     return found
 
 
