@@ -112,15 +112,18 @@ class Operation:
         """The results, by the cheapest way that everyone who watches can follow."""
         if self.prepare is not None and not (torch.compiler.is_compiling() or is_open()):
             try:
-                found = records.CACHE.get((self.prepare.operation, self.prepare.key_of(*args)))
+                found = records.CACHE.get(key := (self.prepare.operation, self.prepare.key_of(*args)))
             except (AttributeError, RuntimeError, TypeError):  # the checks say which argument is wrong
-                found = None
-            if found is not None and (way := found.ways[torch.is_grad_enabled()]) is not None:
+                return self.first(*args)
+            if found is None:
+                return self.first(*args, key=key)
+            if (way := found.ways[torch.is_grad_enabled()]) is not None:
                 return way(found, *args)
         return self.first(*args)
 
-    def first(self, *args: Any) -> Any:
-        """The results of a call whose way is not known, which is kept from here on where it follows from the call's key."""
+    def first(self, *args: Any, key: Any = None) -> Any:
+        """The results of a call whose way is not known, which is kept from here on where it follows from the call's key; key: if
+        it has no record yet."""
         if torch.compiler.is_compiling():
             return self.dispatched(*args)
         transformed = is_transformed()
@@ -135,7 +138,7 @@ class Operation:
         given, args = args, self.arguments.resolved(args)
         kept = self.prepare is not None and given is args and not is_open()
         if not transformed and not wanted:
-            return self.plain(args, kept)
+            return self.plain(args, kept, key)
         bare, fixed, more = self.arguments.take(args)
         if in_forward_mode() or wants_gradient([*self.unserved(fixed), *more]):
             named = self.arguments.named(args, fixed)
@@ -149,11 +152,11 @@ class Operation:
             found.ways[True] = self._with_gradient
         return self._with_gradient(found, *args)
 
-    def plain(self, args: tuple[Any, ...], kept: bool) -> Any:
-        """The results of an eager call that nobody watches; kept: those of its key all come this way."""
+    def plain(self, args: tuple[Any, ...], kept: bool, key: Any = None) -> Any:
+        """The results of an eager call that nobody watches; kept: those of its key all come this way; key: as of `first`."""
         if self.prepare is None or self.run is None:
             return self.forward(*args)
-        found = self.prepare(*args)
+        found = self.prepare.made_at(key, args) if kept and key is not None else self.prepare(*args)
         if kept:
             found.ways[torch.is_grad_enabled()] = self.run
         return self.run(found, *args)

@@ -35,13 +35,14 @@ def facts_of_values(*values: Any) -> tuple[Any, ...]:
 
 
 def recorded(
-    operation: str, key_of: Callable[..., Hashable] = facts_of_values
+    operation: str, key_of: Callable[..., Hashable] = facts_of_values, keyed: bool = False
 ) -> Callable[[Callable[Arguments, Record]], Callable[Arguments, Record]]:
     """Of a function that checks, plans and binds a call: one that does so for the first call of a key, and looks its record up
-    for all others.  Whose calls an `Operation` looks up itself: by the function's `operation` and `key_of`.
+    for all others.  An `Operation` looks a call up itself, and has the record made by `made_at`.
 
     key_of: of the same arguments, everything that the record depends on.  Where no key can be made (an argument is no tensor,
-    has no memory or no hash) nothing is kept: the checks say which argument is wrong."""
+    has no memory or no hash) nothing is kept: the checks say which argument is wrong.
+    keyed: the function takes the key as well, as `key`."""
 
     def decorate(prepare: Callable[Arguments, Record]) -> Callable[Arguments, Record]:
         @functools.wraps(prepare)
@@ -51,12 +52,13 @@ def recorded(
                 found = CACHE.get(key)
             except (AttributeError, RuntimeError, TypeError):
                 return prepare(*args)  # type: ignore[call-arg]
-            if found is None:
-                with without_collector():
-                    found = remember(CACHE, key, prepare(*args))  # type: ignore[call-arg]
-            return found
+            return made_at(key, args) if found is None else found
 
-        record_of.operation, record_of.key_of = operation, key_of  # type: ignore[attr-defined]
+        def made_at(key: tuple[str, Any], args: tuple[Any, ...]) -> Any:
+            with without_collector():
+                return remember(CACHE, key, prepare(*args, **({"key": key[1]} if keyed else {})))
+
+        record_of.operation, record_of.key_of, record_of.made_at = operation, key_of, made_at  # type: ignore[attr-defined]
         return record_of  # type: ignore[return-value]
 
     return decorate

@@ -5,7 +5,7 @@ import torch
 
 from cases import arguments_of
 from tilefold.ops import records
-from tilefold.ops.call import Call
+from tilefold.ops.call import Call, key_of
 from tilefold.ops.source import Lists
 from tilefold.ops.sparse import sparse
 from tilefold.plan import device_named
@@ -24,15 +24,24 @@ def made(n, m, layout="bshd", heads=64, blocks=(64, 64), sizes=False):
     return q, k, v, Call(causal=n == m, layout=layout, lists=lists)
 
 
+def family_of(q, k, v, call):
+    return sparse._key_of_any_length(key_of(q, k, v, call), call)
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"layout": "bhsd"}, {"blocks": (128, 128)}, {"sizes": True}], ids=["", "bhsd", "128", "sizes"]
 )
-@pytest.mark.parametrize("lengths", [((1000, 1000), (1777, 1777)), ((512, 1024), (640, 4096))])
+@pytest.mark.parametrize(
+    "lengths", [((1000, 1000), (1777, 1777)), ((512, 1024), (640, 4096)), ((1777, 1777), (1778, 1778))]
+)
 def test_the_record_is_that_of_a_call_of_its_own(options, lengths, monkeypatch):
     monkeypatch.setattr(sparse, "device_of", lambda *args: device_named("h200"))
     monkeypatch.setattr("tilefold.ops.hopper.bound_or_none", lambda kind, bind, *_: bind())
     monkeypatch.setattr(records, "CACHE", {})
-    prepare = sparse.prepare.__wrapped__
+
+    def prepare(q, k, v, call):
+        return sparse.prepare.__wrapped__(q, k, v, call, key_of(q, k, v, call))
+
     near = prepare(*made(*lengths[0], **options))
     given = made(*lengths[1], **options)
     own = sparse._prepare(*given)
@@ -52,8 +61,8 @@ def test_the_record_is_that_of_a_call_of_its_own(options, lengths, monkeypatch):
 
 def test_what_is_no_length_has_a_key_of_its_own():
     q, k, v, call = made(1024, 1024)
-    key = sparse._key_of_any_length(q, k, v, call)
-    assert key is not None and key == sparse._key_of_any_length(*made(640, 640))
+    key = family_of(q, k, v, call)
+    assert key is not None and key == family_of(*made(640, 640))
     for other in (
         made(1000, 1000),  # the last block is cut
         made(1024, 1024, sizes=True),
@@ -64,4 +73,4 @@ def test_what_is_no_length_has_a_key_of_its_own():
         (q, k, v[:, :-1], call),
         (q, k, v, call._replace(mask=q)),
     ):
-        assert sparse._key_of_any_length(*other) != key
+        assert family_of(*other) != key

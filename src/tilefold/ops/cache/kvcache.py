@@ -3,14 +3,14 @@
 By the decode kernel, but for prompts (more rows a KV head than plan.decode's MOST_ROWS) over caches in the queries' dtype: those
 are attention_cached's, whose tiles have the rows of one head."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from ...check import TensorSpec, bind
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
-from ..call import MAX_HEAD_DIM, Call, check_options, key_of
+from ..call import MAX_HEAD_DIM, Call, check_options, is_plain, key_of
 from ..dense.attention_parts import new_results
 from ..device import device_of, on_host
 from ..faults import Watch
@@ -35,7 +35,9 @@ from .decode import (
     Decoder,
     Step,
     bind_decode,
+    cut_alike,
     problem_of_decode,
+    remember_cut,
     shares_storage,
     step_of,
 )
@@ -106,8 +108,64 @@ def _key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: b
     return key_of(q, k, v, call), k.data_ptr() == v.data_ptr(), type(check) is Watch
 
 
-@recorded("attention_kvcache", _key)
-def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: bool | Watch) -> Prepared:
+@recorded("attention_kvcache", _key, keyed=True)
+def _prepare(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: bool | Watch, key: Any = None
+) -> Prepared:
+    """The record of this call's shapes and options, which checks everything; of other numbers of keys, what depends on them."""
+    family = _key_of_any_capacity(key, call)
+    capacity = 0 if family is None else _capacity(k, call)
+    near: Prepared | None = None if family is None else cut_alike(family, lambda p: _plan_again(p, call, capacity))
+    if near is not None:
+        decoder = cast("Decoder", near.decoder).grown(k, v, call, capacity)
+        table = cache_of(call).block_table
+        most = {"seq_k": capacity} if table is None else {"max_pages": table.shape[1]}
+        return replace(near, sizes={**near.sizes, **most, "capacity": capacity}, decoder=decoder, ways=no_ways())
+    made = _prepared(q, k, v, call, check)
+    if family is not None and isinstance(made.decoder, Decoder):
+        remember_cut(family, made)
+    return made
+
+
+def _key_of_any_capacity(key: Any, call: Call) -> Any:
+    """The key of calls without a mask that differ in the rows of their caches, or in the columns of their tables, alone; None for
+    other calls.  key: of the call."""
+    if key is None or not is_plain(call):
+        return None
+    (plain, source, *scales), same, watched = key
+    q, k, v, options = plain
+    tensors, *numbers = source[1]
+    table = tensors[3]
+    if table is not None:
+        if len(table[1]) != 2:
+            return None
+        sides: Any = k, v, table[0], table[1][0], table[2][1], table[3:]
+    elif len(k[1]) != 4 or len(v[1]) != 4 or k[1][1] != v[1][1] or k[3] != q[3]:
+        return None
+    else:
+        sides = *[(t[0], t[1][:1], t[1][2:], t[2][1:], t[3:]) for t in (k, v)], k[2][0] == v[2][0]
+    places = tensors[:3], tensors[4:], *numbers
+    return "attention_kvcache of any capacity", q, sides, places, options, *scales, same, watched
+
+
+def _capacity(k: torch.Tensor, call: Call) -> int:
+    """The most keys of a sequence."""
+    table = cache_of(call).block_table
+    return k.shape[1] * (1 if table is None else table.shape[1])
+
+
+def _plan_again(near: Prepared, call: Call, capacity: int) -> "DecodePlan":
+    """The plan of a call that differs from near's in the capacity alone."""
+    from ...plan.cache.decode import plan_decode
+
+    old = cast("Decoder", near.decoder).plan
+    attention = old.problem.attention
+    problem = replace(old.problem, attention=attention.of_lengths(attention.seq_q, capacity))
+    return plan_decode(problem, old.device, cache_of(call).splits)
+
+
+def _prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: bool | Watch) -> Prepared:
+    """`_prepare` of a call that is like none before."""
     from ...plan.cache.decode import DecodePlan, decode_kernel_refusal
 
     watched = isinstance(check, Watch)

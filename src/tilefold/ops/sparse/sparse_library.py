@@ -4,7 +4,7 @@ The lists of an eager call are transposed when a backward pass asks for them.  W
 the transposed lists come along as inputs: they are made in front of the operator, where the compiler sees them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -79,16 +79,17 @@ def _before(q: Any, k: Any, v: Any, call: Call, *turned: Any) -> None:
 class SparseOperation(Operation):
     """An eager call gives, in the place of the transposed lists, what transposes its `BlockIndex`."""
 
-    def first(self, q: Any, k: Any, v: Any, call: Call, transpose: Callable[[], Any]) -> Any:
-        args = args_of(call)
+    def first(self, *given: Any, key: Any = None) -> Any:
+        q, k, v, whole, transpose = given
+        args = args_of(whole)
         wanted = (torch.is_grad_enabled() or in_forward_mode()) and wants_gradient((q, k, v, *args.values()))
         compiling = torch.compiler.is_compiling()
         transformed = not compiling and is_transformed()
         if compiling or (not transformed and is_watched((q, k, v))):
-            return self.dispatched(q, k, v, call, Turned(*transpose().tensors()[:2]) if wanted else None)
-        given, call = call, resolved(call)
+            return self.dispatched(q, k, v, whole, Turned(*transpose().tensors()[:2]) if wanted else None)
+        call = resolved(whole)
         if not wanted and not transformed:
-            return self.plain((q, k, v, call), given is call and not is_open())
+            return self.plain((q, k, v, call), whole is call and not is_open(), key)
         refuse_tangents({"q": q, "k": k, "v": v, **args})
         refuse_gradients(args.items(), "q, k and v")
         from .sparse_backward import DIFFERENTIABLE, TRANSFORMED  # here: `import tilefold` stays light
