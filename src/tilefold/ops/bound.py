@@ -66,10 +66,11 @@ class Bound:
     there, so that kernels share a table.  A parameter without a value is what a call gives by its name; KeyError names one that
     nobody gives."""
 
-    __slots__ = ("_as_given", "_made", "_rest", "_slots", "_template", "launch", "names", "values")
+    __slots__ = ("_as_given", "_made", "_rest", "_slots", "_template", "_values", "launch", "names")
 
     def __init__(self, launch: "Launch", given: Sequence[str], values: Mapping[str, Any]) -> None:
-        self.launch, self.values = launch, values
+        self.launch = launch
+        self._values: tuple[Mapping[str, Any], ...] = (values,)
         self.names = launch.names
         self._template: list[Any] = [values.get(name, name) for name in self.names]
         as_given: list[tuple[int, int]] = []
@@ -108,6 +109,11 @@ class Bound:
             arguments[at] = make(given[place])
         return arguments
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """What it was made of."""
+        return {name: value for table in self._values for name, value in table.items()}
+
     def found(self, given: tuple[Any, ...]) -> bool:
         """Whether the kernel has been compiled for such a call."""
         return self.launch.found(self.arguments(given))
@@ -127,7 +133,7 @@ class Bound:
         another value of a slot."""
         made = object.__new__(Bound)
         made.names, made._template = self.names, self._template.copy()
-        made.values, made._as_given, made._slots = {**self.values, **values}, self._as_given, self._slots
+        made._values, made._as_given, made._slots = (*self._values, values), self._as_given, self._slots
         template, places, alike = made._template, _places_of(self.names), True
         makes: dict[int, Any] = {}
         for name, value in values.items():

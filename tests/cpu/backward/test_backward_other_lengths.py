@@ -1,4 +1,4 @@
-"""Backward passes of calls that differ in lengths alone, on sm_90: what is kept of the first is what a call of its own would have."""
+"""Backward passes of calls that differ in lengths alone, on sm_90: what is kept of the first is as a call of its own has it."""
 
 from dataclasses import replace
 

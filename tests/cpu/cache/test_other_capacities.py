@@ -1,5 +1,5 @@
-"""Calls of the decode kernel that differ in the number of keys alone, on sm_90: what is kept of the first is what a call of its own
-would have."""
+"""Calls of the decode kernel that differ in the number of keys alone, on sm_90: what is kept of the first is as a call of its
+own has it."""
 
 import pytest
 import torch

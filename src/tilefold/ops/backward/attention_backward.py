@@ -217,7 +217,9 @@ def _bound(
 def _alike(prepared: Any, call: Call) -> Any:
     """What is the same of calls whose lengths make the same tiles in the forward pass exactly if they do in the backward pass of
     the kernel that keeps dS; None for other calls."""
-    if call.packed is not None or not is_plain(call) or getattr(prepared.planned, "kernel", "") != FORWARD:
+    if call.packed is not None or prepared.bound is None or not is_plain(call):
+        return None
+    if getattr(prepared.plan, "kernel", "") != FORWARD:
         return None
     n = prepared.problem
     return (n.seq_k - n.seq_q, 2 * n.seq_q >= n.seq_k) if n.sides in ((-1, -1), (-1, 0)) else None

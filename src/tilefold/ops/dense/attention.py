@@ -113,10 +113,7 @@ def _prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, key
     except (AttributeError, IndexError, RuntimeError, TypeError):  # the checks say which argument is wrong
         pass
     if near and alike is not None:
-        made = _bind_again(near, q, k, v, call, _rules().plan_alike(near.plan, *_lengths_of(q, k, call)))
-        assert made is not None  # the kernel for sm_90 has one width of offsets
-        made.shared = near.shared
-        return made
+        return _of_the_same_tiles(near, q, k, v, call)
     if lengths is not None and not near:  # the step is new, or its lengths are cut in several ways
         near = cut_alike(lengths[:-1], lambda first: _plan_of_lengths(first, q, k, call))
     if near:
@@ -204,6 +201,24 @@ def _of_other_lengths(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch
     return _bind_again(near, q, k, v, call, plan)
 
 
+def _of_the_same_tiles(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
+    """The record of a call from that of one whose lengths have the same `_key_of_tiles`: its plan is made when somebody asks."""
+    from .attention_hopper import grid_of, values_of_lengths
+
+    lengths, old = _lengths_of(q, k, call), cast("AttentionPlan", near.planned)
+    shape, at = near.out_shape, 2 if call.layout == "bhsd" else 1
+    if call.packed is not None:
+        shapes: Any = (q.shape[0], *shape[1:]), (near.lse_shape[0], q.shape[0])
+    else:
+        shapes = (*shape[:at], lengths[0], *shape[at + 1 :]), (*near.lse_shape[:2], lengths[0])
+    values = values_of_lengths(q, k, v, call, old, shapes[0], lengths)
+    bound = near.bound.with_values(values, None if call.packed is None else grid_of(old, values["items"]))
+    plan = functools.partial(_rules().plan_alike, old, *lengths)
+    return Prepared(
+        plan, shapes[0], shapes[1], near.scale, near.softcap, bound, near.mods, keep=near.keep, shared=near.shared
+    )
+
+
 def _plan_of_lengths(near: Prepared, q: torch.Tensor, k: torch.Tensor, call: Call) -> Any:
     """The plan of a call that differs from near's in its lengths alone."""
     problem = near.problem.of_lengths(*_lengths_of(q, k, call))
@@ -232,9 +247,10 @@ def _bind_again(
     sizes = {"batch": n.batch, "seq_q": n.seq_q, "seq_k": n.seq_k, "heads": n.heads, "kv_heads": n.kv_heads}
     shapes = result_shapes(call, {**sizes, "dim_v": n.dim_v, "total_q": q.shape[0]})
     if plan.kernel == HOPPER_KERNEL:
-        from .attention_hopper import values_of_lengths
+        from .attention_hopper import grid_of, values_of_lengths
 
-        values, grid = values_of_lengths(q, k, v, call, plan, shapes[0])
+        values = values_of_lengths(q, k, v, call, plan, shapes[0], (n.seq_q, n.seq_k))
+        grid = grid_of(plan, values["items"])
     else:
         if near.bound.launch.keywords["WIDE"] != _is_wide(q, call, plan):
             return None
