@@ -15,7 +15,7 @@ from tilefold.ops.call import Call, result_shapes, sizes_of, window_of
 from tilefold.ops.dense import attention
 from tilefold.ops.dense.attention_hopper import bind
 from tilefold.ops.dense.attention_parts import problem_of
-from tilefold.plan import AttentionProblem, device_named, plan_attention
+from tilefold.plan import AttentionProblem, DecodePlan, device_named, plan_attention
 from tilefold.plan.backward.attention_backward import plan_attention_backward
 from tilefold.plan.dense.forward import lengths_alike, plan_forward, shared_by_tiles
 
@@ -131,7 +131,9 @@ def test_tiles_decide_the_plan(seq_q, seq_k, more, heads, dim, batch, causal, de
     other = replace(problem, seq_q=max(1, seq_q + more), seq_k=max(1, seq_k + more))
     group, forward = heads[0] // heads[1], plan_forward(problem, device)
     alike = lengths_alike(seq_q, seq_k, group)
-    if alike is None or lengths_alike(other.seq_q, other.seq_k, group) != alike or not shared_by_tiles(forward):
+    if alike is None or lengths_alike(other.seq_q, other.seq_k, group) != alike:
+        return
+    if isinstance(forward, DecodePlan) or not shared_by_tiles(forward):
         return
     if other.seq_k - other.seq_q != seq_k - seq_q or (2 * seq_q >= seq_k) != (2 * other.seq_q >= other.seq_k):
         return

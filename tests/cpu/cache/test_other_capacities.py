@@ -116,6 +116,9 @@ def test_what_is_no_capacity_has_a_key_of_its_own():
         (q, k, v, call, watch_of("attention_kvcache")),
     ):
         assert family(*other) != key
+    paged = in_pages(160)
+    apart = paged[3].source._replace(block_table=meta(2, 2, dtype=torch.int32)[:, ::2])  # a column: any stride will do
+    assert family(*paged[:3], paged[3]._replace(source=apart)) is None
     key = family(*in_pages(160))
     assert key is not None and key == family(*in_pages(1600)) != family(*in_eight_bits(160))
 

@@ -141,11 +141,13 @@ def test_lengths_of_the_same_tiles_are_not_planned_again(sort, lengths, monkeypa
         [(False, (-1, -1)), (True, (-1, -1)), (False, (100, 0)), (False, (5, 7)), (False, (3000, 100))]
     ),
     varlen=st.booleans(),
+    score_mods=st.sampled_from([(), ("softcap",)]),
+    dtype=st.sampled_from(["bfloat16", "float16"]),
     device=st.sampled_from(["h200", "h100"]),
 )
-def test_tiles_decide_the_plan(lengths, others, heads, dims, batch, sides, varlen, device):
+def test_tiles_decide_the_plan(lengths, others, heads, dims, batch, sides, varlen, score_mods, dtype, device):
     """Of lengths with the same `lengths_alike` the whole plan is that of one of them, with the other's problem."""
-    problem = AttentionProblem(batch, *lengths, *heads, *dims, causal=sides[0], window=sides[1], varlen=varlen)
+    problem = AttentionProblem(batch, *lengths, *heads, *dims, dtype, *sides, varlen, score_mods)
     plan, group = plan_forward(problem, device_named(device)), heads[0] // heads[1]
     same = [max(1, (n - 1) // 64 * 64 + 1 + more) for n, more in zip(lengths, others, strict=True)]
     key = lengths_alike(*lengths, group)

@@ -68,7 +68,7 @@ def differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
         plan, alike = None, _alike(prepared, call)
         if prepared.planned is not None and (alike is None or (alike, asked) not in prepared.shared):
             plan = backward_plan_of(prepared.problem, call, q, asked[1], asked[3])
-            if alike is not None and plan.kernel == HOPPER:
+            if alike is not None and plan.kernel == HOPPER and not plan.queries_at_once:
                 prepared.shared[alike, asked] = plan
         prepared.backward[asked] = plan
     return prepared
@@ -197,8 +197,7 @@ def _bound(
             shared = alike, *sides, given and given[3:], *key[3:]
             near, old = prepared.shared.get(shared), prepared.shared.get((alike, asked))
             if near is not None:
-                problem = prepared.problem
-                own = old.alike(problem, (), lambda: plan)
+                own = old.alike(prepared.problem, (), lambda: plan)  # there is nothing that is told apart
                 found = prepared.backward[key] = near.of_lengths(own, tensors, dout, call)
                 return found
         with without_collector():

@@ -137,9 +137,9 @@ def _key_of_any_capacity(key: Any, call: Call) -> Any:
     tensors, *numbers = source[1]
     table = tensors[3]
     if table is not None:
-        if len(table[1]) != 2:
+        if len(table[1]) != 2 or table[2][1] != 1:
             return None
-        sides: Any = k, v, table[0], table[1][0], table[2][1], table[3:]
+        sides: Any = k, v, table[0], table[1][0], table[3:]
     elif len(k[1]) != 4 or len(v[1]) != 4 or k[1][1] != v[1][1] or k[3] != q[3]:
         return None
     else:
