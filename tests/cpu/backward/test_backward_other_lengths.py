@@ -99,6 +99,15 @@ def test_the_launches_are_those_of_a_call_of_its_own(lengths, dim, causal, heads
     assert told(again, *given, call) == told(own, *given, call)
 
 
+def test_other_differences_of_lengths_are_planned_anew(on_sm_90):
+    """Under a causal mask they move the diagonal, and with it how many tiles see each other."""
+    call, count = Call(causal=True), 0
+    for lengths in ((1033, 1033), (1033, 1039), (1039, 1033)):
+        both(*made(*lengths, (4, 4), 64, "bshd"), call)
+        assert len(on_sm_90) > count
+        count = len(on_sm_90)
+
+
 def test_what_is_no_length_is_bound_anew(on_sm_90):
     call = Call()
     (q, k, v, out), dout, lse = made(1033, 1033, (4, 4), 64, "bshd")

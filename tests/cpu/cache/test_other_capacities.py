@@ -45,7 +45,7 @@ def shared(keys):
 
 
 def in_pages(keys, dtype=torch.bfloat16, scales=UNSCALED):
-    pages, table = meta(50, 16, 4, 64, dtype=dtype), meta(2, 1000, dtype=torch.int32)[:, : -(-keys // 16)]
+    pages, table = meta(50, 16, 4, 64, dtype=dtype), meta(2, -(-keys // 16), dtype=torch.int32)
     cache = Cache(meta(2, dtype=torch.int32), block_table=table)
     return meta(2, 3, 16, 64), pages, pages.clone(), Call(source=cache, scales=scales)
 

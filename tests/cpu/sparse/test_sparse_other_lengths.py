@@ -32,7 +32,11 @@ def family_of(q, k, v, call):
     "options", [{}, {"layout": "bhsd"}, {"blocks": (128, 128)}, {"sizes": True}], ids=["", "bhsd", "128", "sizes"]
 )
 @pytest.mark.parametrize(
-    "lengths", [((1000, 1000), (1777, 1777)), ((512, 1024), (640, 4096)), ((1777, 1777), (1778, 1778))]
+    "lengths",
+    [
+        ((1000, 1000), (1777, 1777), (1770, 1770), (999, 999), (3333, 3333)),
+        ((512, 1024), (640, 4096), (640, 1024), (1000, 1024), (200, 2048)),
+    ],
 )
 def test_the_record_is_that_of_a_call_of_its_own(options, lengths, monkeypatch):
     monkeypatch.setattr(sparse, "device_of", lambda *args: device_named("h200"))
@@ -43,20 +47,23 @@ def test_the_record_is_that_of_a_call_of_its_own(options, lengths, monkeypatch):
         return sparse.prepare.__wrapped__(q, k, v, call, key_of(q, k, v, call))
 
     near = prepare(*made(*lengths[0], **options))
-    given = made(*lengths[1], **options)
-    own = sparse._prepare(*given)
-    monkeypatch.setattr(sparse, "_prepare", None)
-    again = prepare(*given)
-    assert near.plan.kernel == again.plan.kernel == "sparse_forward_hopper" and again.bound is not near.bound
-    assert (again.plan, again.out_shape, again.lse_shape, again.scale) == (
-        own.plan,
-        own.out_shape,
-        own.lse_shape,
-        own.scale,
-    )
-    assert again.bound.launch.grid == own.bound.launch.grid
-    assert again.bound.launch.keywords == own.bound.launch.keywords
-    assert arguments_of(again, *given) == arguments_of(own, *given)
+    for others in lengths[1:]:
+        given = made(*others, **options)
+        own = sparse._prepare(*given)
+        with monkeypatch.context() as alone:
+            alone.setattr(sparse, "_prepare", None)
+            again = prepare(*given)
+        assert near.plan.kernel == again.plan.kernel == "sparse_forward_hopper" and again.bound is not near.bound
+        assert (again.plan, again.out_shape, again.lse_shape, again.scale) == (
+            own.plan,
+            own.out_shape,
+            own.lse_shape,
+            own.scale,
+        )
+        assert str(again.plan) == str(own.plan)
+        assert again.bound.launch.grid == own.bound.launch.grid
+        assert again.bound.launch.keywords == own.bound.launch.keywords
+        assert arguments_of(again, *given) == arguments_of(own, *given)
 
 
 def test_what_is_no_length_has_a_key_of_its_own():
