@@ -33,15 +33,16 @@ class Plan:
         object.__setattr__(made, "_rest", rest)
         return made
 
-    def alike(self: Own, problem: object, told: tuple[str, ...], again: Callable[[], Own]) -> Own:
-        """The same decision for another problem.  told: fields that no launch needs; again: plans it, when somebody asks for
+    def alike(self: Own, problem: object, deferred: tuple[str, ...], again: Callable[[], Own]) -> Own:
+        """The same decision for another problem.  deferred: fields that no launch needs; again: plans it, when somebody asks for
         one."""
 
         def rest() -> dict[str, object]:
             made = again()
-            return {name: getattr(made, name) for name in told}
+            return {name: getattr(made, name) for name in deferred}
 
-        return self.decided(rest, problem=problem, **{name: getattr(self, name) for name in _others(type(self), told)})  # type: ignore[arg-type]
+        names: tuple[str, ...] = _others(type(self), deferred)  # type: ignore[arg-type]
+        return self.decided(rest, problem=problem, **{name: getattr(self, name) for name in names})
 
     def later(self: Own, **made: Callable[[], object]) -> Own:
         """The same plan with fields that are made when somebody asks."""
@@ -73,9 +74,9 @@ class Plan:
 
 
 @cache
-def _others(plan: type[Plan], told: tuple[str, ...]) -> tuple[str, ...]:
-    """The fields that are neither told nor the problem."""
-    return tuple(name for name in plan.__dataclass_fields__ if name not in (*told, "problem"))  # type: ignore[attr-defined]
+def _others(plan: type[Plan], deferred: tuple[str, ...]) -> tuple[str, ...]:
+    """The fields that are neither deferred nor the problem."""
+    return tuple(name for name in plan.__dataclass_fields__ if name not in (*deferred, "problem"))  # type: ignore[attr-defined]
 
 
 def require_fit(fault: Fault) -> None:

@@ -29,7 +29,9 @@ def family_of(q, k, v, call):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"layout": "bhsd"}, {"blocks": (128, 128)}, {"sizes": True}], ids=["", "bhsd", "128", "sizes"]
+    "options",
+    [{}, {"layout": "bhsd"}, {"blocks": (128, 128)}, {"sizes": True}, {"heads": 2}],
+    ids=["", "bhsd", "128", "sizes", "few"],
 )
 @pytest.mark.parametrize(
     "lengths",

@@ -197,7 +197,7 @@ def _bound(
             shared = alike, *sides, given and given[3:], *key[3:]
             near, old = prepared.shared.get(shared), prepared.shared.get((alike, asked))
             if near is not None:
-                own = old.alike(prepared.problem, (), lambda: plan)  # there is nothing that is told apart
+                own = old.alike(prepared.problem, (), lambda: plan)  # all of its fields
                 found = prepared.backward[key] = near.of_lengths(own, tensors, dout, call)
                 return found
         with without_collector():

@@ -53,10 +53,10 @@ def lengths_alike(seq_q: int, seq_k: int, group: int) -> tuple[int, ...] | None:
 def plan_alike(plan: AttentionPlan, seq_q: int, seq_k: int) -> AttentionPlan:
     """The plan of the same problem with other lengths, of the same `lengths_alike`."""
     problem = plan.problem.of_lengths(seq_q, seq_k)
-    return plan.alike(problem, TOLD, lambda: plan_attention(problem, plan.device))
+    return plan.alike(problem, DEFERRED, lambda: plan_attention(problem, plan.device))
 
 
-TOLD = ("buffers", "shared_bytes", "programs_per_sm", "cost", "bound", "rejected")
+DEFERRED = ("buffers", "shared_bytes", "programs_per_sm", "cost", "bound", "rejected")
 
 
 def shared_by_tiles(plan: AttentionPlan) -> bool:
