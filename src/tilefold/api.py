@@ -1,6 +1,6 @@
 """What users call of dense attention, and rotary embedding: sign, document, delegate."""
 
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -147,7 +147,8 @@ def attention(
     """
     if others:
         raise unexpected_of(attention, others)
-    check_kinds(return_lse, backward_plan, "AttentionBackwardPlan", deterministic)
+    if type(return_lse) is not bool or type(deterministic) is not bool or backward_plan is not None:
+        check_kinds(return_lse, backward_plan, "AttentionBackwardPlan", deterministic)
     asked = "" if numerics is None else check_numerics(numerics)
     if isinstance(mask, Mask) or score is not None:
         terms = Terms(
@@ -167,8 +168,8 @@ def attention(
         given = Call(causal, window, scale, layout=layout, plan=plan, scales=Scales(*descales), numerics=asked)
         out, lse = fp8_library.run(q, k, v, given)
         return (out, lse) if return_lse else out
-    call = Call(causal, window, scale, softcap, layout, alibi_slopes, bias, cast("Any", mask), sinks, score_mod,
-                score_args, mask_mod, mask_args, None, cast("Any", plan), score_grad, backward_plan, dropout_p, dropout_seed,
+    call = Call(causal, window, scale, softcap, layout, alibi_slopes, bias, mask, sinks, score_mod,  # type: ignore[arg-type]
+                score_args, mask_mod, mask_args, None, plan, score_grad, backward_plan, dropout_p, dropout_seed,
                 deterministic, numerics=asked)  # fmt: skip
     out, lse = _attend(q, k, v, call)
     return (out, lse) if return_lse else out
@@ -258,7 +259,7 @@ def attention_varlen(
                 "sequence is longer; pass check=False or True, or give a mask_mod or score_mod"
             )
         packed = checked_packed(q, k, packed, mode, "attention_varlen")
-    call = Call(causal, window, scale, softcap, "bshd", alibi_slopes, bias, cast("Any", mask), sinks, score_mod,
+    call = Call(causal, window, scale, softcap, "bshd", alibi_slopes, bias, mask, sinks, score_mod,  # type: ignore[arg-type]
                 score_args, mask_mod, mask_args, packed, plan, score_grad, backward_plan, dropout_p, dropout_seed,
                 numerics="" if numerics is None else check_numerics(numerics))  # fmt: skip
     out, lse = _attend(q, k, v, call)

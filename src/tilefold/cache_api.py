@@ -1,6 +1,6 @@
 """What users call of KV caches: sign, document, delegate."""
 
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -110,8 +110,9 @@ def attention_kvcache(
     arXiv:2309.06180)."""
     if others:
         raise unexpected_of(attention_kvcache, others)
-    check_kinds(return_lse)
-    mode = mode_of(check)
+    if type(return_lse) is not bool:
+        check_kinds(return_lse)  # type: ignore[unreachable]
+    checked = asked(check, "attention_kvcache")
     if isinstance(mask, Mask) or score is not None:
         terms = Terms(causal, window, softcap, alibi_slopes, None, mask)
         terms = _spelled(q, k_cache, terms, score, block_table, cu_seqlens_q, max_seqlen_q)
@@ -120,9 +121,9 @@ def attention_kvcache(
         cache_seqlens, cache_leftpad, cache_batch_idx, block_table, cu_seqlens_q, None, max_seqlen_q, 0, 0, num_splits
     )
     scales = UNSCALED if k_scale is None and v_scale is None else Scales(None, k_scale, v_scale)
-    call = Call(causal, window, scale, softcap, alibi_slopes=alibi_slopes, mask=cast("Any", mask), sinks=sinks, source=cache,
+    call = Call(causal, window, scale, softcap, alibi_slopes=alibi_slopes, mask=mask, sinks=sinks, source=cache,  # type: ignore[arg-type]
                 plan=plan, scales=scales, numerics="" if numerics is None else check_numerics(numerics))  # fmt: skip
-    out, lse = kvcache.attention_kvcache(q, k_cache, v_cache, call, asked(mode, "attention_kvcache"))
+    out, lse = kvcache.ATTENTION_KVCACHE(q, k_cache, v_cache, call, checked)
     return (out, lse) if return_lse else out
 
 

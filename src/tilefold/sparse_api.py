@@ -1,6 +1,5 @@
 """What users call of block-sparse attention: sign, document, delegate."""
 
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
@@ -11,14 +10,14 @@ from .masks import Mask
 from .ops.call import Call, args_of, check_kinds
 from .ops.checked import checked_lists, checked_packed, checked_places
 from .ops.dense.library import resolved
-from .ops.faults import Mode, mode_for, mode_of, watch_of
+from .ops.faults import Mode, asked, mode_for, mode_of, watch_of
 from .ops.masking import Terms, spelled_for_lists
 from .ops.places import check_pages
 from .ops.source import Lists, Packed, Paged
 from .ops.sparse import sparse as _sparse
 from .ops.sparse.sparse_call import check_lists
-from .ops.sparse.sparse_library import SPARSE, SPARSE_PAGED, Turned
-from .ops.watch import in_forward_mode, is_transformed, is_watched, refuse_gradients, refuse_tangents, wants_gradient
+from .ops.sparse.sparse_library import SPARSE, SPARSE_PAGED
+from .ops.watch import wants_gradient
 from .scores import Score
 from .types import Constant, Layout, ModArgs, ModFunction
 
@@ -98,18 +97,20 @@ def sparse_attention(
     """
     if others:
         raise unexpected_of(sparse_attention, others)
-    check_kinds(return_lse, backward_plan, "SparseBackwardPlan")
+    if type(return_lse) is not bool or backward_plan is not None:
+        check_kinds(return_lse, backward_plan, "SparseBackwardPlan")
     if mask is not None or score is not None:
         given = Terms(causal, None, softcap, None, None, mask, score_mod, score_args, mask_mod, mask_args, score_grad)
         causal, softcap, score_mod, score_args, mask_mod, mask_args, score_grad = _spelled(
             q, index, given, score, layout
         )
-    index = _checked(index, mode_of(check), "sparse_attention")
-    mods = (score_mod, score_args, mask_mod, mask_args)
-    call = Call(causal, None, scale, softcap, layout, *NO_TENSORS, *mods, None, plan, score_grad, backward_plan,
-                lists=_lists_of(index))  # fmt: skip
-    _check_masked(index, mask_mod, causal)
-    out, lse = _run(q, k, v, index, call)
+    if check is not None or asked(check, "sparse_attention"):
+        index = _checked(index, mode_of(check), "sparse_attention")
+    call = Call(causal, None, scale, softcap, layout, None, None, None, None, score_mod, score_args, mask_mod, mask_args, None,
+                plan, score_grad, backward_plan, lists=_lists_of(index))  # fmt: skip
+    if index.masked:
+        _check_masked(index, mask_mod, causal)
+    out, lse = SPARSE(q, k, v, call, index.transpose)
     return (out, lse) if return_lse else out
 
 
@@ -179,7 +180,7 @@ def sparse_attention_varlen(
     call = Call(
         causal, None, scale, softcap, "bshd", *NO_TENSORS, *mods, packed, plan, score_grad, backward_plan, lists=lists
     )
-    out, lse = _run(q, k, v, index, call)
+    out, lse = SPARSE(q, k, v, call, index.transpose)
     return (out, lse) if return_lse else out
 
 
@@ -246,14 +247,12 @@ def sparse_attention_paged(
     mods = (score_mod, score_args, mask_mod, mask_args)
     call = Call(causal, None, scale, softcap, layout, *NO_TENSORS, *mods, paged, plan, lists=_lists_of(index))
     _check_masked(index, mask_mod, causal)
-    tensors = (q, k_pages, v_pages)
-    if torch.is_grad_enabled() and wants_gradient((*tensors, *args_of(call).values())):
+    if torch.is_grad_enabled() and wants_gradient((q, k_pages, v_pages, *args_of(call).values())):
         raise Unsupported(
             "an input requires a gradient, but attention over pages has no backward pass: call under torch.no_grad(), or "
             "detach() the inputs"
         )
-    traced = torch.compiler.is_compiling() or is_transformed() or is_watched(tensors)
-    out, lse = (SPARSE_PAGED.dispatched if traced else _forward)(*tensors, call)
+    out, lse = SPARSE_PAGED(q, k_pages, v_pages, call)
     return (out, lse) if return_lse else out
 
 
@@ -357,32 +356,6 @@ _PAGED = ("block_table", "cache_seqlens")
 _OPTIONS = {*_SPELLED, "scale", "layout", "plan", "backward_plan"}
 
 
-def _run(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: "BlockIndex", call: Call
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Straight to the kernels when eager, with a node for autograd if one is needed; through the dispatcher when traced."""
-    args = args_of(call)
-    differentiable = (torch.is_grad_enabled() or in_forward_mode()) and wants_gradient((q, k, v, *args.values()))
-    compiling = torch.compiler.is_compiling()
-    transformed = not compiling and is_transformed()
-    if compiling or (not transformed and is_watched((q, k, v))):
-        turned = Turned(*index.transpose().tensors()[:2]) if differentiable else None
-        return SPARSE.dispatched(q, k, v, call, turned)  # type: ignore[no-any-return]
-    if not differentiable and not transformed:
-        return _forward(q, k, v, call)
-    refuse_tangents({"q": q, "k": k, "v": v, **args})
-    refuse_gradients(args.items(), "q, k and v")
-    call = resolved(call)
-    from .ops.sparse.sparse_backward import DIFFERENTIABLE, TRANSFORMED  # here: `import tilefold` stays light
-
-    function = TRANSFORMED if transformed else DIFFERENTIABLE
-    return function.apply(q, k, v, call, lambda: _lists_of(index.transpose()))  # type: ignore[no-any-return]
-
-
-def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    return _sparse.forward(q, k, v, resolved(call))
-
-
 def _checked(index: "BlockIndex", mode: Mode, operation: str) -> "BlockIndex":
     """The index as `check` asks for it; what is none is left to `_lists_of`."""
     from .sparse import BlockIndex
@@ -440,17 +413,7 @@ def _check_masked(index: "BlockIndex", mask_mod: object, causal: object) -> None
 
 
 def _lists_of(index: "BlockIndex") -> Lists:
-    from .sparse import BlockIndex
-
-    if not isinstance(index, BlockIndex):
+    """What kernels need of the index; DtypeError for anything else."""
+    if not hasattr(index, "_kept"):  # of a BlockIndex alone, whose class takes a millisecond to import
         raise DtypeError(f"index must be a tilefold.BlockIndex, got {type(index).__name__}{_instead(index)}")
-    kept: Lists | None = index._kept.get("lists")
-    if kept is not None and not torch.compiler.is_compiling():
-        return kept
-    lists = Lists.of(index)
-    if not torch.compiler.is_compiling():
-        # Tensors without an address, as under a tracer, decide nothing yet.
-        with suppress(AttributeError, RuntimeError, TypeError):
-            lists = lists._replace(kept=lists.facts())
-            index._kept["lists"] = lists
-    return lists
+    return Lists.of(index)

@@ -66,10 +66,11 @@ class Bound:
     there, so that kernels share a table.  A parameter without a value is what a call gives by its name; KeyError names one that
     nobody gives."""
 
-    __slots__ = ("_as_given", "_made", "_rest", "_template", "launch", "names", "values")
+    __slots__ = ("_as_given", "_made", "_rest", "_slots", "_template", "_values", "launch", "names")
 
     def __init__(self, launch: "Launch", given: Sequence[str], values: Mapping[str, Any]) -> None:
-        self.launch, self.values = launch, values
+        self.launch = launch
+        self._values: tuple[Mapping[str, Any], ...] = (values,)
         self.names = launch.names
         self._template: list[Any] = [values.get(name, name) for name in self.names]
         as_given: list[tuple[int, int]] = []
@@ -88,6 +89,7 @@ class Bound:
                 as_given.append((at, given.index(value)))
                 self._template[at] = None
         self._as_given, self._made = tuple(as_given), tuple(made)
+        self._slots = frozenset(at for at, *_ in (*as_given, *made))
         # what stands behind all that a call gives, where that comes first, in its order and as it is: then nothing is filled in
         in_order = not made and as_given == [(i, i) for i in range(len(given))]
         self._rest: list[Any] | None = self._template[len(given) :] if in_order else None
@@ -107,6 +109,11 @@ class Bound:
             arguments[at] = make(given[place])
         return arguments
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """What it was made of."""
+        return {name: value for table in self._values for name, value in table.items()}
+
     def found(self, given: tuple[Any, ...]) -> bool:
         """Whether the kernel has been compiled for such a call."""
         return self.launch.found(self.arguments(given))
@@ -119,11 +126,6 @@ class Bound:
         """(kernel, args, kwargs) of a call, to compile ahead of time."""
         return self.launch.fn, general(self.arguments(given)), self.launch.keywords
 
-    @property
-    def warm(self) -> bool:
-        """Whether pointers may be given as addresses, too."""
-        return self.launch.warm
-
     def with_values(self, values: Mapping[str, Any], grid: tuple[int, int, int] | None = None) -> "Bound":
         """The same launch with other values, on another grid if one is given.
 
@@ -131,24 +133,31 @@ class Bound:
         another value of a slot."""
         made = object.__new__(Bound)
         made.names, made._template = self.names, self._template.copy()
-        made.values, made._as_given = {**self.values, **values}, self._as_given
-        slots, alike = {at for at, *_ in (*self._as_given, *self._made)}, True
+        made._values, made._as_given, made._slots = (*self._values, values), self._as_given, self._slots
+        template, places, alike = made._template, _places_of(self.names), True
         makes: dict[int, Any] = {}
-        for at, name in enumerate(self.names):
-            if name not in values:
+        for name, value in values.items():
+            at = places.get(name)
+            if at is None:
                 continue
-            value = values[name]
-            if at not in slots:
-                alike = alike and self.launch.alike(at, made._template[at], value)
-                made._template[at] = value
-            elif type(value) is Slot:
-                makes[at] = value.make
-            else:
+            if (type(value) is Slot) != (at in self._slots):
                 raise KeyError(f"{self.launch.fn.__name__} has no parameter {name!r} that is the same in all calls")
-        made._made = tuple([(at, place, makes.get(at, make)) for at, place, make in self._made])
-        made._rest = None if self._rest is None else made._template[len(self.names) - len(self._rest) :]
+            if type(value) is Slot:
+                makes[at] = value.make
+            elif value != template[at]:
+                alike = alike and self.launch.alike(at, template[at], value)
+                template[at] = value
+        made._made = (
+            tuple([(at, place, makes.get(at, make)) for at, place, make in self._made]) if makes else self._made
+        )
+        made._rest = None if self._rest is None else template[len(self.names) - len(self._rest) :]
         made.launch = self.launch if grid is None and alike else self.launch.on_grid(grid, alike)
         return made
+
+
+@functools.cache
+def _places_of(names: tuple[str, ...]) -> dict[str, int]:
+    return {name: at for at, name in enumerate(names)}
 
 
 _CHECKED: dict[Any, tuple[Any, dict[str, Any]]] = {}  # a descriptor's class and fields, by class, layout and block

@@ -109,7 +109,7 @@ class Call(NamedTuple):
     backward_plan: "AttentionBackwardPlan | SparseBackwardPlan | Constant | None" = None
     dropout_p: float = 0.0
     dropout_seed: torch.Tensor | None = None  # one int64 on q's device, where dropout_p is not 0
-    deterministic: bool = True  # of the gradients alone: no record of the forward pass depends on it
+    deterministic: bool = True  # of the gradients alone
     scales: Scales = UNSCALED
     lists: Lists = None  # type: ignore[assignment]  # of block-sparse calls, which all have them
     numerics: str = ""  # of ops.numerics; "": what the context says
@@ -134,12 +134,13 @@ class Call(NamedTuple):
 # ---------------------------------------------------------------- the key
 
 
-def key_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any:
-    """Everything that a Prepared record depends on."""
-    plain: Any = (facts_of(q), facts_of(k), facts_of(v), options_of(call), call.numerics or ASKED[-1])
+def key_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, *others: Any) -> Any:
+    """Everything that a Prepared record depends on.  others: what a call gives besides, of which nothing does."""
+    plain: Any = (facts_of(q), facts_of(k), facts_of(v), (options_of(call), call.numerics or ASKED[-1]))
     source, lists, scales = call.source, call.lists, call.scales
     if source is not None or scales is not UNSCALED or lists is not None:
-        plain = (plain, *[None if part is None else (type(part), part.facts()) for part in (source, lists, scales)])
+        parts = source, lists, None if scales is UNSCALED else scales
+        plain = (plain, *[None if part is None else (type(part), part.facts()) for part in parts])
     if is_plain(call):
         return plain
     return (
@@ -152,9 +153,10 @@ def key_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any
 
 
 def options_of(call: Call) -> Any:
-    """causal, window, scale, softcap and layout, and their types: 1 == True == 1.0, but causal=1 is refused."""
+    """causal, window, scale, softcap and layout, and their types: 1 == True == 1.0, but causal=1 is refused; deterministic."""
     causal, window, scale, softcap, _ = options = call[:5]
-    return options, type(causal), type(scale), type(softcap), None if window is None else tuple(map(type, window))
+    sides = None if window is None else tuple(map(type, window))
+    return options, type(causal), type(scale), type(softcap), sides, call.deterministic
 
 
 def is_plain(call: Call) -> bool:

@@ -2,6 +2,7 @@
 
 import functools
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from .environment import check_environment
 if TYPE_CHECKING:
     from ..plan.device import Device
 
-__all__ = ["device_of", "interpreting", "on_host"]
+__all__ = ["device_of", "interpreting", "on_host", "stream_of"]
 
 
 def interpreting() -> bool:
@@ -24,6 +25,14 @@ def interpreting() -> bool:
 def on_host(tensor: torch.Tensor) -> bool:
     """Whether reading what an index tensor holds costs nothing, and a wrong number would end the process or go unseen."""
     return tensor.is_cpu or interpreting()
+
+
+@functools.cache
+def stream_of() -> Callable[[int | None], int]:
+    """What finds the current stream of a device by its index."""
+    import triton  # here: `import tilefold` stays light
+
+    return triton.runtime.driver.active.get_current_stream  # type: ignore[no-any-return]
 
 
 def device_of(device: torch.device, operation: str = "") -> "Device":

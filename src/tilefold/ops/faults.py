@@ -20,7 +20,6 @@ __all__ = [
     "Mode",
     "Watch",
     "asked",
-    "asked_by_default",
     "last_fault",
     "mode_for",
     "mode_of",
@@ -152,14 +151,12 @@ def watch_of(operation: str) -> Watch:
     return Watch(OPERATIONS.index(operation) + 1)
 
 
-def asked(mode: Mode, operation: str) -> bool | Watch:
-    """A call's mode as the functions of `ops.cache` take it."""
+def asked(check: object, operation: str) -> bool | Watch:
+    """A call's `check`, or the mode that it is, as the functions of `ops.cache` take it; None: the environment alone says."""
+    if check is False or (check is None and not DEFAULT):
+        return False
+    mode = mode_of(check)
     return watch_of(operation) if mode == "device" else bool(mode)
-
-
-def asked_by_default(operation: str) -> bool | Watch:
-    """`asked` of callers without an argument for it: the environment alone says."""
-    return asked(mode_of(None), operation)
 
 
 def note_of(device: torch.device) -> torch.Tensor:

@@ -14,6 +14,7 @@ from ..errors import Unsupported
 from ..types import Layout
 from .bound import Box, Slot
 from .dense.attention_parts import describe_box, head_strides
+from .device import stream_of
 
 __all__ = [
     "DISABLE",
@@ -102,9 +103,7 @@ def work_counter(device: torch.device) -> torch.Tensor:
     a graph's memory pool, in which nothing may be kept."""
     if device.type == "meta" or _PLACE.operator or torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
-    import triton
-
-    key = device.index, triton.runtime.driver.active.get_current_stream(device.index)
+    key = device.index, stream_of()(device.index)
     found = _COUNTERS.get(key)
     if found is None:
         found = _COUNTERS[key] = torch.zeros(1, dtype=torch.int32, device=device)

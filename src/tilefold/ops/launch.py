@@ -72,11 +72,13 @@ class Launch:
         """Launch on the current stream of the device (in the interpreter: run)."""
         if self._compiled is None or _hooked():
             self._first(args)
-        elif current_device() == self.device:
-            self._launch(args)
+            return
+        run, head, current_stream, middle = self._compiled
+        if current_device() == self.device:
+            run(*self.grid, current_stream(self.device), *head, *middle, *args, *self._tail)
         else:
             with torch.cuda.device(self.device):
-                self._launch(args)
+                run(*self.grid, current_stream(self.device), *head, *middle, *args, *self._tail)
 
     def compile(self, args: Sequence[Any]) -> None:
         """Compile for args, whose tensors may lie anywhere, without launching; raises what the compiler raises.
@@ -98,10 +100,6 @@ class Launch:
     def warm(self) -> bool:
         """Whether the next launch reuses the compiled kernel: then pointers may be given as addresses, too."""
         return self._compiled is not None and not _hooked()
-
-    def _launch(self, args: Sequence[Any]) -> None:
-        run, head, current_stream, middle = self._compiled
-        run(*self.grid, current_stream(self.device), *head, *middle, *args, *self._tail)
 
     def _first(self, args: Sequence[Any]) -> None:
         """Through Triton, unless another call of the same specialisation has been there."""

@@ -15,10 +15,12 @@ from typing import Any, NamedTuple, get_args
 import torch
 
 from ..errors import Unsupported
+from . import records
 from .flat import Arguments, several
 from .hopper import inside_operator
 from .watch import (
     in_forward_mode,
+    is_open,
     is_transformed,
     is_watched,
     refuse_gradients,
@@ -63,6 +65,8 @@ class Operation:
     gradient: how it is differentiated; or what Unsupported says to who asks for it.
     before(*args): raises what is wrong with a call whatever its tensors, while it is traced.
     parts: the records that a record among the arguments may hold here; a field without one of them is no part of the schema.
+    prepare, run: forward in two steps: the record of a call, a `recorded` function, and run(record, *args).  Who has to see a
+        call follows from its key and from torch's state: it is decided once for each key, and kept in the record's `ways`.
 
     A call raises Unsupported for a forward-mode tangent, inside torch.func's vmap and jvp, and for a tensor that requires a
     gradient and gets none; so does a derivative of the gradient."""
@@ -75,8 +79,11 @@ class Operation:
         gradient: Gradient | str,
         before: Callable[..., object] = lambda *args: None,
         parts: tuple[type, ...] = (),
+        prepare: Any = None,
+        run: Callable[..., Any] | None = None,
     ) -> None:
         self.name, self.forward, self.gradient, self.before = f"tilefold::{name}", forward, gradient, before
+        self.prepare, self.run = prepare, run
         self.arguments = arguments = Arguments(forward, parts)
         self.results = max(1, len(get_args(inspect.signature(forward).return_annotation)))
 
@@ -103,6 +110,20 @@ class Operation:
 
     def __call__(self, *args: Any) -> Any:
         """The results, by the cheapest way that everyone who watches can follow."""
+        if self.prepare is not None and not (torch.compiler.is_compiling() or is_open()):
+            try:
+                found = records.CACHE.get(key := (self.prepare.operation, self.prepare.key_of(*args)))
+            except (AttributeError, RuntimeError, TypeError):  # the checks say which argument is wrong
+                return self.first(*args)
+            if found is None:
+                return self.first(*args, key=key)
+            if (way := found.ways[torch.is_grad_enabled()]) is not None:
+                return way(found, *args)
+        return self.first(*args)
+
+    def first(self, *args: Any, key: Any = None) -> Any:
+        """The results of a call whose way is not known, which is kept from here on where it follows from the call's key; key: if
+        it has no record yet."""
         if torch.compiler.is_compiling():
             return self.dispatched(*args)
         transformed = is_transformed()
@@ -114,9 +135,10 @@ class Operation:
         forward_only = isinstance(self.gradient, str)
         if (watched and not transformed) or (forward_only and (transformed or wanted)):
             return self.dispatched(*args)
-        args = self.arguments.resolved(args)
+        given, args = args, self.arguments.resolved(args)
+        kept = self.prepare is not None and given is args and not is_open()
         if not transformed and not wanted:
-            return self.forward(*args)
+            return self.plain(args, kept, key)
         bare, fixed, more = self.arguments.take(args)
         if in_forward_mode() or wants_gradient([*self.unserved(fixed), *more]):
             named = self.arguments.named(args, fixed)
@@ -126,6 +148,22 @@ class Operation:
             refuse_transforms(self.name)
             return self.transformed.apply(None, bare, *fixed, *more)
         found = self.gradient.ready(*args)  # type: ignore[union-attr]
+        if kept:
+            found.ways[True] = self._with_gradient
+        return self._with_gradient(found, *args)
+
+    def plain(self, args: tuple[Any, ...], kept: bool, key: Any = None) -> Any:
+        """The results of an eager call that nobody watches; kept: those of its key all come this way; key: as of `first`."""
+        if self.prepare is None or self.run is None:
+            return self.forward(*args)
+        found = self.prepare.made_at(key, args) if kept and key is not None else self.prepare(*args)
+        if kept:
+            found.ways[torch.is_grad_enabled()] = self.run
+        return self.run(found, *args)
+
+    def _with_gradient(self, found: Any, *args: Any) -> Any:
+        """The results of an eager call, with a node of autograd; found: the call's record, None without one."""
+        bare, fixed, more = self.arguments.take(args)
         if found is not None:
             args = self.arguments.prepared_with(args, bare, found)
         return self.function.apply(args, bare, *fixed, *more)

@@ -8,9 +8,10 @@ import torch
 
 from .first_call import without_collector
 
-__all__ = ["CACHE", "facts_of", "facts_of_values", "recorded", "remember"]
+__all__ = ["CACHE", "facts_of", "facts_of_values", "no_ways", "recorded", "remember"]
 
 LIMIT = 1 << 14  # records; a program that needs more makes new shapes all the time, and begins anew
+Ways = list[Any]
 CACHE: dict[Any, Any] = {}
 """Records of all operations, by (operation, key)."""
 
@@ -18,9 +19,14 @@ Arguments = ParamSpec("Arguments")
 Record = TypeVar("Record")
 
 
+def no_ways() -> Ways:
+    """Of a record of calls: what runs them without gradients, and with; None until an `Operation` has found out."""
+    return [None, None]
+
+
 def facts_of(t: torch.Tensor) -> Any:
-    """What of a tensor decides checks, plan and compilation."""
-    return type(t), t.shape, t.stride(), t.dtype, t.device, t.is_neg(), t.data_ptr() & 15 == 0
+    """What of a tensor decides checks, plan, compilation, and who has to see a call of it."""
+    return type(t), t.shape, t.stride(), t.dtype, t.device, t.is_neg(), t.data_ptr() & 15 == 0, t.requires_grad
 
 
 def facts_of_values(*values: Any) -> tuple[Any, ...]:
@@ -29,13 +35,14 @@ def facts_of_values(*values: Any) -> tuple[Any, ...]:
 
 
 def recorded(
-    operation: str, key_of: Callable[..., Hashable] = facts_of_values
+    operation: str, key_of: Callable[..., Hashable] = facts_of_values, keyed: bool = False
 ) -> Callable[[Callable[Arguments, Record]], Callable[Arguments, Record]]:
     """Of a function that checks, plans and binds a call: one that does so for the first call of a key, and looks its record up
-    for all others.
+    for all others.  An `Operation` looks a call up itself, and has the record made by `made_at`.
 
     key_of: of the same arguments, everything that the record depends on.  Where no key can be made (an argument is no tensor,
-    has no memory or no hash) nothing is kept: the checks say which argument is wrong."""
+    has no memory or no hash) nothing is kept: the checks say which argument is wrong.
+    keyed: the function takes the key as well, as `key`."""
 
     def decorate(prepare: Callable[Arguments, Record]) -> Callable[Arguments, Record]:
         @functools.wraps(prepare)
@@ -45,11 +52,13 @@ def recorded(
                 found = CACHE.get(key)
             except (AttributeError, RuntimeError, TypeError):
                 return prepare(*args)  # type: ignore[call-arg]
-            if found is None:
-                with without_collector():
-                    found = remember(CACHE, key, prepare(*args))  # type: ignore[call-arg]
-            return found
+            return made_at(key, args) if found is None else found
 
+        def made_at(key: tuple[str, Any], args: tuple[Any, ...]) -> Any:
+            with without_collector():
+                return remember(CACHE, key, prepare(*args, **({"key": key[1]} if keyed else {})))
+
+        record_of.operation, record_of.key_of, record_of.made_at = operation, key_of, made_at  # type: ignore[attr-defined]
         return record_of  # type: ignore[return-value]
 
     return decorate

@@ -2,6 +2,7 @@
 
 Nothing of a tensor is read on the host."""
 
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -110,8 +111,16 @@ class Lists(NamedTuple):
 
     @classmethod
     def of(cls, index: Any) -> "Lists":
-        """Those of a `BlockIndex`."""
-        return cls(*index.tensors(), *index.geometry)
+        """Those of a `BlockIndex`, made once for each."""
+        kept: Lists | None = index._kept.get("lists")
+        if kept is not None and not torch.compiler.is_compiling():
+            return kept
+        lists = cls(*index.tensors(), *index.geometry)
+        if not torch.compiler.is_compiling():
+            # Tensors without an address, as under a tracer, decide nothing yet.
+            with suppress(AttributeError, RuntimeError, TypeError):
+                lists = index._kept["lists"] = lists._replace(kept=lists.facts())
+        return lists
 
     def facts(self) -> Any:
         """What of the lists decides checks, plan and compilation."""

@@ -9,6 +9,7 @@ from ..errors import Unsupported
 
 __all__ = [
     "in_forward_mode",
+    "is_open",
     "is_transformed",
     "is_watched",
     "refuse_at_once",
@@ -81,6 +82,15 @@ def refuse_at_once(named: Mapping[str, Any], why: str) -> None:
         for name, t in named.items():
             if isinstance(t, torch.Tensor) and t.requires_grad:
                 raise Unsupported(f"{name} requires a gradient, but {why}")
+
+
+def is_open() -> bool:
+    """Whether somebody may see a call whose tensors do not show it: torch.func, a dispatch mode, forward mode."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch.autograd.forward_ad._current_level >= 0
+    )
 
 
 def is_transformed() -> bool:

@@ -18,13 +18,13 @@ def append_rows(
 ) -> None:  # fmt: skip
     """k, v [B, S, kv_heads, dim], as many new rows for every sequence, or packed [T, kv_heads, dim]; in one launch."""
     from ..ops.cache.cache_append import Append, cache_append
-    from ..ops.faults import asked_by_default
+    from ..ops.faults import asked
 
     # That they fit is known: the batch has reserved them.  So no longest is given, which would be a record for each.
     offsets = batch.cu_seqlens_q if batch.count is None else None
-    asked = asked_by_default("kvcache_append")
+    check = asked(None, "kvcache_append")
     call = Append(*caches, k, v, batch.lengths_before, None, batch.block_table, cos, sin, interleaved, offsets, *scales)
-    cache_append(call, asked)
+    cache_append(call, check)
 
 
 def attend(
@@ -36,9 +36,9 @@ def attend(
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of q [B, S, heads, dim], or packed [T, heads, dim], over each sequence's rows, the new ones included."""
-    from ..ops.cache.kvcache import attention_kvcache
+    from ..ops.cache.kvcache import ATTENTION_KVCACHE
     from ..ops.call import Call
-    from ..ops.faults import asked_by_default
+    from ..ops.faults import asked
     from ..ops.numerics import check_numerics
     from ..ops.source import Cache
     from ..ops.source import Scales as Factors
@@ -50,4 +50,4 @@ def attend(
         batch.max_seqlen_q if packed else 0, 0, 0, splits,
     )  # fmt: skip
     call = Call(causal, **options, source=cache, scales=Factors(None, *scales), numerics=numerics)
-    return attention_kvcache(q, *caches, call, asked_by_default("attention_kvcache"))
+    return ATTENTION_KVCACHE(q, *caches, call, asked(None, "attention_kvcache"))  # type: ignore[no-any-return]

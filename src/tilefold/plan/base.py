@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tilefold.errors import PlanError
@@ -32,6 +33,17 @@ class Plan:
         object.__setattr__(made, "_rest", rest)
         return made
 
+    def alike(self: Own, problem: object, deferred: tuple[str, ...], again: Callable[[], Own]) -> Own:
+        """The same decision for another problem.  deferred: fields that no launch needs; again: plans it, when somebody asks for
+        one."""
+
+        def rest() -> dict[str, object]:
+            made = again()
+            return {name: getattr(made, name) for name in deferred}
+
+        names: tuple[str, ...] = _others(type(self), deferred)  # type: ignore[arg-type]
+        return self.decided(rest, problem=problem, **{name: getattr(self, name) for name in names})
+
     def later(self: Own, **made: Callable[[], object]) -> Own:
         """The same plan with fields that are made when somebody asks."""
         own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in made}  # type: ignore[attr-defined]
@@ -59,6 +71,12 @@ class Plan:
     def from_json(cls: type[Own], text: str) -> Own:
         """The plan that `to_json` wrote. PlanError names a missing, unknown, mistyped or contradictory field."""
         return serialise.from_json(cls, text)
+
+
+@cache
+def _others(plan: type[Plan], deferred: tuple[str, ...]) -> tuple[str, ...]:
+    """The fields that are neither deferred nor the problem."""
+    return tuple(name for name in plan.__dataclass_fields__ if name not in (*deferred, "problem"))  # type: ignore[attr-defined]
 
 
 def require_fit(fault: Fault) -> None:

@@ -51,7 +51,7 @@ def padded_value_dim(dim_v: int, dim_qk: int) -> int:
     return max(padded_head_dim(dim_v), min(padded_head_dim(dim_qk), SWIZZLED))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AttentionProblem:
     """One attention call: sizes, dtype, mask and modifications. Checked when made; equal problems get equal plans.
 
@@ -133,6 +133,12 @@ class AttentionProblem:
             raise ValueRangeError(
                 f"window must be (left, right) with sides of at least 0, or -1 for unbounded, got {window!r}"
             )
+
+    def of_lengths(self, seq_q: int, seq_k: int) -> "AttentionProblem":
+        """The same problem with other lengths, of at least 0; nothing is checked again."""
+        made = object.__new__(AttentionProblem)
+        made.__dict__.update(self.__dict__, seq_q=seq_q, seq_k=seq_k)
+        return made
 
     def require_same(self, other: "AttentionProblem") -> None:
         """PlanError, naming the field, unless a plan made for this problem serves `other`; what descriptors can read may differ,

@@ -148,6 +148,11 @@ def measured(kind: str, ruled: PlanKind, follow: Callable[[PlanKind, dict[str, A
         return ruled
 
 
+def in_use(device: Device) -> bool:
+    """Whether plans of this device are looked up in a table, which has single problems."""
+    return _in_use(device) is not None
+
+
 def key_of(kind: str, problem: Any) -> str:
     """What is the same of two problems exactly if one plan serves both alike: their fields, without what changes no launch."""
     fields = json.loads(json.dumps(asdict(problem) if is_dataclass(problem) else problem))  # type: ignore[arg-type]

@@ -1,22 +1,25 @@
 """Calls of attention that differ in lengths alone, on sm_90: what is kept of the first is what a call of its own would have."""
 
-import functools
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cases import arguments_of
+from examples import examples
 from tilefold.ops.bound import Bound, Slot
-from tilefold.ops.call import Call, result_shapes, sizes_of
+from tilefold.ops.call import Call, key_of, result_shapes, sizes_of
 from tilefold.ops.dense import attention
 from tilefold.ops.dense.attention import _bind, _bind_again, _key_of_any_length
 from tilefold.ops.dense.attention_hopper import bind
 from tilefold.ops.dense.attention_parts import problem_of
 from tilefold.ops.launch import Launch
 from tilefold.ops.source import Packed
-from tilefold.plan import DecodePlan, device_named, plan_attention, plan_forward
+from tilefold.plan import AttentionProblem, DecodePlan, device_named, plan_attention, plan_forward
+from tilefold.plan.dense.forward import lengths_alike, plan_alike, shared_by_tiles
 
 
 def made(n, m=0, heads=16, kv_heads=4, dim=64, layout="bshd", packed=False, dtype=torch.bfloat16):
@@ -27,6 +30,14 @@ def made(n, m=0, heads=16, kv_heads=4, dim=64, layout="bshd", packed=False, dtyp
     q, k, v = (torch.empty(shape, dtype=dtype, device="meta") for shape in (shapes[0], *shapes[1:] * 2))
     cu = torch.empty(4, dtype=torch.int32, device="meta")
     return q, k, v, {"source": Packed(cu, cu, n - 7, (m or n) - 7)} if packed else {"layout": layout}
+
+
+def family_of(q, k, v, call):
+    return _key_of_any_length(key_of(q, k, v, call), call)
+
+
+def prepared(q, k, v, call):
+    return attention.prepare.__wrapped__(q, k, v, call, key_of(q, k, v, call))
 
 
 def record(q, k, v, call, portable=False):
@@ -61,15 +72,15 @@ def test_the_record_is_that_of_a_call_of_its_own(sort, lengths):
     q, k, v, more = made(1500, **options)
     _, near = record(q, k, v, Call(causal=causal, **more), portable)
     near.bound.launch._compiled = None if portable else "compiled"  # the interpreter knows no specialisation
-    first = _key_of_any_length(q, k, v, Call(causal=causal, **more))
+    first = family_of(q, k, v, Call(causal=causal, **more))
     q, k, v, more = made(*lengths, **options)
     call = Call(causal=causal, **more)
-    assert _key_of_any_length(q, k, v, call) == first is not None
+    assert family_of(q, k, v, call) == first is not None
     plan, own = record(q, k, v, call, portable)
-    again = _bind_again(near, q, k, v, call, plan)
     if plan.tile != near.plan.tile or plan.options != near.plan.options:
-        assert again is None
+        assert attention._of_other_lengths(near, q, k, v, call) is None
         return
+    again = _bind_again(near, q, k, v, call, plan)
     assert (again.plan, again.out_shape, again.lse_shape) == (own.plan, own.out_shape, own.lse_shape)
     assert again.bound.launch.grid == own.bound.launch.grid
     assert again.bound.launch.keywords == own.bound.launch.keywords
@@ -97,6 +108,55 @@ def test_integers_of_another_class_are_compiled_for():
         assert (bound.with_values({name: value}, (2, 1, 1)).launch._compiled == "compiled") is kept
 
 
+@pytest.mark.parametrize("sort", [sort for sort, options in SORTS.items() if "portable" not in options])
+@pytest.mark.parametrize("lengths", [(1025, 1039), (1484, 1473), (1537, 1551)])
+def test_lengths_of_the_same_tiles_are_not_planned_again(sort, lengths, monkeypatch):
+    options = dict(SORTS[sort])
+    causal = options.pop("causal", False)
+    monkeypatch.setattr(attention, "device_of", lambda *args: device_named("h200"))
+    monkeypatch.setattr(attention.records, "CACHE", {})
+    monkeypatch.setattr(attention, "_prepare", lambda q, k, v, call: record(q, k, v, call)[1])
+    first, second = (made(n + 7 * bool(options.get("packed")), **options) for n in lengths)
+    near = prepared(*first[:3], Call(causal=causal, **first[3]))
+    q, k, v, more = second
+    call = Call(causal=causal, **more)
+    plan, own = record(q, k, v, call)
+    monkeypatch.setattr(attention, "_prepare", None)
+    monkeypatch.setattr(attention, "_plan_of_lengths", None)
+    again = prepared(q, k, v, call)
+    assert again.plan == plan and str(again.plan) == str(plan) and again.plan.problem != near.plan.problem
+    assert (again.out_shape, again.lse_shape) == (own.out_shape, own.lse_shape)
+    assert again.bound.launch.grid == own.bound.launch.grid and again.shared is near.shared
+    assert arguments_of(again, q, k, v, call) == arguments_of(own, q, k, v, call)
+
+
+@examples(400)
+@given(
+    lengths=st.tuples(st.integers(128, 9000), st.integers(1, 9000)),
+    more=st.tuples(st.integers(-6, 6), st.one_of(st.integers(-30, 30), st.integers(-9000, 9000))),
+    heads=st.sampled_from([(1, 1), (4, 1), (16, 4), (32, 32), (7, 1), (64, 8)]),
+    dims=st.sampled_from([(64, 64), (128, 128), (192, 128), (96, 96), (256, 256), (32, 32)]),
+    batch=st.integers(1, 9),
+    sides=st.sampled_from(
+        [(False, (-1, -1)), (True, (-1, -1)), (False, (100, 0)), (False, (5, 7)), (False, (3000, 100))]
+    ),
+    varlen=st.booleans(),
+    score_mods=st.sampled_from([(), ("softcap",)]),
+    dtype=st.sampled_from(["bfloat16", "float16"]),
+    device=st.sampled_from(["h200", "h100"]),
+)
+def test_tiles_decide_the_plan(lengths, more, heads, dims, batch, sides, varlen, score_mods, dtype, device):
+    """Of lengths with the same `lengths_alike` the whole plan is that of one of them, with the other's problem."""
+    problem = AttentionProblem(batch, *lengths, *heads, *dims, dtype, *sides, varlen, score_mods)
+    plan, group = plan_forward(problem, device_named(device)), heads[0] // heads[1]
+    same = [max(1, n + change) for n, change in zip(lengths, more, strict=True)]
+    key = lengths_alike(*lengths, group)
+    if key is None or lengths_alike(*same, group) != key or isinstance(plan, DecodePlan) or not shared_by_tiles(plan):
+        return
+    own = plan_forward(replace(problem, seq_q=same[0], seq_k=same[1]), device_named(device))
+    assert plan_alike(plan, *same) == own
+
+
 CHANGES = {
     "k is longer than v": lambda q, k, v, call: (q, k, v[:, :-1], call),
     "another head dim": lambda q, k, v, call: (q[..., :32], k[..., :32], v, call),
@@ -111,17 +171,17 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_no_length_has_a_key_of_its_own(change):
     q, k, v, more = made(1500)
-    key = functools.partial(_key_of_any_length, q, k, v)(Call(**more))
-    assert _key_of_any_length(*CHANGES[change](q, k, v, Call(**more))) != key
+    key = family_of(q, k, v, Call(**more))
+    assert family_of(*CHANGES[change](q, k, v, Call(**more))) != key
 
 
 def test_calls_with_tensors_of_their_own_share_nothing():
     q, k, v, more = made(1500)
     for field in ("bias", "mask", "sinks", "alibi_slopes"):
-        assert _key_of_any_length(q, k, v, Call(**more, **{field: q})) is None
+        assert family_of(q, k, v, Call(**more, **{field: q})) is None
     q, k, v, more = made(1500, packed=True)
-    assert _key_of_any_length(q, k, v, Call(source=more["source"]._replace(max_q=0))) is None
-    assert _key_of_any_length(q, k, v, Call(source=more["source"]._replace(max_q=True))) is None
+    assert family_of(q, k, v, Call(source=more["source"]._replace(max_q=0))) is None
+    assert family_of(q, k, v, Call(source=more["source"]._replace(max_q=True))) is None
 
 
 def test_prepare_keeps_the_first_record(monkeypatch):
@@ -132,10 +192,10 @@ def test_prepare_keeps_the_first_record(monkeypatch):
     monkeypatch.setattr(attention, "device_of", lambda *args: device)
     monkeypatch.setattr(attention, "_prepare", lambda *args: near)
     monkeypatch.setattr(attention.records, "CACHE", {})
-    assert attention.prepare.__wrapped__(q, k, v, call) is near
+    assert prepared(q, k, v, call) is near
     monkeypatch.setattr(attention, "_prepare", None)
     q, k, v, more = made(1501)
-    found = attention.prepare.__wrapped__(q, k, v, Call(**more))
+    found = prepared(q, k, v, Call(**more))
     assert found.plan.problem == replace(plan.problem, seq_q=1501, seq_k=1501) and found is not near
 
 
@@ -168,6 +228,6 @@ def test_lengths_of_the_decode_kernel_have_a_record_of_their_own(monkeypatch):
     steps = more["source"]._replace(max_q=1)
     assert isinstance(plan_forward(replace(near.plan.problem, seq_q=1), device_named("h200")), DecodePlan)
     monkeypatch.setattr(attention, "device_of", lambda *args: device_named("h200"))
-    monkeypatch.setattr(attention.records, "CACHE", {_key_of_any_length(q, k, v, Call(**more)): near})
+    monkeypatch.setattr(attention.records, "CACHE", {family_of(q, k, v, Call(**more)): near})
     monkeypatch.setattr(attention, "_prepare", lambda *args: SimpleNamespace(bound=None, decoder="decoder"))
-    assert attention.prepare.__wrapped__(q, k, v, Call(source=steps)).decoder == "decoder"
+    assert prepared(q, k, v, Call(source=steps)).decoder == "decoder"

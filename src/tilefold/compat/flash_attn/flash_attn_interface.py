@@ -13,7 +13,7 @@ from ...errors import DtypeError, ShapeError, Unsupported
 from ...ops.cache.cached import attention_cached
 from ...ops.call import Call
 from ...ops.dense.attention_weights import attention_weights
-from ...ops.faults import asked_by_default
+from ...ops.faults import asked
 from ...ops.source import Cache, Packed
 from .arguments import (
     check_tensor,
@@ -264,9 +264,7 @@ def flash_attn_varlen_func(
     (table,) = contiguous_last(block_table)
     splits = host_int("num_splits", num_splits)
     cache = Cache(seqused_k, leftpad_k, None, table, cu_seqlens_q, cu_seqlens_k, *longest, splits=splits)
-    out, lse = attention_cached(
-        q, k, v, _call(*given)._replace(source=cache), asked_by_default("flash_attn_varlen_func")
-    )
+    out, lse = attention_cached(q, k, v, _call(*given)._replace(source=cache), asked(None, "flash_attn_varlen_func"))
     return (out, flash_lse(lse), torch.empty(0, dtype=q.dtype, device=q.device)) if return_attn_probs else out
 
 

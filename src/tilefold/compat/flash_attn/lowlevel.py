@@ -11,7 +11,7 @@ from ...ops.cache.cached import attention_cached
 from ...ops.call import Call
 from ...ops.dense.attention_weights import attention_weights
 from ...ops.dense.library import ATTENTION
-from ...ops.faults import asked_by_default
+from ...ops.faults import asked
 from ...ops.source import Cache, Packed
 from .arguments import (
     check_tensor,
@@ -86,9 +86,7 @@ def _flash_attn_varlen_forward(
             )
         cache = Cache(seqused_k, leftpad_k, None, contiguous_last(block_table)[0], *packed)
         with torch.no_grad():
-            out, lse = attention_cached(
-                q, k, v, call._replace(source=cache), asked_by_default("flash_attn_varlen_func")
-            )
+            out, lse = attention_cached(q, k, v, call._replace(source=cache), asked(None, "flash_attn_varlen_func"))
         found = out, flash_lse(lse), q.new_empty(0), _state(call, q)
     if zero_tensors:
         outside = torch.arange(q.shape[0], device=q.device) >= cu_seqlens_q[-1]

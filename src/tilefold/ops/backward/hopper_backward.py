@@ -62,6 +62,18 @@ class GluonBound:
     main: Bound
     last: Bound | None = None
 
+    def of_lengths(self, plan: Any, tensors: Tensors, dout: torch.Tensor, call: Call) -> "GluonBound":
+        """The launches of a call that differs in its lengths, which make the same tiles; plan: its own."""
+        (q, k, v, out), n = tensors, plan.problem
+        values = {
+            "seq_q": n.seq_q,
+            "seq_k": n.seq_k,
+            **boxed_sides(side_boxes(q, dout, k, v, call.layout)),
+            **side_strides(call.layout, g=q.shape, x=k.shape, y=v.shape, o=out, d=dout),
+        }
+        first, main = self.first.with_values(values), self.main.with_values(values)
+        return GluonBound(plan, (*self.buffers[:-3], *gradients_of(tensors)), first, main)
+
     def scratch(self, device: Any) -> Tensors:
         """New tensors for all of them."""
         return tuple([one.made(device) for one in self.buffers])

@@ -3,13 +3,14 @@
 import functools
 import math
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...errors import PlanError, Unsupported
-from ...types import Layout
+from .. import records
 from ..bound import Bound, Slot, attribute, strides_named
 from ..call import Call, facts_of, window_of
 from ..dense.attention_parts import (
@@ -24,6 +25,7 @@ from ..dense.attention_parts import (
 from ..device import interpreting
 from ..faults import WORDS, Watch, note_of
 from ..numerics import is_invariant
+from ..records import remember
 from ..source import Cache, Scales
 from ..watch import in_forward_mode, is_transformed, is_watched
 from .cached_call import cache_of, cache_values, cached_shapes
@@ -38,9 +40,11 @@ __all__ = [
     "Decoder",
     "Step",
     "bind_decode",
+    "cut_alike",
     "example_launch",
     "invariant_or_none",
     "problem_of_decode",
+    "remember_cut",
     "shares_storage",
     "step_of",
     "storage_of",
@@ -59,6 +63,7 @@ class Decoder:
     rows: int  # of partial results, 0: there are none
     counted: int  # items that the last program to arrive merges, 0: none does
     limit: int = 0  # how many pages, or caches, there are
+    warm: bool = False  # all launches have been made
 
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, call: Call,
@@ -71,8 +76,8 @@ class Decoder:
         arrived: Any = None
         if rows:
             size = rows * out.shape[-1]
-            memory = torch.empty(size + 2 * rows, dtype=torch.float32, device=device)
-            if self.launch.warm and (self.merge is None or self.merge.warm):  # views cost more than addresses
+            memory = torch.empty_strided((size + 2 * rows,), (1,), dtype=torch.float32, device=device)
+            if self.warm and self.launch.launch.warm:  # views cost more than addresses
                 part = memory.data_ptr()
                 stat = part + 4 * size
             else:
@@ -84,14 +89,20 @@ class Decoder:
         self.launch(given)
         if self.merge is not None:
             self.merge(given)
+        if not self.warm:
+            self.warm = self.launch.launch.warm and (self.merge is None or self.merge.launch.warm)
 
-    def grown(self, k: torch.Tensor, v: torch.Tensor, layout: Layout) -> "Decoder":
-        """The same launches for keys in one piece of another length, which the plan has to hold for (`plan_holds`)."""
-        length = {"capacity": k.shape[1 if layout == "bshd" else 2]}
-        strides = {name: one for letter, t in (("k", k), ("v", v)) for name, one in
-                   strides_named(letter, head_strides(t, layout), "bnh").items()}  # fmt: skip
-        merge = None if self.merge is None else self.merge.with_values(length)
-        return replace(self, launch=self.launch.with_values(length | strides), merge=merge)
+    def grown(self, k: torch.Tensor, v: torch.Tensor, call: Call, capacity: int) -> "Decoder":
+        """The same launches for caches of another capacity, which are cut alike."""
+        values: dict[str, int] = {"capacity": capacity}
+        table = cache_of(call).block_table
+        if table is not None:
+            values["stride_tb"] = table.stride(0)
+        else:
+            for letter, t in (("k", k), ("v", v)):
+                values |= strides_named(letter, head_strides(t, call.layout), "bnh")
+        merge = None if self.merge is None else self.merge.with_values(values)
+        return Decoder(self.plan, self.launch.with_values(values), merge, self.rows, self.counted, self.limit)
 
     def _noted(self, watch: Watch, cache: Cache, device: torch.device) -> tuple[Any, ...]:
         """The note that faults are left in, and what the kernel needs for it; no table has 2^31 entries."""
@@ -139,6 +150,27 @@ def step_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, prepa
         return None
     facts = facts_of(q), facts_of(k), facts_of(v)
     return Step(facts, prepared.decoder, prepared.out_shape, prepared.lse_shape, call)
+
+
+def remember_cut(family: Any, made: Any) -> None:
+    """Keep a record with a decoder as the first of its family, calls that differ in the number of keys alone, and for those that
+    are cut alike."""
+    from ...plan.dense.forward import cut_of
+
+    remember(records.CACHE, family, made)
+    remember(records.CACHE, (family, cut_of(made.decoder.plan)), made)
+
+
+def cut_alike(family: Any, plan_of: Callable[[Any], Any]) -> Any:
+    """A record of the family that is cut as a call is, None if there is none; plan_of: that of the call, from any record."""
+    from ...plan.cache.decode import DecodePlan
+    from ...plan.dense.forward import cut_of
+
+    first = records.CACHE.get(family)
+    if first is None:
+        return None
+    plan = plan_of(first)
+    return records.CACHE.get((family, cut_of(plan))) if isinstance(plan, DecodePlan) else None
 
 
 def storage_of(q: torch.Tensor, k: torch.Tensor) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..device import interpreting
+from ..device import interpreting, stream_of
 
 __all__ = ["counters"]
 
@@ -38,19 +38,18 @@ class _Slab:
 
 def counters(number: int, device: torch.device) -> torch.Tensor:
     """[number or more] int32 zeros for the next launch on the current stream, which leaves them zero."""
-    if interpreting():
-        return torch.zeros(number, dtype=torch.int32, device=device)
     index = device.index or 0
-    slab, capturing = _SLABS.get(index), torch.cuda.is_current_stream_capturing()
+    slab = _SLABS.get(index)
+    if slab is None and interpreting():
+        return torch.zeros(number, dtype=torch.int32, device=device)
+    capturing = torch.cuda.is_current_stream_capturing()
     if slab is None and not capturing:
         slab = _SLABS[index] = _Slab(device)
     if slab is None or capturing:
         found = None if slab is None else slab.take(number)
         # Without a stretch the graph clears counters of its own in each replay.
         return torch.zeros(number, dtype=torch.int32, device=device) if found is None else found
-    import triton  # here: `import tilefold` stays light
-
-    stream = triton.runtime.driver.active.get_current_stream(index)  # torch makes an object of it, in every call
+    stream = stream_of()(index)  # torch makes an object of it, in every call
     held = slab.streams.get(stream)
     if held is None or held.shape[0] < number:
         torch.cuda.current_stream(device).wait_event(slab.ready)  # other streams are to find zeros

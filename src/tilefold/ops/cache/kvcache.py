@@ -3,20 +3,21 @@
 By the decode kernel, but for prompts (more rows a KV head than plan.decode's MOST_ROWS) over caches in the queries' dtype: those
 are attention_cached's, whose tiles have the rows of one head."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from ...check import TensorSpec, bind
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
-from ..call import MAX_HEAD_DIM, Call, check_options, key_of
+from ..call import MAX_HEAD_DIM, Call, check_options, is_plain, key_of
 from ..dense.attention_parts import new_results
 from ..device import device_of, on_host
 from ..faults import Watch
+from ..numerics import is_invariant
 from ..operator import Operation
 from ..places import check_side
-from ..records import recorded
+from ..records import Ways, no_ways, recorded
 from ..serve import BoundFunction, function_at, plan_at
 from ..source import Cache, Scales
 from ..watch import is_watched, refuse_derivatives
@@ -35,8 +36,10 @@ from .decode import (
     Decoder,
     Step,
     bind_decode,
+    cut_alike,
     invariant_or_none,
     problem_of_decode,
+    remember_cut,
     shares_storage,
     step_of,
 )
@@ -45,7 +48,7 @@ if TYPE_CHECKING:
     from ...plan import DecodePlan, InvariantPlan
     from ...plan.device import Device
 
-__all__ = ["attention_kvcache", "check_contents", "plan_of", "sizes_of", "step"]
+__all__ = ["ATTENTION_KVCACHE", "check_contents", "plan_of", "sizes_of", "step"]
 
 
 @dataclass(slots=True)
@@ -60,18 +63,11 @@ class Prepared:
     unwatched: bool = False  # the kernel notes no faults: what is out of range is replaced before it
     interpreted: bool = False  # where reading what index tensors hold costs nothing
     keep: Any = None  # the call's plan, whose id is part of the key
+    trusted: bool = False  # the kernel notes no faults of such calls: a launch before it does
+    ways: Ways = field(default_factory=no_ways)
 
 
 _FLOATING = ("q", "k_cache", "v_cache", "alibi_slopes", "sinks", "k_scale", "v_scale")
-
-
-def attention_kvcache(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: bool | Watch
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of a call whose source is a Cache; forward only.  check: what index tensors and scales hold is read and looked
-    at first, or on the device, by the kernels."""
-    refuse_derivatives(_FLOATING, (q, k, v, call.alibi_slopes, call.sinks, *call.scales[1:]), "attention_kvcache")
-    return ATTENTION_KVCACHE(q, k, v, call, check)  # type: ignore[no-any-return]
 
 
 def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Step | None:
@@ -82,9 +78,16 @@ def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Step 
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: bool | Watch
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of a call whose source is a Cache; forward only.  check: what index tensors and scales hold is read and looked
+    at first, or on the device, by the kernels."""
+    return _run(_prepare(q, k, v, call, check), q, k, v, call, check)
+
+
+def _run(
+    p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: bool | Watch
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_forward` of a call that has this record."""
     watch = check if isinstance(check, Watch) else None
-    watched = watch is not None
-    p = _prepare(q, k, v, call, watched)
     if p.prompts:
         from .cached import attention_cached
 
@@ -92,28 +95,84 @@ def _forward(
             check_contents(q, call, p.sizes)
         return attention_cached(q, k, v, call, watch or False)
     # The kernel trusts packed calls, which take longer; and where there is no page, it cannot read another one.
-    if watch is not None and (p.unwatched or cache_of(call).cu_q is not None or p.sizes.get("pages") == 0):
+    if watch is not None and (p.unwatched or p.trusted):
         call, watch = watched_call(call, p.sizes, watch), None
         p = _prepare(q, k, v, call, False)
     out, lse = new_results(q, p.out_shape, p.lse_shape)
     if p.decoder is None:
         return out, lse
-    if not watched and (check or p.interpreted):
+    if not isinstance(check, Watch) and (check or p.interpreted):
         check_contents(q, call, p.sizes)
     p.decoder.run(q, k, v, out, lse, call, watch)
     return out, lse
 
 
-def _key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, watched: bool) -> Any:
-    """Everything that a record depends on.  watched: on the device."""
-    return key_of(q, k, v, call), k.data_ptr() == v.data_ptr(), watched
+def _key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: bool | Watch) -> Any:
+    """Everything that a record depends on."""
+    return key_of(q, k, v, call), k.data_ptr() == v.data_ptr(), type(check) is Watch
 
 
-@recorded("attention_kvcache", _key)
-def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, watched: bool) -> Prepared:
-    from ...plan import InvariantPlan
+@recorded("attention_kvcache", _key, keyed=True)
+def _prepare(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: bool | Watch, key: Any = None
+) -> Prepared:
+    """The record of this call's shapes and options, which checks everything; of other numbers of keys, what depends on them."""
+    family = _key_of_any_capacity(key, call)
+    capacity = 0 if family is None else _capacity(k, call)
+    near: Prepared | None = None if family is None else cut_alike(family, lambda p: _plan_again(p, call, capacity))
+    if near is not None:
+        decoder = cast("Decoder", near.decoder).grown(k, v, call, capacity)
+        table = cache_of(call).block_table
+        most = {"seq_k": capacity} if table is None else {"max_pages": table.shape[1]}
+        return replace(near, sizes={**near.sizes, **most, "capacity": capacity}, decoder=decoder, ways=no_ways())
+    made = _prepared(q, k, v, call, check)
+    if family is not None and isinstance(made.decoder, Decoder):
+        remember_cut(family, made)
+    return made
+
+
+def _key_of_any_capacity(key: Any, call: Call) -> Any:
+    """The key of calls without a mask that differ in the rows of their caches, or in the columns of their tables, alone; None for
+    other calls.  key: of the call."""
+    if key is None or not is_plain(call) or is_invariant(call.numerics):
+        return None
+    (plain, source, *scales), same, watched = key
+    q, k, v, options = plain
+    tensors, *numbers = source[1]
+    table = tensors[3]
+    if table is not None:
+        if len(table[1]) != 2 or table[2][1] != 1:
+            return None
+        sides: Any = k, v, table[0], table[1][0], table[3:]
+    elif len(k[1]) != 4 or len(v[1]) != 4 or k[1][1] != v[1][1] or k[3] != q[3]:
+        return None
+    else:
+        sides = *[(t[0], t[1][:1], t[1][2:], t[2][1:], t[3:]) for t in (k, v)], k[2][0] == v[2][0]
+    places = tensors[:3], tensors[4:], *numbers
+    return "attention_kvcache of any capacity", q, sides, places, options, *scales, same, watched
+
+
+def _capacity(k: torch.Tensor, call: Call) -> int:
+    """The most keys of a sequence."""
+    table = cache_of(call).block_table
+    return k.shape[1] * (1 if table is None else table.shape[1])
+
+
+def _plan_again(near: Prepared, call: Call, capacity: int) -> "DecodePlan":
+    """The plan of a call that differs from near's in the capacity alone."""
+    from ...plan.cache.decode import plan_decode
+
+    old = cast("Decoder", near.decoder).plan
+    attention = old.problem.attention
+    problem = replace(old.problem, attention=attention.of_lengths(attention.seq_q, capacity))
+    return plan_decode(problem, old.device, cache_of(call).splits)
+
+
+def _prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: bool | Watch) -> Prepared:
+    """`_prepare` of a call that is like none before."""
     from ...plan.cache.decode import DecodePlan, decode_kernel_refusal
 
+    watched = isinstance(check, Watch)
     sizes, shared = _checked(q, k, v, call)
     shapes = cached_shapes(sizes, cache_of(call))
     if watched:
@@ -136,7 +195,9 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, watc
     ):
         return Prepared(sizes, *shapes, prompts=True)
     decoder = bind_decode(q, k, v, call, sizes, made, watched)
-    return Prepared(sizes, *shapes, decoder, interpreted=on_host(q), keep=call.plan)
+    # The kernel trusts packed calls, which take longer; and where there is no page, it cannot read another one.
+    trusted = watched and (cache_of(call).cu_q is not None or sizes.get("pages") == 0)
+    return Prepared(sizes, *shapes, decoder, interpreted=on_host(q), keep=call.plan, trusted=trusted)
 
 
 def _planned(
@@ -248,6 +309,7 @@ def _fake(
 
 
 def _before(q: Any, k: Any, v: Any, call: Call, check: Any) -> None:
+    refuse_derivatives(_FLOATING, (q, k, v, call.alibi_slopes, call.sinks, *call.scales[1:]), "attention_kvcache")
     if call.plan is not None:
         raise Unsupported(
             "plan must be None under torch.compile, transforms and gradients: the planner's own is followed there"
@@ -262,4 +324,6 @@ ATTENTION_KVCACHE = Operation(
     "attention_kvcache is forward only: call it under torch.no_grad()",
     _before,
     (Cache, Scales),
+    _prepare,
+    _run,
 )

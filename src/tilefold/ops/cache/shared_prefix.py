@@ -16,7 +16,7 @@ from ..source import Cache, Scales
 from ..watch import refuse_at_once
 from .cached_call import cache_of, cached_shapes
 from .decode import storage_of
-from .kvcache import attention_kvcache, check_contents, sizes_of
+from .kvcache import ATTENTION_KVCACHE, check_contents, sizes_of
 from .merge import merge_attention
 
 __all__ = ["SharedPrefix", "attend", "plan_of"]
@@ -138,12 +138,12 @@ def _forward(
     if checked and apart:
         check_contents(q, given.call, n)
     if not apart:
-        return attention_kvcache(q, k_cache, v_cache, given.call, of_all)
+        return ATTENTION_KVCACHE(q, k_cache, v_cache, given.call, of_all)  # type: ignore[no-any-return]
     first, rest = _parts(k_cache, v_cache, given, n, _whole(given, n))
     # All queries are one sequence's, which sees the whole prefix; the sinks are the other part's.
     rows = q[None] if given.cu_q is not None else q.reshape(1, -1, *q.shape[2:])
-    out_a, lse_a = attention_kvcache(rows, *first, of_prefix)
-    out_b, lse_b = attention_kvcache(q, *rest, of_rest)
+    out_a, lse_a = ATTENTION_KVCACHE(rows, *first, of_prefix)
+    out_b, lse_b = ATTENTION_KVCACHE(q, *rest, of_rest)
     if given.cu_q is not None:
         return merge_attention(out_b, lse_b, out_a[0], lse_a[0])
     batch, seq = q.shape[:2]

@@ -6,16 +6,15 @@ scalars) is worked out once, kept as a `Prepared` record and reused, so that a r
 
 import functools
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from ...errors import DtypeError
-from ...types import Layout, Rule, Rules
+from ...types import Rule, Rules
 from .. import records
 from ..bound import Bound
-from ..cache.decode import Step, bind_decode, invariant_or_none, step_of
+from ..cache.decode import Step, bind_decode, cut_alike, invariant_or_none, remember_cut, step_of
 from ..call import (
     Call,
     check_hooks,
@@ -28,6 +27,7 @@ from ..call import (
     window_of,
 )
 from ..device import device_of, interpreting, on_host
+from ..hopper import disabled
 from ..numerics import is_invariant
 from ..places import check_inside
 from ..records import facts_of, recorded, remember
@@ -37,7 +37,6 @@ from .attention_parts import (
     GIVEN,
     Prepared,
     band_of,
-    boxable,
     boxed,
     broadcast_strides,
     head_strides,
@@ -47,18 +46,19 @@ from .attention_parts import (
     option_values,
     problem_of,
     shared_values,
+    side_of,
 )
 from .attention_tiles import tiles_of
 
 if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays light
     from ...plan import AttentionPlan, AttentionProblem, DecodePlan, InvariantPlan
-    from ...plan.device import Device
 
 __all__ = [
     "example_call",
     "example_launch",
     "forward",
     "prepare",
+    "run",
     "step",
 ]
 
@@ -67,11 +67,17 @@ HOPPER_KERNEL = "attention_forward_hopper"
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of dense or varlen attention; see `tilefold.attention`."""
-    prepared = call.prepared or prepare(q, k, v, call)
+    return run(call.prepared or prepare(q, k, v, call), q, k, v, call)
+
+
+def run(
+    prepared: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`forward` of a call that has this record."""
     out, lse = new_results(q, prepared.out_shape, prepared.lse_shape)
     if prepared.planned is not None:
-        if call.packed is not None and on_host(q):
-            check_inside(call.packed, q.shape[0], k.shape[0])
+        if prepared.placed:
+            check_inside(call.source, q.shape[0], k.shape[0])  # type: ignore[arg-type]
         if prepared.decoder is not None:
             prepared.decoder.run(q, k, v, out, lse, call)
         else:
@@ -84,45 +90,67 @@ def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Step 
     return step_of(q, k, v, call, prepare(q, k, v, call)) if call.packed is None else None
 
 
-@recorded("attention", key_of)
-def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
+@recorded("attention", key_of, keyed=True)
+def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, key: Any = None) -> Prepared:
     """The record of this call's shapes and options, which checks everything.  Calls whose k and v are longer or shorter by a few
     keys share plan and launches: a token of generation is not planned anew.  Calls of any lengths share checks and compiled
     kernel."""
-    lengths = near = family = None
+    made = _prepared(q, k, v, call, key)
+    made.placed = call.packed is not None and on_host(q)
+    return made
+
+
+def _prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, key: Any) -> Prepared:
+    """`prepare` of a call whose key is new, None if it has none."""
+    lengths = near = family = alike = made = None
     try:
         lengths = _key_of_lengths(q, k, v, call)
-        family = None if lengths is not None else _key_of_any_length(q, k, v, call)
-        near = records.CACHE.get(lengths or family)
+        if lengths is None:
+            family = _key_of_any_length(key, call)
+            alike = _key_of_tiles(family, q, k, call)
+            near = records.CACHE.get(alike)
+        else:
+            near = records.CACHE.get(lengths)
     except (AttributeError, IndexError, RuntimeError, TypeError):  # the checks say which argument is wrong
         pass
+    if near and alike is not None:
+        return _of_the_same_tiles(near, q, k, v, call)
+    if lengths is not None and not near:  # the step is new, or its lengths are cut in several ways
+        near = cut_alike(lengths[:-1], lambda first: _plan_of_lengths(first, q, k, call))
     if near:
-        found = _grown(near, k, v, call.layout) if lengths is not None else _of_other_lengths(near, q, k, v, call)
-        if found is not None:
-            return found
-    made = _prepare(q, k, v, call)
-    if family is not None and isinstance(made.bound, Bound):
-        remember(records.CACHE, family, made)
-    if lengths is not None and near is None and made.decoder is not None:
-        from ...plan.dense.forward import plan_holds
-
-        remember(records.CACHE, lengths, plan_holds(made.problem, made.decoder.plan.device) and made)
+        return _grown(near, q, k, v, call)
+    if family is not None and (other := records.CACHE.get(family)) is not None:
+        made = _of_other_lengths(other, q, k, v, call)
+    if made is None:
+        made = _prepare(q, k, v, call)
+        if family is not None and isinstance(made.bound, Bound):
+            remember(records.CACHE, family, made)
+        if lengths is not None and made.decoder is not None:
+            remember_cut(lengths[:-1], made)
+            if lengths not in records.CACHE:
+                held = _rules().plan_holds(made.problem, made.decoder.plan.device)
+                remember(records.CACHE, lengths, held and made)
+    if alike is not None and isinstance(made.bound, Bound) and _rules().shared_by_tiles(made.planned):
+        remember(records.CACHE, alike, made)
     return made
+
+
+@functools.cache
+def _rules() -> Any:
+    from ...plan.dense import forward  # here: `import tilefold` stays light
+
+    return forward
 
 
 def _key_of_lengths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any:
     """The key of calls that differ in the length of k, v and mask alone, within lengths that one plan may hold for; None for
     other calls."""
-    from ...plan.cache.decode import MOST_ROWS
-
-    mask, bare = call.mask, call if call.mask is None else call._replace(mask=None)
     at = 1 if call.layout == "bshd" else 2
-    if k.dim() != 4 or q.numel() > MOST_ROWS * k.shape[0] * k.shape[3 - at] * k.shape[3]:  # not the decode kernel's
-        return None
+    if k.dim() != 4 or q.numel() > _rules().MOST_ROWS * k.shape[0] * k.shape[3 - at] * k.shape[3]:
+        return None  # not the decode kernel's
+    mask, bare = call.mask, call if call.mask is None else call._replace(mask=None)
     if not is_plain(bare) or k.shape[:3] != v.shape[:3] or is_invariant(call.numerics):
         return None
-    from ...plan.dense.forward import STEP
-
     sides: list[tuple[Any, ...]] = [
         (type(t), t.shape[0], t.shape[3 - at], t.shape[3], t.stride(at), remainders(t.stride()), facts_of(t)[3:])
         for t in (k, v)
@@ -133,33 +161,69 @@ def _key_of_lengths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Cal
         sides.append(
             (type(mask), mask.shape[:3], remainders(broadcast_strides(mask)), tiles_of(mask), facts_of(mask)[3:])
         )
-    return "attention of any length", facts_of(q), *sides, k.shape[at] // STEP, options_of(call)
+    return "attention of any length", facts_of(q), *sides, options_of(call), k.shape[at] // _rules().STEP
 
 
-def _key_of_any_length(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any:
-    """The key of calls without a bias or a mask that differ in lengths alone; None for other calls."""
+def _key_of_any_length(key: Any, call: Call) -> Any:
+    """The key of calls without a bias or a mask that differ in lengths alone; None for other calls.  key: of the call."""
     packed, at = call.packed, 2 if call.layout == "bhsd" else 1
     if packed is not None:
         at = 0
         if not (type(packed.max_q) is type(packed.max_k) is int and packed.max_q > 0 and packed.max_k > 0):
             return None
-    if not is_plain(call) or k.shape[at] != v.shape[at] or is_invariant(call.numerics):
+    if key is None or not is_plain(call) or is_invariant(call.numerics):
         return None
-    sides = [(type(t), t.shape[:at], t.shape[at + 1 :], t.stride(-1), boxable(t), facts_of(t)[3:]) for t in (q, k, v)]
-    places = None if packed is None else (facts_of(packed.cu_q), facts_of(packed.cu_k))
-    return "attention of any lengths", *sides, places, options_of(call)
+    (q, k, v, options), places = (key, None) if packed is None else (key[0], key[1][1][:2])
+    if k[1][at] != v[1][at]:
+        return None
+    return "attention of any lengths", side_of(q, at), side_of(k, at), side_of(v, at), places, options
+
+
+def _key_of_tiles(family: Any, q: torch.Tensor, k: torch.Tensor, call: Call) -> Any:
+    """The key of those of a family whose lengths make the same tiles; None where more than tiles decides."""
+    if family is None or disabled():
+        return None
+    heads = 1 if call.packed is not None or call.layout == "bhsd" else 2
+    tiles = _rules().lengths_alike(*_lengths_of(q, k, call), q.shape[heads] // max(1, k.shape[heads]))
+    return None if tiles is None else (family, tiles)
+
+
+def _lengths_of(q: torch.Tensor, k: torch.Tensor, call: Call) -> tuple[int, int]:
+    """Queries and keys, of a packed batch the most of a sequence."""
+    packed, at = call.packed, 2 if call.layout == "bhsd" else 1
+    return (q.shape[at], k.shape[at]) if packed is None else (packed.max_q, packed.max_k)
 
 
 def _of_other_lengths(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared | None:
     """The record of a call from that of other lengths; None where these have another kernel, tile or version of it."""
-    from ...plan import plan_forward
-    from ..hopper import disabled
-
-    at, packed = 2 if call.layout == "bhsd" else 1, call.packed
-    lengths = (q.shape[at], k.shape[at]) if packed is None else (packed.max_q, packed.max_k)
-    problem = replace(near.problem, seq_q=lengths[0], seq_k=lengths[1])
-    plan = plan_forward(problem, device_of(q.device, "attention"), portable=disabled())
+    plan, old = _plan_of_lengths(near, q, k, call), cast("Any", near.planned)
+    if type(plan) is not type(old) or plan.kernel != old.kernel or plan.tile != old.tile or plan.options != old.options:
+        return None
     return _bind_again(near, q, k, v, call, plan)
+
+
+def _of_the_same_tiles(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
+    """The record of a call from that of one whose lengths have the same `_key_of_tiles`: its plan is made when somebody asks."""
+    from .attention_hopper import grid_of, values_of_lengths
+
+    lengths, old = _lengths_of(q, k, call), cast("AttentionPlan", near.planned)
+    shape, at = near.out_shape, 2 if call.layout == "bhsd" else 1
+    if call.packed is not None:
+        shapes: Any = (q.shape[0], *shape[1:]), (near.lse_shape[0], q.shape[0])
+    else:
+        shapes = (*shape[:at], lengths[0], *shape[at + 1 :]), (*near.lse_shape[:2], lengths[0])
+    values = values_of_lengths(q, k, v, call, old, shapes[0], lengths)
+    bound = near.bound.with_values(values, None if call.packed is None else grid_of(old, values["items"]))
+    plan = functools.partial(_rules().plan_alike, old, *lengths)
+    return Prepared(
+        plan, shapes[0], shapes[1], near.scale, near.softcap, bound, near.mods, keep=near.keep, shared=near.shared
+    )
+
+
+def _plan_of_lengths(near: Prepared, q: torch.Tensor, k: torch.Tensor, call: Call) -> Any:
+    """The plan of a call that differs from near's in its lengths alone."""
+    problem = near.problem.of_lengths(*_lengths_of(q, k, call))
+    return _rules().plan_forward(problem, near.plan.device, portable=disabled())  # type: ignore[union-attr]
 
 
 def remainders(strides: tuple[int, ...]) -> tuple[tuple[int, bool, bool], ...]:
@@ -167,38 +231,27 @@ def remainders(strides: tuple[int, ...]) -> tuple[tuple[int, bool, bool], ...]:
     return tuple((stride % 16, stride in (0, 1), stride >= 1 << 31) for stride in strides)
 
 
-def _grown(near: Prepared, k: torch.Tensor, v: torch.Tensor, layout: Layout) -> Prepared:
-    """The record of a call from that of another length in the same step."""
-    plan = functools.partial(
-        _plan_of_length, near.problem, k.shape[1 if layout == "bshd" else 2], near.decoder.plan.device
-    )
-    return replace(near, planned=plan, decoder=near.decoder.grown(k, v, layout), backward={})
-
-
-def _plan_of_length(problem: "AttentionProblem", seq_k: int, device: "Device") -> "DecodePlan":
-    from ...plan import plan_forward
-
-    return plan_forward(replace(problem, seq_k=seq_k), device)  # type: ignore[return-value]
+def _grown(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
+    """The record of a call from that of another length whose keys are cut alike."""
+    problem = near.problem.of_lengths(*_lengths_of(q, k, call))
+    plan = functools.partial(_rules().plan_forward, problem, near.decoder.plan.device)
+    decoder = near.decoder.grown(k, v, call, problem.seq_k)
+    return Prepared(plan, near.out_shape, near.lse_shape, near.scale, near.softcap, None, near.mods, decoder, near.keep)
 
 
 def _bind_again(
-    near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, plan: "AttentionPlan | DecodePlan"
+    near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, plan: "AttentionPlan"
 ) -> Prepared | None:
-    """`_of_other_lengths` under this plan."""
-    from ...plan import DecodePlan
-
-    old = cast("AttentionPlan", near.planned)
-    if isinstance(plan, DecodePlan) or plan.kernel != old.kernel:
-        return None
-    if plan.tile != old.tile or plan.options != old.options:
-        return None
+    """The record of a call of other lengths under this plan, which has the kernel, tile and versions of near's; None where the
+    kernel's offsets have another width."""
     n = plan.problem
     sizes = {"batch": n.batch, "seq_q": n.seq_q, "seq_k": n.seq_k, "heads": n.heads, "kv_heads": n.kv_heads}
     shapes = result_shapes(call, {**sizes, "dim_v": n.dim_v, "total_q": q.shape[0]})
     if plan.kernel == HOPPER_KERNEL:
-        from .attention_hopper import values_of_lengths
+        from .attention_hopper import grid_of, values_of_lengths
 
-        values, grid = values_of_lengths(q, k, v, call, plan, shapes[0])
+        values = values_of_lengths(q, k, v, call, plan, shapes[0], (n.seq_q, n.seq_k))
+        grid = grid_of(plan, values["items"])
     else:
         if near.bound.launch.keywords["WIDE"] != _is_wide(q, call, plan):
             return None
@@ -229,7 +282,7 @@ def _values_of_lengths(
 def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
     from ...plan import AttentionPlan, DecodePlan, DecodeProblem, InvariantPlan, plan_attention, plan_forward
     from ...plan.torch_cpu import TorchPlan
-    from ..hopper import bound_or_none, disabled
+    from ..hopper import bound_or_none
 
     check_options(call)
     sizes = sizes_of(q, k, v, call)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ...plan import AttentionPlan
     from ..launch import Box
 
-__all__ = ["bind", "compile", "slope_values", "values_of_lengths"]
+__all__ = ["bind", "compile", "grid_of", "slope_values", "values_of_lengths"]
 
 
 def bind(
@@ -47,7 +47,8 @@ def bind(
     from ...kernels.hopper.attention_forward import attention_forward_hopper
 
     n = plan.problem
-    values, grid = values_of_lengths(q, k, v, call, plan, shapes[0])
+    values = values_of_lengths(q, k, v, call, plan, shapes[0], (n.seq_q, n.seq_k))
+    grid = grid_of(plan, values["items"])
     values |= {
         **TENSORS,
         "scale": scale,
@@ -68,14 +69,21 @@ def bind(
     return Prepared(plan, *shapes, scale, float(call.softcap), bound, mods, keep=hooks_of(call))
 
 
+def grid_of(plan: "AttentionPlan", items: int) -> tuple[int, int, int]:
+    """The programs that draw so many items."""
+    return min(rules.hopper_programs(plan.problem, plan.tile, plan.device), items), 1, 1
+
+
 def values_of_lengths(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, plan: "AttentionPlan", out_shape: tuple[int, ...]
-) -> tuple[dict[str, Any], tuple[int, int, int]]:
-    """Values that differ with the lengths of a call, and the grid; a packed batch is one sequence to TMA."""
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, plan: "AttentionPlan", out_shape: tuple[int, ...],
+    lengths: tuple[int, int],
+) -> dict[str, Any]:  # fmt: skip
+    """Values that differ with the lengths of a call; plan: of these, or of others that make the same tiles.  A packed batch is
+    one sequence to TMA."""
     n = plan.problem
     pack = rules.packed_heads(n, plan.options)
-    blocks, items = -(-n.seq_q * pack // plan.block_m), plan.grid[0]
-    values: dict[str, Any] = {"seq_q": n.seq_q, "seq_k": n.seq_k, "total_q": None}
+    blocks, items = -(-lengths[0] * pack // plan.block_m), plan.grid[0]
+    values: dict[str, Any] = {"seq_q": lengths[0], "seq_k": lengths[1], "total_q": None}
     if call.packed is not None:  # places of all sequences: kernels.hopper.scheduler.sequence_of_place
         blocks = q.shape[0] // plan.block_m + n.batch
         items = blocks * n.heads
@@ -89,7 +97,7 @@ def values_of_lengths(
         "items": items,
         **strides_named("o", sequence_strides(out_shape, call.layout), "bmh"),
     }
-    return values, (min(rules.hopper_programs(n, plan.tile, plan.device), items), 1, 1)
+    return values
 
 
 def _constants(plan: "AttentionPlan") -> dict[str, Any]:

@@ -11,6 +11,7 @@ from ...masks import BANDS
 from ...types import Layout, Rules
 from ..bound import Box, Slot, attribute, runtime_ints, strides_named
 from ..call import UNBOUNDED, Call
+from ..records import Ways, no_ways
 from .attention_tiles import is_listed, tiles_of
 
 if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays light
@@ -37,6 +38,7 @@ __all__ = [
     "problem_of",
     "sequence_strides",
     "shared_values",
+    "side_of",
 ]
 
 
@@ -59,6 +61,9 @@ class Prepared:
     decoder: Any = None  # the decode kernel's launches, instead of `bound`, where plan is a DecodePlan
     keep: tuple[Any, ...] = field(default=())  # objects whose id is part of the key
     backward: dict[Any, Any] = field(default_factory=dict)  # bound backward passes of this call
+    shared: dict[Any, Any] = field(default_factory=dict)  # backward passes of calls whose lengths make the same tiles
+    placed: bool = False  # what says where sequences lie is read first: it costs nothing there
+    ways: Ways = field(default_factory=no_ways)
 
     @property
     def plan(self) -> "AttentionPlan | DecodePlan | InvariantPlan | None":
@@ -146,13 +151,26 @@ def _name_of(dtype: torch.dtype) -> str:
 
 def boxable(t: torch.Tensor) -> bool:
     """Can TMA read t?  16-byte base and strides, no broadcast dimension, nothing empty."""
-    if t.numel() == 0 or t.data_ptr() % 16:
+    return t.data_ptr() % 16 == 0 and _boxable(t.shape, t.stride(), t.element_size())
+
+
+def _boxable(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> bool:
+    """`boxable` of an aligned tensor."""
+    if 0 in shape:
         return False
-    size = t.element_size()
-    for n, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True):
+    for n, stride in zip(shape[:-1], strides, strict=False):
         if n > 1 and (stride <= 0 or stride * size % 16 or stride * size >= 1 << 40):
             return False
     return True
+
+
+def side_of(facts: tuple[Any, ...], at: int) -> tuple[Any, ...]:
+    """What of a tensor's `facts_of` is the same in calls that differ in their lengths alone: all but its dimension `at` and the
+    strides by which rows lie, where TMA reads it as before."""
+    kind, shape, strides, dtype = facts[:4]
+    sizes = tuple(shape)
+    lies = facts[6] and _boxable(sizes, strides, dtype.itemsize)
+    return kind, sizes[:at], sizes[at + 1 :], strides[-1], lies, facts[3:]
 
 
 def hooks_of(call: Call) -> tuple[Any, ...]:
@@ -191,12 +209,17 @@ def sequence_strides(t: torch.Tensor | tuple[int, ...], layout: Layout) -> tuple
 def describe_box(t: torch.Tensor, layout: Layout, rows: int, block_d: int, *kind: Any) -> "Box":
     """The descriptor of [B, H, N, D]; kind: as of Box.  The stride of a dimension of size 1 means nothing and may be invalid:
     use one row's."""
-    stride_b, stride_n, stride_h = head_strides(t, layout)
-    batch, length, heads, dim = t.shape if layout == "bshd" else t.transpose(1, 2).shape
-    step = 16 // t.element_size()
-    row = -(-dim // step) * step
-    strides = [row if n == 1 else s for n, s in ((batch, stride_b), (heads, stride_h), (length, stride_n))]
-    return Box(t, [batch, heads, length, dim], [*strides, 1], [1, 1, rows, block_d], *kind)
+    if layout == "bshd":
+        (batch, length, heads, dim), (stride_b, stride_n, stride_h, _) = t.shape, t.stride()
+    else:
+        (batch, heads, length, dim), (stride_b, stride_h, stride_n, _) = t.shape, t.stride()
+    if batch == 1 or heads == 1 or length == 1:
+        step = 16 // t.element_size()
+        row = -(-dim // step) * step
+        stride_b, stride_h, stride_n = (
+            row if n == 1 else s for n, s in ((batch, stride_b), (heads, stride_h), (length, stride_n))
+        )
+    return Box(t, [batch, heads, length, dim], [stride_b, stride_h, stride_n, 1], [1, 1, rows, block_d], *kind)
 
 
 def shared_values(

@@ -10,7 +10,7 @@ from ..call import Call, check_options, shapes_of
 from ..flat import value_of
 from ..operator import Gradient, Operation
 from ..source import Packed
-from .attention import forward
+from .attention import forward, prepare, run
 
 __all__ = [
     "ATTENTION",
@@ -63,6 +63,8 @@ ATTENTION = Operation(
     Gradient(("q", "k", "v", "bias", "sinks"), _gradients, _require, _ready, mods="score_args"),
     _before,
     (Packed,),
+    prepare,
+    run,
 )
 """(out, lse) of `tilefold.attention` and `attention_varlen`."""
 

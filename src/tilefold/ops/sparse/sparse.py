@@ -2,15 +2,23 @@
 
 import functools
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from .. import records
 from ..bound import Bound, Slot, attribute, stand_in, strides_named
-from ..call import Call, facts_of, is_plain, key_of, options_of, result_shapes
-from ..dense.attention_parts import boxable, boxed, head_strides, hooks_of, new_results, problem_of, shared_values
+from ..call import Call, is_plain, key_of, result_shapes
+from ..dense.attention_parts import (
+    boxable,
+    boxed,
+    head_strides,
+    hooks_of,
+    new_results,
+    problem_of,
+    shared_values,
+    side_of,
+)
 from ..device import device_of, interpreting, on_host
 from ..numerics import refuse_invariant
 from ..places import check_inside, check_pages
@@ -26,6 +34,7 @@ __all__ = [
     "bind",
     "forward",
     "prepare",
+    "run",
 ]
 
 BLOCK_SPLITS = 16  # partials that one step of the merge takes in
@@ -33,11 +42,17 @@ BLOCK_SPLITS = 16  # partials that one step of the merge takes in
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of block-sparse attention; see `tilefold.sparse_attention`."""
-    p = prepare(q, k, v, call)
+    return run(prepare(q, k, v, call), q, k, v, call)
+
+
+def run(
+    p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, *others: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`forward` of a call that has this record."""
     out, lse = new_results(q, p.out_shape, p.lse_shape)
     if p.plan is None:
         return out, lse
-    if on_host(q):
+    if p.placed:
         _check_placement(k, q.shape[0], call)
     splits = p.plan.splits
     if splits == 1:
@@ -60,54 +75,63 @@ def _check_placement(k: torch.Tensor, total_q: int, call: Call) -> None:
         check_pages(call.paged, k.shape[0], page_size, call.lists.seq_k)
 
 
-@recorded("sparse_attention", key_of)
-def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
+@recorded("sparse_attention", key_of, keyed=True)
+def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, key: Any = None) -> Prepared:
     """The record of this call's shapes and options; checks everything the first time they are seen, but for lengths the first
     time."""
     refuse_invariant("sparse attention", "its tiles follow the lists of blocks", call.numerics)
-    try:
-        family = _key_of_any_length(q, k, v, call)
-        near = records.CACHE.get(family)
-    except (AttributeError, IndexError, RuntimeError, TypeError):  # the checks say which argument is wrong
-        family = near = None
-    found = _of_other_lengths(near, q, k, v, call) if near else None
+    family = _key_of_any_length(key, call)
+    found = None if family is None else _of_other_lengths(family, q, k, v, call)
     if found is None:
         found = _prepare(q, k, v, call)
         if family is not None and getattr(found.plan, "kernel", "") == HOPPER_KERNEL:
             remember(records.CACHE, family, found)
+    found.placed = on_host(q)
     return found
 
 
-def _key_of_any_length(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any:
-    """The key of calls that differ in lengths alone, and in whether the last KV block is whole; None for other calls."""
-    lists, at = call.lists, 2 if call.layout == "bhsd" else 1
-    if call.source is not None or not is_plain(call) or lists.seq_q != q.shape[at]:
+def _key_of_any_length(key: Any, call: Call) -> Any:
+    """The key of calls that differ in lengths alone, and in whether the last KV block is whole; None for other calls.  key: of
+    the call."""
+    if key is None or call.source is not None or not is_plain(call):
         return None
-    if lists.seq_k != k.shape[at] or lists.seq_k != v.shape[at]:
+    (q, k, v, options), _, (_, (parts, (block_q, block_k, seq_q, seq_k))), _ = key
+    at = 2 if call.layout == "bhsd" else 1
+    if not len(q[1]) == len(k[1]) == len(v[1]) == 4 or seq_q != q[1][at] or not seq_k == k[1][at] == v[1][at]:
         return None
-    sides = [(type(t), t.shape[:at], t.shape[at + 1 :], t.stride(-1), boxable(t), facts_of(t)[3:]) for t in (q, k, v)]
-    parts = [None if t is None else (t.dim(), t.shape[: min(2, t.dim() - 1)], facts_of(t)[3:]) for t in lists[:4]]
-    blocks = lists.block_q, lists.block_k, lists.indices.shape[3], lists.seq_k % lists.block_k == 0
-    return "sparse attention of any lengths", *sides, *parts, blocks, options_of(call)
+    if parts[0] is None or len(parts[0][1]) != 4:
+        return None
+    lists = [None if t is None else (len(t[1]), t[1][: min(2, len(t[1]) - 1)], t[3:]) for t in parts]
+    blocks = block_q, block_k, parts[0][1][3], seq_k % block_k == 0
+    return "sparse attention of any lengths", side_of(q, at), side_of(k, at), side_of(v, at), *lists, blocks, options
 
 
-def _of_other_lengths(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared | None:
-    """The record of a call from that of other lengths; None where these have another kernel or tile."""
+def _of_other_lengths(family: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared | None:
+    """The record of a call from that of other lengths; None where there is none, or these have another kernel or tile."""
+    first = records.CACHE.get(family)
+    if first is None:
+        return None
     from ...plan.sparse.sparse import plan_sparse
     from ..hopper import disabled
     from .sparse_hopper import values_of_lengths
 
-    old, lists = cast("SparsePlan", near.plan), call.lists
-    attention = replace(old.problem.attention, seq_q=lists.seq_q, seq_k=lists.seq_k)
-    device = device_of(q.device, "sparse_attention")
-    plan = plan_sparse(replace(old.problem, attention=attention), device, portable=disabled())
-    if plan.kernel != HOPPER_KERNEL or plan.tile != old.tile:
-        return None
-    n = attention
-    sizes = {"batch": n.batch, "seq_q": n.seq_q, "heads": n.heads, "dim_v": n.dim_v}
-    shapes = result_shapes(call, sizes)
-    bound = near.bound.with_values(*values_of_lengths(q, k, v, call, plan, shapes[0]))
-    return Prepared(plan, *shapes, near.scale, near.mods, bound, None, near.keep)
+    lengths = call.lists.seq_q, call.lists.seq_k
+    # Everything that a plan of this family counts is query tiles, of 16 rows or a multiple; the longest keys are 2^30.
+    alike = None if disabled() else (family, -(-lengths[0] // 16), (lengths[1] - 1) >> 30)
+    near: Prepared | None = records.CACHE.get(alike)
+    old = cast("SparsePlan", (near or first).plan)
+    problem = old.problem.of_lengths(*lengths)
+    if near is not None:
+        plan = old.alike(problem, ("reason",), lambda: plan_sparse(problem, old.device))
+    else:
+        plan = plan_sparse(problem, old.device, portable=alike is None)
+        if plan.kernel != HOPPER_KERNEL or plan.tile != old.tile:
+            return None
+    n = problem.attention
+    shapes = result_shapes(call, {"batch": n.batch, "seq_q": n.seq_q, "heads": n.heads, "dim_v": n.dim_v})
+    bound = first.bound.with_values(*values_of_lengths(q, k, v, call, plan, shapes[0]))
+    made = Prepared(plan, *shapes, first.scale, first.mods, bound, None, first.keep)
+    return made if near is not None or alike is None else remember(records.CACHE, alike, made)
 
 
 def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:

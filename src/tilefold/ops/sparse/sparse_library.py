@@ -1,8 +1,7 @@
-"""Block-sparse attention in torch's dispatcher: its operators follow from `Call`.
+"""Block-sparse attention as operations: eager, with autograd functions of its own, and in torch's dispatcher.
 
-Eager calls do not pass here: there the lists are transposed when a backward pass asks for them.  Where a gradient may be asked
-for of a traced call, the transposed lists come along as inputs: they are made in front of the operator, where the compiler sees
-them.
+The lists of an eager call are transposed when a backward pass asks for them.  Where a gradient may be asked for of a traced call,
+the transposed lists come along as inputs: they are made in front of the operator, where the compiler sees them.
 """
 
 from collections.abc import Sequence
@@ -11,9 +10,19 @@ from typing import Any, NamedTuple
 import torch
 
 from ...errors import Unsupported
-from ..call import Call, check_options, result_shapes, sizes_of
+from ..call import Call, args_of, check_options, result_shapes, sizes_of
+from ..dense.library import resolved
 from ..operator import Gradient, Operation
 from ..source import Lists, Packed, Paged
+from ..watch import (
+    in_forward_mode,
+    is_open,
+    is_transformed,
+    is_watched,
+    refuse_gradients,
+    refuse_tangents,
+    wants_gradient,
+)
 from . import sparse
 
 __all__ = ["SPARSE", "SPARSE_PAGED", "Turned"]
@@ -67,13 +76,36 @@ def _before(q: Any, k: Any, v: Any, call: Call, *turned: Any) -> None:
     check_options(call)
 
 
-SPARSE = Operation(
+class SparseOperation(Operation):
+    """An eager call gives, in the place of the transposed lists, what transposes its `BlockIndex`."""
+
+    def first(self, *given: Any, key: Any = None) -> Any:
+        q, k, v, whole, transpose = given
+        args = args_of(whole)
+        wanted = (torch.is_grad_enabled() or in_forward_mode()) and wants_gradient((q, k, v, *args.values()))
+        compiling = torch.compiler.is_compiling()
+        transformed = not compiling and is_transformed()
+        if compiling or (not transformed and is_watched((q, k, v))):
+            return self.dispatched(q, k, v, whole, Turned(*transpose().tensors()[:2]) if wanted else None)
+        call = resolved(whole)
+        if not wanted and not transformed:
+            return self.plain((q, k, v, call), whole is call and not is_open(), key)
+        refuse_tangents({"q": q, "k": k, "v": v, **args})
+        refuse_gradients(args.items(), "q, k and v")
+        from .sparse_backward import DIFFERENTIABLE, TRANSFORMED  # here: `import tilefold` stays light
+
+        return (TRANSFORMED if transformed else DIFFERENTIABLE).apply(q, k, v, call, lambda: Lists.of(transpose()))
+
+
+SPARSE = SparseOperation(
     "sparse_attention",
     _forward,
     _fake,
     Gradient(("q", "k", "v"), _gradients, _require, _ready),
     _before,
     (Packed, Lists),
+    sparse.prepare,
+    sparse.run,
 )
 """(out, lse) of `tilefold.sparse_attention` and `sparse_attention_varlen`."""
 SPARSE_PAGED = Operation(
@@ -83,5 +115,7 @@ SPARSE_PAGED = Operation(
     "gradients of tilefold::sparse_attention_paged are not implemented: pages have no backward pass",
     _before,
     (Paged, Lists),
+    sparse.prepare,
+    sparse.run,
 )
 """(out, lse) of `tilefold.sparse_attention_paged`."""

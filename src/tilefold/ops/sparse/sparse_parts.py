@@ -8,6 +8,7 @@ import torch
 from ..bound import Bound, Slot, attribute, runtime_ints, strides_named
 from ..call import Call
 from ..dense.attention_parts import mask_mods_of, mods_of
+from ..records import Ways, no_ways
 from ..source import Lists
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class Prepared:
     keep: tuple[Any, ...] = field(default=())
     backward: dict[Any, Any] = field(default_factory=dict)  # bound backward passes of this call
     mixed: dict[Any, Any] = field(default_factory=dict)  # launches that also mix in another branch
+    placed: bool = False  # what says where blocks and sequences lie is read first: it costs nothing there
+    ways: Ways = field(default_factory=no_ways)
 
 
 class Launches(NamedTuple):

@@ -8,14 +8,17 @@ from dataclasses import replace
 from functools import lru_cache
 
 from tilefold.plan.architecture import SM_90
-from tilefold.plan.cache.decode import DecodePlan, DecodeProblem, decode_kernel_refusal, plan_decode
+from tilefold.plan.cache.decode import MOST_ROWS, DecodePlan, DecodeProblem, decode_kernel_refusal, plan_decode
 from tilefold.plan.dense.attention import AttentionPlan, Rejected, plan_attention
+from tilefold.plan.dense.attention_hopper import KERNEL as HOPPER
 from tilefold.plan.dense.attention_hopper import packable_heads
 from tilefold.plan.device import Device
 from tilefold.plan.limits import require_supported
 from tilefold.plan.problem import AttentionProblem
+from tilefold.plan.table import in_use
 
-__all__ = ["FILLED_ROWS", "LEAST_KEYS", "STEP", "cut_of", "decode_refusal", "plan_forward", "plan_holds"]
+__all__ = ["FILLED_ROWS", "LEAST_KEYS", "MOST_ROWS", "STEP", "cut_of", "decode_refusal", "lengths_alike", "plan_alike",
+           "plan_forward", "plan_holds", "shared_by_tiles"]  # fmt: skip
 
 FILLED_ROWS = 64  # query rows of a head, or of heads packed into one tile: with so many a dense kernel wastes little
 TILE_ROWS = 128  # that a dense kernel folds at once, at most
@@ -34,6 +37,31 @@ def plan_forward(problem: AttentionProblem, device: Device, portable: bool = Fal
     require_supported(problem, device)
     plan = plan_decode(DecodeProblem(problem, equal=not problem.varlen), device)
     return plan.later(reason=lambda: plan.reason, rejected=lambda: (_not_dense(problem, device), *plan.rejected[1:]))
+
+
+def lengths_alike(seq_q: int, seq_k: int, group: int) -> tuple[int, ...] | None:
+    """Calls that differ in lengths alone have the same kernel, tile, versions and grid if this is the same of them; None where
+    more than tiles decides.  group: query heads of a KV head, which may be rows of one tile.
+
+    Rules count tiles, of a multiple of 64 rows or keys, and have thresholds at multiples of 64."""
+    if seq_q < 2 * FILLED_ROWS or seq_k < 1:
+        return None
+    rows = seq_q * group
+    return -(-seq_q // 64), seq_q // 64, -(-rows // 64), rows // 64, -(-seq_k // 64), seq_k // 64
+
+
+def plan_alike(plan: AttentionPlan, seq_q: int, seq_k: int) -> AttentionPlan:
+    """The plan of the same problem with other lengths, of the same `lengths_alike`."""
+    problem = plan.problem.of_lengths(seq_q, seq_k)
+    return plan.alike(problem, DEFERRED, lambda: plan_attention(problem, plan.device))
+
+
+DEFERRED = ("buffers", "shared_bytes", "programs_per_sm", "cost", "bound", "rejected")
+
+
+def shared_by_tiles(plan: AttentionPlan) -> bool:
+    """Whether `lengths_alike` holds for this plan: of the kernel for sm_90, and not of a table, which has single problems."""
+    return plan.kernel == HOPPER and not in_use(plan.device)
 
 
 def _not_dense(problem: AttentionProblem, device: Device) -> Rejected:

@@ -36,7 +36,7 @@ MAX_STAGES = 16
 MIN_KEYS = 256  # a split with fewer keys costs more to merge than it saves
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SparseProblem:
     """What is asked: the dense problem that the lists thin out, and the lists' shape.
 
@@ -68,6 +68,12 @@ class SparseProblem:
             raise ShapeError(f"page_size must be an integer of at least 0, got {self.page_size!r}")
         if self.page_size and self.attention.varlen:
             raise Unsupported("a packed batch with paged keys has no kernel: page_size must be 0 with varlen=True")
+
+    def of_lengths(self, seq_q: int, seq_k: int) -> "SparseProblem":
+        """The same problem with other lengths; nothing is checked again."""
+        made = object.__new__(SparseProblem)
+        made.__dict__.update(self.__dict__, attention=self.attention.of_lengths(seq_q, seq_k))
+        return made
 
     @property
     def layout(self) -> str:

@@ -1,0 +1,153 @@
+"""Backward passes of calls that differ in lengths alone, on sm_90: what is kept of the first is as a call of its own has it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from examples import examples
+from tilefold.ops import records
+from tilefold.ops.backward import attention_backward as backward
+from tilefold.ops.bound import stand_in
+from tilefold.ops.call import Call, result_shapes, sizes_of, window_of
+from tilefold.ops.dense import attention
+from tilefold.ops.dense.attention_hopper import bind
+from tilefold.ops.dense.attention_parts import problem_of
+from tilefold.plan import AttentionProblem, DecodePlan, device_named, plan_attention
+from tilefold.plan.backward.attention_backward import plan_attention_backward
+from tilefold.plan.dense.forward import lengths_alike, plan_forward, shared_by_tiles
+
+DEVICE = "h200"
+
+
+def made(n, m, heads, dim, layout):
+    """q, k, v, out and dout without memory, and lse."""
+    shapes = [
+        (2, rows, h, dim) for rows, h in ((n, heads[0]), (m, heads[1]), (m, heads[1]), (n, heads[0]), (n, heads[0]))
+    ]
+    if layout == "bhsd":
+        shapes = [(b, h, rows, d) for b, rows, h, d in shapes]
+    q, k, v, out, dout = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+    return (q, k, v, out), dout, torch.empty(2, heads[0], n, device="meta")
+
+
+@pytest.fixture
+def on_sm_90(monkeypatch):
+    """As where both passes have been compiled; counts the plans of the backward pass."""
+    planned = []
+
+    def plan_of(problem, *rest, **options):
+        planned.append(problem)
+        return plan_attention_backward(problem, *rest, **options)
+
+    def prepare(q, k, v, call):
+        sizes, window = sizes_of(q, k, v, call), window_of(call.window, call.causal)
+        plan = plan_attention(problem_of(q, k, v, call, sizes, window), device_named(DEVICE))
+        return bind(q, k, v, call, window, 0.125, plan, result_shapes(call, sizes))
+
+    monkeypatch.setattr(records, "CACHE", {})
+    for module in (attention, backward):
+        monkeypatch.setattr(module, "device_of", lambda *args: device_named(DEVICE))
+    monkeypatch.setattr(attention, "_prepare", prepare)
+    monkeypatch.setattr(backward, "chosen_or_none", lambda plan, given, kind, bind, *rest: bind())
+    monkeypatch.setattr("tilefold.plan.backward.attention_backward.plan_attention_backward", plan_of)
+    return planned
+
+
+def both(tensors, dout, lse, call, dlse=None):
+    """The bound backward pass of a call, as `attention` finds it."""
+    prepared = backward.differentiable(*tensors[:3], call)
+    return backward._bound(prepared, tensors, (dout, lse, dlse), call, False, ())
+
+
+def told(bound, tensors, dout, lse, call, dlse=None):
+    """What its launches are given, descriptors by what they say, tensors by their shapes."""
+    scratch = [stand_in(one.dtype) for one in bound.buffers]
+    found = []
+    for one in (bound.first, bound.main):
+        arguments = one.arguments((*tensors, dout, lse, dlse, call, *scratch))
+        found += [
+            {**a.__dict__, "base": a.base.shape}
+            if hasattr(a, "block_shape")
+            else tuple(a.shape)
+            if hasattr(a, "shape")
+            else a
+            for a in arguments
+        ]
+        found += [one.launch.grid, one.launch.keywords, one.launch.fn]
+    return found, [(tuple(one.shape), one.dtype, one.zeroed) for one in bound.buffers], bound.last
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=["", "groups"])
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("lengths", [((1033, 1033), (1039, 1039)), ((1030, 1550), (1026, 1546))])
+def test_the_launches_are_those_of_a_call_of_its_own(lengths, dim, causal, heads, layout, on_sm_90, monkeypatch):
+    call = Call(causal=causal, layout=layout)
+    near = both(*made(*lengths[0], heads, dim, layout), call)
+    count = len(on_sm_90)
+    given = made(*lengths[1], heads, dim, layout)
+    again = both(*given, call)
+    assert len(on_sm_90) == count, "it is not planned again"
+    monkeypatch.setattr(records, "CACHE", {})
+    own = both(*given, call)
+    assert len(on_sm_90) > count and own.plan.kernel == backward.HOPPER
+    assert again.plan == own.plan != near.plan
+    assert told(again, *given, call) == told(own, *given, call)
+
+
+def test_other_differences_of_lengths_are_planned_anew(on_sm_90):
+    """Under a causal mask they move the diagonal, and with it how many tiles see each other."""
+    call, count = Call(causal=True), 0
+    for lengths in ((1033, 1033), (1033, 1039), (1039, 1033)):
+        both(*made(*lengths, (4, 4), 64, "bshd"), call)
+        assert len(on_sm_90) > count
+        count = len(on_sm_90)
+
+
+def test_what_is_no_length_is_bound_anew(on_sm_90):
+    call = Call()
+    (q, k, v, out), dout, lse = made(1033, 1033, (4, 4), 64, "bshd")
+    near = both((q, k, v, out), dout, lse, call)
+    (q, k, v, out), dout, lse = made(1039, 1039, (4, 4), 64, "bshd")
+    rows_apart = torch.empty(2, 1039, 8, 64, dtype=torch.bfloat16, device="meta")[:, :, ::2]
+    for other in (rows_apart, dout):
+        found = both((q, k, v, out), other, lse, call)
+        assert told(found, (q, k, v, out), other, lse, call) != told(near, (q, k, v, out), dout, lse, call)
+    with_dlse = both((q, k, v, out), dout, lse, call, lse)
+    assert with_dlse is not both((q, k, v, out), dout, lse, call)
+
+
+@examples(300)
+@given(
+    seq_q=st.integers(128, 9000),
+    seq_k=st.integers(1, 9000),
+    more=st.integers(-63, 63),
+    heads=st.sampled_from([(1, 1), (4, 1), (16, 4), (32, 32), (7, 1), (64, 8)]),
+    dim=st.sampled_from([64, 128, 256]),
+    batch=st.integers(1, 9),
+    causal=st.booleans(),
+    deterministic=st.booleans(),
+    equal=st.booleans(),
+)
+def test_tiles_decide_the_plan(seq_q, seq_k, more, heads, dim, batch, causal, deterministic, equal):
+    """Of the kernel that keeps dS, where queries and keys grow alike."""
+    seq_k, device = seq_q if equal else seq_k, device_named(DEVICE)
+    problem = AttentionProblem(batch, seq_q, seq_k, *heads, dim, dim, causal=causal)
+    other = replace(problem, seq_q=max(1, seq_q + more), seq_k=max(1, seq_k + more))
+    group, forward = heads[0] // heads[1], plan_forward(problem, device)
+    alike = lengths_alike(seq_q, seq_k, group)
+    if alike is None or lengths_alike(other.seq_q, other.seq_k, group) != alike:
+        return
+    if isinstance(forward, DecodePlan) or not shared_by_tiles(forward):
+        return
+    if other.seq_k - other.seq_q != seq_k - seq_q or (2 * seq_q >= seq_k) != (2 * other.seq_q >= other.seq_k):
+        return
+    plan = plan_attention_backward(problem, device, deterministic=deterministic)
+    if plan.kernel != backward.HOPPER or plan.queries_at_once:
+        return
+    own = plan_attention_backward(other, device, deterministic=deterministic)
+    assert plan.alike(other, (), lambda: own) == own
