@@ -8,8 +8,6 @@ from .context import FORMS
 from .dense_run import run
 from .sizes import DIMS, WINDOWS, dims_of_heads, lengths, window_of
 
-__all__ = ["DENSE"]
-
 FLASH = {"flash", "flash_kv", "flash_qkv", "flash_varlen", "flash_varlen_kv", "flash_varlen_qkv"}
 PACKED = {"varlen", "flash_varlen", "flash_varlen_kv", "flash_varlen_qkv"}
 APIS = ("bshd", "bhsd", "varlen", *sorted(FLASH))

@@ -12,8 +12,6 @@ from .context import Context
 from .mods import MASKS, SCORES
 from .oracle import Rules, attend, gradients
 
-__all__ = ["DTYPES", "run"]
-
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 DROPPED = 0.3
 

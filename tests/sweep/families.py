@@ -14,8 +14,6 @@ from .small import ADD, MERGE, QUANTISE, TRANSPOSE
 from .sparse import SPARSE
 from .stages import FUSE, SELECT
 
-__all__ = ["FAMILIES", "chosen"]
-
 ALL = (DENSE, EIGHT, KVCACHE, PREFIX, APPEND, ROTARY, SPARSE, MATMUL, CONV, LOWBIT, W8A8, MERGE, TRANSPOSE, ADD, QUANTISE, COARSE,
        SELECT, FUSE, FLASHNEW, PAGED, REFUSALS)  # fmt: skip
 FAMILIES: dict[str, Family] = {family.name: family for family in ALL}

@@ -13,8 +13,6 @@ from .axes import Family
 from .context import Context
 from .dense_run import DTYPES
 
-__all__ = ["REFUSALS"]
-
 
 class Given:
     """Small tensors to call with, of one dtype."""

@@ -3,8 +3,6 @@
 import random
 from typing import Any
 
-__all__ = ["DIMS", "WINDOWS", "dim_of", "dims_of_heads", "length", "lengths", "window_of"]
-
 DIMS = ("64", "1", "tiny", "16", "odd", "80", "96", "128", "wide", "192", "256")
 WINDOWS = ("none", "left", "right", "both", "zero")
 

@@ -15,8 +15,6 @@ from .mods import MASKS, SCORES
 from .oracle import Rules, attend, gradients
 from .sizes import DIMS, dims_of_heads, length
 
-__all__ = ["SPARSE"]
-
 
 def dims(rng: random.Random, o: dict[str, Any]) -> dict[str, int]:
     return {**dims_of_heads(rng, o), "page": page_of(rng, o["page"])}

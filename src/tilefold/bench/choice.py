@@ -7,19 +7,6 @@ from typing import Protocol, TypeVar
 from tilefold.errors import Unsupported, ValueRangeError
 from tilefold.ops.environment import installed as version_of
 
-__all__ = [
-    "INSTALLED",
-    "NONE",
-    "chosen",
-    "figures_in",
-    "fits",
-    "installed",
-    "meant",
-    "names_in",
-    "of_size",
-    "select_cases",
-]
-
 OURS, NONE, INSTALLED = "tilefold", "none", "installed"
 
 

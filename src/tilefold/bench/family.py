@@ -12,8 +12,6 @@ from tilefold.reference import Comparison
 if TYPE_CHECKING:
     from tilefold.bench.run import Row
 
-__all__ = ["Calls", "Case", "Family", "Judge", "Peer", "by_name", "each"]
-
 
 class Case(Protocol):
     """What of a case the runner and the report need: its name and dtype, bytes that have to move, operations."""

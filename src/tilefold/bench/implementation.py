@@ -13,18 +13,6 @@ from tilefold.bench.attention.lists import lists_of
 from tilefold.plan.problem import AttentionProblem
 from tilefold.sparse import BlockIndex
 
-__all__ = [
-    "Function",
-    "Implementation",
-    "Inputs",
-    "Prepared",
-    "Result",
-    "make_inputs",
-    "output_of",
-    "prepared",
-    "window_of",
-]
-
 Result = Any  # the output [B, Sq, H, Dv], or the gradients (dq, dk, dv) in the shapes of q, k and v
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -15,20 +15,6 @@ from ..types import Layout
 from .bound import Box, Slot
 from .dense.attention_parts import describe_box, head_strides
 
-__all__ = [
-    "DISABLE",
-    "WORK_COUNTER",
-    "bound_or_none",
-    "box_of",
-    "chosen_or_none",
-    "descriptor",
-    "disabled",
-    "inside_operator",
-    "require",
-    "shared_layout",
-    "work_counter",
-]
-
 Made = TypeVar("Made")
 
 DISABLE = "TILEFOLD_DISABLE_HOPPER"

@@ -16,8 +16,6 @@ from .scales import CODED, Scales, scales_of
 from .staging import Staging
 from .statistics import CacheStatistics
 
-__all__ = ["PagedKVCache"]
-
 OPTIONS = ("window", "scale", "softcap", "alibi_slopes", "sinks", "num_splits")
 
 

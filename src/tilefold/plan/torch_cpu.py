@@ -8,8 +8,6 @@ from tilefold.errors import PlanError
 from tilefold.plan.capabilities import capability
 from tilefold.plan.device import Device
 
-__all__ = ["Cut", "TorchPlan", "cut_of", "plan_torch"]
-
 BLOCK_N = 512  # keys of a tile
 ROWS = 256  # query rows of a KV head in a tile, those of its group together
 SCORES = 1 << 19  # scores that are folded at once: 2 MiB in fp32, which stay in the caches; larger tiles are slower

@@ -25,8 +25,6 @@ from tilefold.plan.sparse.sparse import SparsePlan, plan_sparse
 from tilefold.plan.sparse.sparse_backward import SparseBackwardPlan, plan_sparse_backward
 from tilefold.sparse import BlockIndex
 
-__all__ = ["BLOCK_PEERS", "portable_plans"]
-
 CUDNN, FASTVIDEO = "nvidia-cudnn-frontend", "fastvideo-kernel"
 
 

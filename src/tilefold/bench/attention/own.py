@@ -10,15 +10,6 @@ from tilefold.bench.attention.cases import Case
 from tilefold.bench.implementation import Inputs, Prepared, prepared, window_of
 from tilefold.errors import Unsupported
 
-__all__ = [
-    "nondeterministic_refuses",
-    "portable_refuses",
-    "prepare_nondeterministic",
-    "prepare_portable",
-    "prepare_tilefold",
-    "tilefold_refuses",
-]
-
 
 def prepare_tilefold(inputs: Inputs) -> Prepared:
     """The public function, as a user calls it."""

@@ -31,8 +31,6 @@ from tilefold.ops.environment import importable
 from tilefold.plan.problem import AttentionProblem
 from tilefold.sparse import BlockIndex
 
-__all__ = ["DEFAULT_PEERS", "DENSE", "IMPLEMENTATIONS", "SPARSE"]
-
 # --- torch.nn.functional.scaled_dot_product_attention -----------------------------------------------------------------------
 
 

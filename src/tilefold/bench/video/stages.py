@@ -27,29 +27,6 @@ from tilefold.plan.sparse.video_launches import TOGETHER
 from tilefold.sparse import BlockIndex
 from tilefold.sparse.stages import CoarseOptions, SelectOptions, Stages
 
-__all__ = [
-    "ALONE",
-    "LISTED",
-    "PEERS",
-    "TOTAL",
-    "USUAL",
-    "Made",
-    "Ready",
-    "StageRow",
-    "VideoInputs",
-    "VideoRun",
-    "dense_calls",
-    "dense_case",
-    "implementations",
-    "listed_calls",
-    "listed_pairs",
-    "prepare_stages",
-    "profile_video",
-    "self_attention",
-    "time_calls",
-    "video_inputs",
-]
-
 Call = Callable[[], object]
 PEERS = ("cudnn", "flash", "efficient", "math", "fa4")  # dense
 LISTED = ("bsa", "tk", "fastvideo", "flex", "fa4-lists")  # they follow lists

@@ -16,8 +16,6 @@ from ..operator import Gradient, Operation
 from ..source import Lists, Packed, Paged
 from . import sparse
 
-__all__ = ["SPARSE", "SPARSE_PAGED", "Turned"]
-
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 

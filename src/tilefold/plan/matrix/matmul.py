@@ -25,8 +25,6 @@ from tilefold.plan.matrix.tiles import (
 )
 from tilefold.plan.table import RULE, measured
 
-__all__ = ["MatmulPlan", "MatmulProblem", "plan_matmul", "rules_matmul"]
-
 ORDERS = ("grouped", "plain")
 
 
