@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+__all__ = ["between", "causal", "either", "every", "inverse", "keep", "keys", "prefix", "prefix_each", "window"]
+
 Index = torch.Tensor
 
 

@@ -66,6 +66,27 @@ def test_nothing_divides_by_a_number_of_taps_that_is_0(count_h, count_w, device)
     assert taps.tolist() == [i // n * 100 + i % n for i in range(16)]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sixteen_bits(dtype, device):
+    x = rand(1, 16, 5, 4, dtype=dtype, device=device).contiguous(memory_format=LAST)
+    held(
+        x,
+        (rand(16, 16, 3, 3, device=device) / 12).to(dtype),
+        rand(16, dtype=dtype, device=device),
+        padding=1,
+        activation="silu",
+    )
+
+
+@pytest.mark.parametrize(("channels", "out", "groups"), [(6, 6, 6), (4, 8, 4), (32, 34, 2)])
+def test_groups(channels, out, groups, device):
+    """Depthwise, with two results a channel, and groups for tensor cores."""
+    x = rand(2, channels, 5, 6, device=device).contiguous(memory_format=LAST)
+    w = rand(out, channels // groups, 3, 2, device=device) / 3
+    held(x, w, rand(out, device=device), groups=groups, stride=2, padding=1, activation="relu")
+    held(x.contiguous(), w, groups=groups, padding="same")
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("memory", [FIRST, LAST])
 def test_im2col(memory, groups, device):

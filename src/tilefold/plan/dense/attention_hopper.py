@@ -11,6 +11,30 @@ from tilefold.plan.hopper import tile_fault, type_refusal
 from tilefold.plan.limits import MAX_GRID, Tile
 from tilefold.plan.problem import MAX_HEAD_DIM, AttentionProblem
 
+__all__ = [
+    "KERNEL",
+    "LISTS_FROM",
+    "MAX_PACKED",
+    "MOD_SLOTS",
+    "OPTIONS",
+    "REGISTERS",
+    "consumers_of",
+    "hopper_few",
+    "hopper_grid",
+    "hopper_options",
+    "hopper_programs",
+    "hopper_refusal",
+    "hopper_shared_bytes",
+    "hopper_tile",
+    "hopper_unmeasured",
+    "hopper_violation",
+    "packable_heads",
+    "packed_heads",
+    "polynomial_of",
+    "rows_of_tile",
+    "width_of",
+]
+
 KERNEL = "attention_forward_hopper"
 WIDTHS = (64, 96, 128, 192, MAX_HEAD_DIM)  # of a tile; TMA fills what a head dim leaves of it with zeros
 REGISTERS = {1: (128, 232), 2: (168, 240), 3: (128, 160)}  # by warpgroups: of a thread at launch, of a folding thread

@@ -15,6 +15,8 @@ from tilefold.plan.device import Device
 from tilefold.plan.limits import require_supported
 from tilefold.plan.problem import AttentionProblem
 
+__all__ = ["FILLED_ROWS", "LEAST_KEYS", "STEP", "cut_of", "decode_refusal", "plan_forward", "plan_holds"]
+
 FILLED_ROWS = 64  # query rows of a head, or of heads packed into one tile: with so many a dense kernel wastes little
 TILE_ROWS = 128  # that a dense kernel folds at once, at most
 STEP = 128  # keys by which a cache may grow before its plan is looked at again
