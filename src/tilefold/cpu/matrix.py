@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+__all__ = ["ACTIVATIONS", "activation_gradient", "dequantise", "product"]
+
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "none": lambda x: x,
     "relu": torch.relu,

@@ -15,6 +15,8 @@ from .device import device_of
 if TYPE_CHECKING:
     from ..plan.device import Device
 
+__all__ = ["BoundFunction", "function_at", "plan_at"]
+
 
 class BoundFunction:
     """A function of an architecture and what all calls of a key share.  It is called as a `Bound` is.

@@ -16,6 +16,8 @@ from .scales import CODED, Scales, scales_of
 from .staging import Staging
 from .statistics import CacheStatistics
 
+__all__ = ["PagedKVCache"]
+
 OPTIONS = ("window", "scale", "softcap", "alibi_slopes", "sinks", "num_splits")
 
 

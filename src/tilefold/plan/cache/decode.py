@@ -19,6 +19,18 @@ from tilefold.plan.problem import AttentionProblem, next_power_of_two, padded_he
 from tilefold.plan.table import RULE, measured
 from tilefold.plan.words import counted
 
+__all__ = [
+    "MERGES",
+    "STORAGES",
+    "DecodePlan",
+    "DecodeProblem",
+    "decode_kernel_refusal",
+    "plan_decode",
+    "rules_decode",
+    "slice_shape",
+    "slices_of",
+]
+
 STORAGES = ("plain", "float8_e4m3fn", "int8")  # elements of K and V: as q's, or bytes with scales
 MERGES = ("last", "kernel")  # the last program to arrive, or a second kernel
 MOST_ROWS = 128  # query heads of a KV head times query tokens that are taken from attention_cached

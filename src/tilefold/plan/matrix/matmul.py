@@ -25,6 +25,8 @@ from tilefold.plan.matrix.tiles import (
 )
 from tilefold.plan.table import RULE, measured
 
+__all__ = ["MatmulPlan", "MatmulProblem", "plan_matmul", "rules_matmul"]
+
 ORDERS = ("grouped", "plain")
 
 
