@@ -30,7 +30,9 @@ def setting():
 def test_every_pair_of_options(op: str, setting) -> None:
     """Problems until any two options that go together have met in one, each of other sizes."""
     for family, options, dims, rng in specialisations(chosen(op, light=True), seed=1, once=True):
-        problem = Problem(op, options, dims, family.sizes(rng, options, dims, MOST.get(op, TILES)), rng.randrange(1 << 30))
+        problem = Problem(
+            op, options, dims, family.sizes(rng, options, dims, MOST.get(op, TILES)), rng.randrange(1 << 30)
+        )
         assert failure_of(family, problem, setting) is None, json.dumps(problem.plain())
 
 
