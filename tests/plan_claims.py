@@ -17,8 +17,6 @@ from tilefold.plan.matrix.lowbit import plan_lowbit
 from tilefold.plan.problem import next_power_of_two
 from tilefold.plan.sparse.sparse import plan_sparse
 
-__all__ = ["contradictions"]
-
 NUMBER, WORD = r"(-?\d+(?:\.\d+)?(?:e[+-]\d+)?)", r"([\w-]+)"
 SPEAKS = re.compile(r"\b(?:fills?|idle|enough|few|fewer|short|under|many|more than|most of|at most|own equal)\b", re.I)
 SILENT = re.compile(  # what is meant of any problem, and names of rules

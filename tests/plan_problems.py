@@ -36,8 +36,6 @@ from tilefold.plan.parallel.plan import plan_parallel
 from tilefold.plan.parallel.problem import Links, ParallelProblem
 from tilefold.plan.sparse.select import SelectProblem, plan_select
 
-__all__ = ["KINDS"]
-
 flags = st.booleans()
 seldom = st.integers(0, 7).map(lambda n: n == 7)
 mostly = seldom.map(lambda no: not no)

@@ -3,8 +3,6 @@
 import linecache
 from typing import Any
 
-__all__ = ["run_source"]
-
 
 def run_source(text: str, names: dict[str, Any]) -> None:
     """Run it with these names, to which it adds its own."""

@@ -165,9 +165,3 @@ def gradients(model, inputs, weight):
     mine = {n: p for n, p in model.named_parameters() if n.endswith(ends) and "attn2" not in n and "refiner" not in n}
     found = torch.autograd.grad(out, [inputs["hidden_states"], *mine.values()], weight.to(out))
     return dict(zip(("out", "latents", *mine), (out, *found), strict=True))
-
-
-__all__ = [
-    "CUBE", "FAMILIES", "GRID", "TEXT", "Recorded", "cogvideox", "double_of", "gradients", "hunyuan", "ltx", "sample",
-    "twin_of", "wan",
-]  # fmt: skip

@@ -13,8 +13,6 @@ from tilefold.reference.rounding import plain
 from tilefold.sparse import BlockIndex
 from tilefold.video.scene import COLOURS, Scene, patches, render
 
-__all__ = ["NextFrame", "PlainVideoAttention", "Training", "TrainingResult", "train"]
-
 _REFERENCE: Any = reference
 HELD_OUT = 1 << 20  # seeds of the evaluation's videos begin here
 

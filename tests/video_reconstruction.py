@@ -12,8 +12,6 @@ from tilefold.sparse import BlockIndex, CoarseOptions, GridTiling, SelectOptions
 from tilefold.sparse import coarse as coarse_stage
 from tilefold.sparse import select as select_stage
 
-__all__ = ["Reconstruction", "block_mass", "reconstruct"]
-
 Fine = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, BlockIndex], torch.Tensor]
 
 

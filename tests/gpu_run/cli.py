@@ -14,8 +14,6 @@ from typing import Any
 from .parent import SEVERAL, run_piece
 from .report import add_row, summarise
 
-__all__ = ["ROOT", "identity", "main"]
-
 ROOT = Path(__file__).resolve().parent.parent.parent
 EACH = 9 << 29  # bytes of the GPU's memory for a process: with 2.5 GB each 11 of 2200 tests had too little
 GREEN, FAILED, NO_GPU, UNFINISHED = 0, 1, 2, 3  # exit codes

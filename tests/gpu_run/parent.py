@@ -15,8 +15,6 @@ from typing import Any
 
 from .records import LOST, rows_of
 
-__all__ = ["run_piece"]
-
 SEVERAL = 3  # processes whose tests run over several GPUs: they wait most of the time
 TRIES = 3  # starts of a process that ends before any test
 SAME = ("sources", "device", "torch", "triton", "selected", "tests")  # of the run that a call goes on with

@@ -5,8 +5,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LOST", "key_of", "rows_of", "slow_ones"]
-
 LOST = 3  # exit code of a process whose context on the device is gone; the test is written down
 
 

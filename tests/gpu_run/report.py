@@ -8,8 +8,6 @@ from typing import Any
 
 from .records import rows_of
 
-__all__ = ["add_row", "summarise"]
-
 BAD = ("failed", "crashed", "hung")
 SLOWEST = 10
 TOLD = 25  # tests whose words are printed, too; the results hold all

@@ -11,8 +11,6 @@ import pytest
 
 from .records import LOST, key_of, rows_of, slow_ones
 
-__all__ = ["phase_of"]
-
 ROOM = 2 << 30  # bytes of the device's memory that a process keeps between tests
 OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "CUDA error: out of memory")
 MOST = 6000  # characters of a failure that are kept

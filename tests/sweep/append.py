@@ -14,8 +14,6 @@ from .context import FORMS, Context
 from .dense_run import DTYPES
 from .sizes import DIMS, dims_of_heads, length, lengths
 
-__all__ = ["APPEND", "ROTARY"]
-
 FRACTIONS = ("off", "full", "half", "odd", "one")
 
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Family", "Pair", "covered_by", "draw_options", "never", "packed_options", "pairs_of", "valid_pairs"]
-
 Options = dict[str, Any]
 Pair = tuple[str, str]  # "axis=value" twice, sorted
 LIGHT: dict[str, tuple[Any, ...]] = {

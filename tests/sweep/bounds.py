@@ -2,8 +2,6 @@
 
 import torch
 
-__all__ = ["FP32", "TF32", "Wrong", "limit", "of_offsets", "of_terms", "roundoff", "steps"]
-
 TF32 = 2.0**-10  # of a product, about its middle, which is as much too small: see `limit`
 FP32 = 2.0**-23  # of sums in fp32, which tensor cores cut off rather than round
 DEVIATIONS = 5.0

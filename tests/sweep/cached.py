@@ -16,8 +16,6 @@ from .dense_run import DTYPES
 from .oracle import Rules, attend
 from .sizes import DIMS, WINDOWS, dims_of_heads, length, window_of
 
-__all__ = ["KVCACHE", "PREFIX"]
-
 
 def dims(rng: random.Random, o: dict[str, Any]) -> dict[str, int]:
     if o["dim"] == "576":

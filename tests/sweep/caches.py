@@ -7,8 +7,6 @@ import torch
 from .context import Context
 from .dense_run import DTYPES
 
-__all__ = ["PAGES", "STORES", "Caches", "bits", "page_of"]
-
 PAGES = ("16", "1", "odd", "64", "100", "256")
 STORES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 NOWHERE = 1 << 30

@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main", "prepare"]
-
 
 def main(argv: list[str] | None = None) -> int:
     """0 if nothing was wrong, 1 if something was."""

@@ -14,8 +14,6 @@ from .dense_run import DTYPES
 from .oracle import Rules, attend, gradients
 from .sizes import DIMS, dims_of_heads, length
 
-__all__ = ["COARSE"]
-
 
 def sizes(rng: random.Random, o: dict[str, Any], d: dict[str, Any], most: int) -> dict[str, Any]:
     n = length(rng, most, 1)

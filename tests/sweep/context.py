@@ -9,8 +9,6 @@ import torch
 
 from .bounds import Wrong
 
-__all__ = ["FORMS", "Context", "kernels_reached", "poisoned"]
-
 FORMS = ("plain", "gap", "turned", "offset", "fused")
 """Strides: contiguous; rows with a gap; another order of dimensions in memory; off every alignment; part of a wider tensor."""
 

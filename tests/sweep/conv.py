@@ -13,8 +13,6 @@ from .context import Context
 from .dense_run import DTYPES
 from .products import ACTS, acted
 
-__all__ = ["CONV"]
-
 
 def dims(rng: random.Random, o: dict[str, Any]) -> dict[str, int]:
     """Channels in and out of a group, the filter."""

@@ -13,8 +13,6 @@ from .context import FORMS, Context
 from .oracle import Rules, attend
 from .sizes import DIMS, WINDOWS, dims_of_heads, length, window_of
 
-__all__ = ["EIGHT"]
-
 
 def sizes(rng: random.Random, o: dict[str, Any], dims: dict[str, Any], most: int) -> dict[str, Any]:
     n = length(rng, most)

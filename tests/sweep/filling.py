@@ -17,8 +17,6 @@ from .dense_run import DTYPES
 from .oracle import Rules, attend
 from .sizes import DIMS, WINDOWS, dims_of_heads, length, lengths, window_of
 
-__all__ = ["FLASHNEW", "PAGED"]
-
 
 def dims(rng: random.Random, o: dict[str, Any]) -> dict[str, int]:
     found = dims_of_heads(rng, o)

@@ -8,8 +8,6 @@ import torch
 
 from .bounds import FP32, limit, of_offsets, roundoff, steps
 
-__all__ = ["Grads", "Result", "Rules", "attend", "gradients"]
-
 Mod = Callable[..., torch.Tensor]
 
 

@@ -11,8 +11,6 @@ from typing import Any
 from .report import summarise
 from .worker import TAKEN
 
-__all__ = ["run_all"]
-
 GRACE = 150.0  # seconds past the end that a process may take to finish what it is at
 STUCK = 120.0  # seconds that one problem may take before the run goes on without it
 

@@ -13,9 +13,6 @@ from .axes import Family, Pair, draw_options, pairs_of, valid_pairs
 from .bounds import Wrong
 from .context import Context
 
-__all__ = ["NO_ROOM", "Problem", "Setting", "failure_of", "run_problem", "shrink", "specialisations"]
-
-
 NO_ROOM = "memory: the device has none left for this, beside the other processes"
 
 

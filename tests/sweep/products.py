@@ -14,8 +14,6 @@ from .context import Context
 from .dense_run import DTYPES
 from .sizes import length
 
-__all__ = ["LOWBIT", "MATMUL", "W8A8", "acted"]
-
 KINDS = {**DTYPES, "e4m3": torch.float8_e4m3fn}
 ACTS = ("none", "relu", "silu", "gelu", "gelu_tanh")
 

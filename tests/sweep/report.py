@@ -13,8 +13,6 @@ from .families import FAMILIES
 from .problem import kind_of
 from .worker import rows_of
 
-__all__ = ["summarise", "tell_union"]
-
 MOST = 25  # kinds of failure that are printed; the records hold all
 
 

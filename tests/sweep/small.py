@@ -14,8 +14,6 @@ from .context import FORMS, Context
 from .dense_run import DTYPES
 from .sizes import DIMS, dim_of, length
 
-__all__ = ["ADD", "MERGE", "QUANTISE", "TRANSPOSE"]
-
 WHOLE = {"int8": torch.int8, "int32": torch.int32, "int64": torch.int64}
 EVERY = {**DTYPES, "fp64": torch.float64, **WHOLE}
 

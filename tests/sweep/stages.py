@@ -13,9 +13,6 @@ from .context import FORMS, Context
 from .dense_run import DTYPES
 from .sizes import DIMS, dims_of_heads, length
 
-__all__ = ["FUSE", "SELECT"]
-
-
 # ---------------------------------------------------------------- select, fuse
 
 

@@ -12,8 +12,6 @@ from .context import kernels_reached, poisoned
 from .families import chosen
 from .problem import NO_ROOM, Problem, Setting, failure_of, kind_of, shrink, specialisations
 
-__all__ = ["TAKEN", "work"]
-
 TAKEN = "taken-{}"  # a file for each specialisation that a process has begun
 PER_KIND = 2  # failures of one kind that a process makes smaller; more of them are only counted
 ROOM = 2 << 30  # bytes that a process keeps of the device's memory

@@ -15,8 +15,6 @@ from tilefold import reference
 from tilefold.bench.implementation import Inputs, window_of
 from tilefold.errors import ShapeError, Unsupported
 
-__all__ = ["BINS", "Difference", "Facts", "difference_of", "exact_result", "facts_of"]
-
 LARGEST = 1 << 27  # scores of the fp64 reference, which holds them all
 CHUNK = 1 << 22  # elements that are held in fp64 at a time
 BINS = range(-12, 4)  # decades of absolute differences: bin e counts 10**e <= |a - b| < 10**(e + 1)

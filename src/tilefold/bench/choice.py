@@ -4,23 +4,15 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
+from tilefold.bench.family import Peer
 from tilefold.errors import Unsupported, ValueRangeError
 from tilefold.ops.environment import installed as version_of
 
-__all__ = [
-    "INSTALLED",
-    "NONE",
-    "chosen",
-    "figures_in",
-    "fits",
-    "installed",
-    "meant",
-    "names_in",
-    "of_size",
-    "select_cases",
-]
-
 OURS, NONE, INSTALLED = "tilefold", "none", "installed"
+
+
+Cases = TypeVar("Cases")
+OneCase = TypeVar("OneCase", bound="Named")
 
 
 class Named(Protocol):
@@ -30,25 +22,7 @@ class Named(Protocol):
     def name(self) -> str: ...
 
 
-class Known(Protocol):
-    """What of an implementation decides whether it is meant and whether it is there."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def title(self) -> str: ...
-
-    @property
-    def package(self) -> str: ...
-
-
-Cases = TypeVar("Cases")
-NamedCase = TypeVar("NamedCase", bound=Named)
-One = TypeVar("One", bound=Known)
-
-
-def select_cases(cases: tuple[NamedCase, ...], pattern: str | None) -> tuple[NamedCase, ...]:
+def select_cases(cases: tuple[OneCase, ...], pattern: str | None) -> tuple[OneCase, ...]:
     """The cases whose name contains every part of a pattern ("d128,causal"), or of one of several ("random_s50|video").
 
     Raises ValueRangeError if none is left."""
@@ -105,17 +79,17 @@ def _between(found: Sequence[float], last: float) -> list[float]:
     return [round(found[-1] + step * n, 9) for n in range(1, count + 1)]
 
 
-def installed(one: Known) -> bool:
+def installed(one: Peer) -> bool:
     """Whether the distribution that an implementation comes in is installed."""
     return one.package in ("torch", "tilefold") or version_of(one.package) is not None
 
 
-def meant(name: str, known: Iterable[One]) -> list[One]:
+def meant(name: str, known: Iterable[Peer]) -> list[Peer]:
     """The peers that a name means: its own, a title ("FA2"), or all of a package ("torch"); INSTALLED: all that are here."""
     peers = [one for one in known if one.name != OURS]
     if name == INSTALLED:
         return [one for one in peers if installed(one)]
-    same: tuple[Callable[[One], str], ...] = (lambda o: o.name, lambda o: o.title, lambda o: o.package)
+    same: tuple[Callable[[Peer], str], ...] = (lambda o: o.name, lambda o: o.title, lambda o: o.package)
     for text in same:
         found = [one for one in peers if _plain(text(one)) == _plain(name)]
         if found:
@@ -127,12 +101,12 @@ def _plain(name: str) -> str:
     return name.lower().replace("_", "-").replace(" ", "-")
 
 
-def chosen(known: Mapping[str, One], names: Sequence[str], must: bool = False) -> tuple[One, ...]:
+def chosen(known: Mapping[str, Peer], names: Sequence[str], must: bool = False) -> tuple[Peer, ...]:
     """tilefold, then the peers that the names mean, in their order; "none" alone means nobody.
 
     must: those named have to be installed.  ValueRangeError: an unknown name; Unsupported: one that is not installed; both say
     what is and what could be."""
-    wanted: dict[str, One] = {}
+    wanted: dict[str, Peer] = {}
     for name in () if tuple(names) == (NONE,) else names:
         if name == OURS:
             continue
@@ -151,7 +125,7 @@ def chosen(known: Mapping[str, One], names: Sequence[str], must: bool = False) -
     return (known[OURS], *wanted.values())
 
 
-def whereabouts(known: Iterable[Known]) -> str:
+def whereabouts(known: Iterable[Peer]) -> str:
     """Which peers are installed here, and what would have to be installed for the others."""
     peers = [one for one in known if one.name != OURS]
     here = [one.name for one in peers if installed(one)]

@@ -18,8 +18,6 @@ from tilefold.plan.sparse.video import VideoShape
 from tilefold.reference.rounding import plain
 from tilefold.sparse.stages import SelectOptions
 
-__all__ = ["VIDEO_NAMES", "attention_results", "check_name", "check_video_names", "video_results", "without_lse"]
-
 GRADIENTS = ("dq", "dk", "dv")
 VIDEO_NAMES = ("tilefold", "fused", "fp64", "plain")
 ORACLES = ("fp64", "plain")

@@ -17,8 +17,6 @@ from tilefold.errors import ValueRangeError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["AttentionEngine", "Engine", "Request", "peers_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Request:

@@ -12,8 +12,6 @@ from tilefold.reference import Comparison
 if TYPE_CHECKING:
     from tilefold.bench.run import Row
 
-__all__ = ["Calls", "Case", "Family", "Judge", "Peer", "by_name", "each"]
-
 
 class Case(Protocol):
     """What of a case the runner and the report need: its name and dtype, bytes that have to move, operations."""
@@ -47,21 +45,28 @@ class Calls:
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     judge: Judge | None = None
 
+    @property
+    def call(self) -> Callable[[], Any]:
+        """The first one."""
+        return self.calls[0]
+
 
 @dataclass(frozen=True, slots=True)
 class Peer:
     """name: as on the command line and in result files; title: as in tables; package: the distribution that it comes in.
 
     refuses: (case, device type) -> why it cannot be used there, or None; Unsupported and NotImplementedError of prepare or of a
-    call count as a refusal, too.  prepare: makes the calls over several sets of inputs of one case; what is done once (plans,
-    compilation, masks, copies in another layout) happens there."""
+    call count as a refusal, too.  prepare: makes the calls over several sets of inputs of one case, of attention the call over
+    one; what is done once (plans, compilation, masks, copies in another layout) happens there.  lists: whether it follows the
+    lists of sparse attention; one that does not computes every pair and is judged by that."""
 
     name: str
     title: str
     what: str
     package: str
-    prepare: Callable[[Sequence[Any]], Calls]
+    prepare: Callable[[Any], Calls]
     refuses: Callable[[Any, str], str | None] = lambda case, device: None
+    lists: bool = False
 
     @property
     def ours(self) -> bool:
@@ -83,7 +88,7 @@ class Family:
     cases: Callable[[str], tuple[Any, ...]]
     inputs: Callable[[Any, str, int], Any]
     judge: Callable[[Any], Judge]
-    peers: Mapping[str, Any]  # of Peer, of attention Implementation
+    peers: Mapping[str, Peer]
     defaults: Mapping[str, tuple[str, ...]]
     record: Callable[[Any], dict[str, Any]] = lambda case: {}
     lines: "Callable[[Sequence[Row]], list[str]]" = lambda rows: []

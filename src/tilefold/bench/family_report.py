@@ -19,17 +19,6 @@ from tilefold.bench.records.record import (
 from tilefold.bench.run import METHODS, Cell, Row
 from tilefold.bench.setting import Setting
 
-__all__ = [
-    "OURS",
-    "cell_record",
-    "family_lines",
-    "family_records",
-    "family_sheets",
-    "family_table",
-    "ours_wrong",
-    "speedup",
-]
-
 OURS = "tilefold"
 
 

@@ -1,4 +1,4 @@
-"""What an implementation under measurement is: the inputs it gets, the call it gives back, and how it refuses."""
+"""What implementations of attention get, and how a function of q, k and v becomes the call that is timed."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -10,20 +10,9 @@ from torch import Tensor
 
 from tilefold.bench.attention.cases import Case
 from tilefold.bench.attention.lists import lists_of
+from tilefold.bench.family import Calls
 from tilefold.plan.problem import AttentionProblem
 from tilefold.sparse import BlockIndex
-
-__all__ = [
-    "Function",
-    "Implementation",
-    "Inputs",
-    "Prepared",
-    "Result",
-    "make_inputs",
-    "output_of",
-    "prepared",
-    "window_of",
-]
 
 Result = Any  # the output [B, Sq, H, Dv], or the gradients (dq, dk, dv) in the shapes of q, k and v
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -50,42 +39,6 @@ class Inputs:
         return self.case.problem
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A call that is ready to be timed, giving out [B, Sq, H, Dv], or for a backward case the gradients (dq, dk, dv).
-
-    `context` has to be open while it runs (backend choices)."""
-
-    call: Callable[[], Result]
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext
-
-
-@dataclass(frozen=True, slots=True)
-class Implementation:
-    """One implementation of attention.
-
-    name: as on the command line and in result files; title: as in tables; what: one line for --help.
-    refuses: (case, device type "cuda" or "cpu") -> why it cannot be used there, or None.
-    prepare: makes the call; whatever is done once (compilation, block masks, transposed lists) happens there. Unsupported and
-        NotImplementedError count as a refusal, too.
-    lists: whether it follows the lists of a sparse case; one that does not computes every pair and is judged by that.
-    package: the distribution that it comes in.
-    """
-
-    name: str
-    title: str
-    what: str
-    refuses: Callable[[Case, str], str | None]
-    prepare: Callable[[Inputs], Prepared]
-    lists: bool = False
-    package: str = "torch"
-
-    @property
-    def ours(self) -> bool:
-        """Whether this is tilefold and not a peer."""
-        return self.package == "tilefold"
-
-
 def make_inputs(case: Case, device: str, seed: int = 0) -> Inputs:
     """Standard-normal q, k, v and gradient, the same for a seed and device, and the case's lists, whatever the seed.
 
@@ -109,16 +62,16 @@ def make_inputs(case: Case, device: str, seed: int = 0) -> Inputs:
 
 def prepared(
     inputs: Inputs, function: Function, context: Callable[[], AbstractContextManager[Any]] = nullcontext
-) -> Prepared:
+) -> Calls:
     """The call of a function of (q, k, v) in the case's direction: the function itself, or torch's gradient through it, over a
     graph that is made here once and kept."""
     if inputs.grad is None:
         q, k, v = inputs.q, inputs.k, inputs.v
-        return Prepared(lambda: function(q, k, v), context)
+        return Calls([lambda: function(q, k, v)], context)
     grad, leaves = inputs.grad, [t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
     with context(), torch.enable_grad():
         out = function(*leaves)
-    return Prepared(lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True), context)
+    return Calls([lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)], context)
 
 
 def window_of(problem: AttentionProblem) -> tuple[int, int] | None:

@@ -16,8 +16,6 @@ from tilefold import reference
 from tilefold.bench.implementation import Inputs, Result
 from tilefold.reference.tolerance import Comparison
 
-__all__ = ["Judge", "sampled_heads", "sampled_rows", "verdict_of", "visible"]
-
 ROWS = 64
 HEADS = 2
 STRETCH = 1 << 25  # scores that the reference of a backward holds at a time, of which it keeps a few copies in fp64

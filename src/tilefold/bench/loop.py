@@ -9,20 +9,6 @@ import torch
 from tilefold.errors import TilefoldError, Unsupported
 from tilefold.reference import Comparison
 
-__all__ = [
-    "FAILED",
-    "GPU_LOST",
-    "MEMORY",
-    "OK",
-    "REFUSED",
-    "WRONG",
-    "Outcome",
-    "checked",
-    "first_line",
-    "run_each",
-    "untimed",
-]
-
 OK, WRONG, REFUSED, MEMORY, FAILED = "ok", "WRONG", "refused", "no memory", "failed"
 GPU_LOST = "the GPU was lost in this case"
 

@@ -15,18 +15,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-__all__ = [
-    "Heading",
-    "Picture",
-    "Rows",
-    "Words",
-    "columns_that_fit",
-    "grouped_tables",
-    "new_figure",
-    "save_png",
-    "to_html",
-]
-
 INDENT = 2  # of rows under their title
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 84em; margin: 2em auto; padding: 0 1em; color: #1b1f24; }

@@ -14,17 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "Reading",
-    "Sampler",
-    "Spread",
-    "Summary",
-    "parse_smi",
-    "smi_readings",
-    "source_of",
-    "summarise",
-]
-
 # Bits of NVML's reasons for a clock below the highest, of which these three are no fault: an idle GPU, clocks that someone set,
 # and a display's clock.
 REASONS = {

@@ -14,8 +14,6 @@ from tilefold.bench.setting import Options
 from tilefold.bench.timers import Timing, l2_bytes
 from tilefold.reference import Comparison
 
-__all__ = ["METHODS", "TIMES_L2", "Cell", "Row", "run_case", "run_cases"]
-
 METHODS = {"events": "between GPU events, cold L2 cache", "graph": "CUDA-graph replays over rotating"}
 COPY = "copy"
 COPY_BYTES = {"cuda": 1 << 29, "cpu": 1 << 22}  # copied: read once, written once; many times what a cache holds

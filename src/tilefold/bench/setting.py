@@ -12,8 +12,6 @@ import torch
 
 from tilefold.ops.environment import installed
 
-__all__ = ["Options", "Setting", "setting_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Options:

@@ -14,8 +14,6 @@ from tilefold.bench.matrix.move import MOVE
 from tilefold.bench.video.engine import VideoEngine
 from tilefold.errors import ValueRangeError
 
-__all__ = ["ENGINES", "SUITES", "Part", "Suite", "engine_named", "peers_for", "suite_named"]
-
 ENGINES: dict[str, Engine] = {
     one.name: one
     for one in (

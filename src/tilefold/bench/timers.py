@@ -17,20 +17,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = [
-    "QUEUE_DEPTH",
-    "Timing",
-    "event_samples",
-    "graph_sampler",
-    "hidden",
-    "queued_samples",
-    "rotations",
-    "summarise",
-    "time_alternating",
-    "time_host",
-    "wall_samples",
-]
-
 Call = Callable[[], object]
 Sampler = Callable[[], list[float]]
 

@@ -5,8 +5,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-__all__ = ["exported"]
-
 
 def exported(profiler: Any) -> dict[str, Any]:
     """The Chrome trace of a profiler of torch's that has ended.

@@ -5,8 +5,6 @@ import typer
 import tilefold
 from tilefold.cli import bench, check, compare, doctor, explain, kv_memory, ladder, profile, roofline, show, tune, video
 
-__all__ = ["app"]
-
 HELP = """
 Attention kernels in Triton: every variant is one fold of the online-softmax state over key/value tiles.
 

@@ -20,8 +20,6 @@ from tilefold.cli.bench_video import video
 from tilefold.cli.options import RunOptions, with_run
 from tilefold.cli.runtime import dtype_named, header, prepare_runtime, user_errors
 
-__all__ = ["EPILOG", "app", "bench"]
-
 ATTENTION = ("dense", "sparse")
 # Options -> the families that have them: the others' cases say it, or they do it always.
 ONLY = {**dict.fromkeys(("dtype", "direction", "host", "graph"), ATTENTION), "sparsity": ("sparse",)}

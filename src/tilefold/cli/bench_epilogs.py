@@ -1,7 +1,5 @@
 """What `tilefold bench FAMILY --help` says below the options, and its first line."""
 
-__all__ = ["EPILOGS", "HELP"]
-
 HELP = {
     "dense": "Attention over all pairs, full and causal, beside other libraries.",
     "sparse": "Attention over lists of blocks beside other libraries.",

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from tilefold.bench.records.readme import Place
     from tilefold.bench.setting import Options, Setting
 
-__all__ = ["Done", "Outputs", "finish", "measure", "peer_names", "show", "show_comparison"]
-
 
 @dataclass(frozen=True, slots=True)
 class Outputs:

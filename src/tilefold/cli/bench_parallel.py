@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from tilefold.bench.parallel.loads import Work
     from tilefold.bench.parallel.table import Line
 
-__all__ = ["EPILOG", "parallel"]
-
 EPILOG = """
 **Examples**
 

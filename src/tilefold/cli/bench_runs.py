@@ -16,8 +16,6 @@ from tilefold.errors import ValueRangeError
 if TYPE_CHECKING:
     from tilefold.bench.records.runs import Measured
 
-__all__ = ["COMPARE_EPILOG", "compare_runs", "peers"]
-
 COMPARE_EPILOG = """
 **Examples**
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from tilefold.bench.setting import Setting
     from tilefold.bench.suites import Part, Suite
 
-__all__ = ["EPILOG", "suite"]
-
 EPILOG = """
 **Examples**
 

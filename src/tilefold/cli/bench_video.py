@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from tilefold.bench.video.sweep import Point
     from tilefold.plan.sparse.video import VideoShape
 
-__all__ = ["EPILOG", "video"]
-
 EPILOG = """
 **Examples**
 

@@ -19,8 +19,6 @@ from tilefold.plan import AttentionPlan
 from tilefold.plan.sparse.sparse import SparsePlan
 from tilefold.reference import Comparison
 
-__all__ = ["EPILOG", "Result", "check"]
-
 _ALL, _QUICK = check_cases(False, gpu=False), check_cases(True, gpu=False)
 _FUNCTIONS, _DIMS = ", ".join(sorted({case.function for case in _ALL})), [case.dim_qk for case in _ALL]
 EPILOG = f"""

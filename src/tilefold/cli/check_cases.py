@@ -9,8 +9,6 @@ from torch import Tensor
 
 from tilefold import BlockIndex
 
-__all__ = ["CheckCase", "arguments", "check_cases"]
-
 POINTERS, BOX, VARLEN = "attention_forward", "attention_forward_box", "attention_forward_varlen"
 SPARSE, SPARSE_BOX = "sparse_forward", "sparse_forward_box"
 SPARSE_VARLEN, SPARSE_PAGED = "sparse_forward_varlen", "sparse_forward_paged"

@@ -29,8 +29,6 @@ from tilefold.errors import DtypeError, ValueRangeError
 if TYPE_CHECKING:
     from tilefold.bench.accuracy import Difference
 
-__all__ = ["EPILOG", "compare"]
-
 Pairs: TypeAlias = "list[tuple[str, Tensor, Tensor]]"  # name, of the first, of the second
 
 FAMILIES = ("dense", "sparse", "video")

@@ -19,8 +19,6 @@ from tilefold.ops.device import device_of
 from tilefold.ops.environment import importable, installed, interpreter_fault, triton_fault, triton_version
 from tilefold.plan.table import VARIABLE, table_in_use
 
-__all__ = ["EPILOG", "Finding", "doctor", "findings"]
-
 EPILOG = """
 **Examples**
 

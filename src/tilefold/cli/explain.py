@@ -11,8 +11,6 @@ from tilefold.plan.base import Plan
 from tilefold.plan.capabilities import plan_of
 from tilefold.plan.sparse.sparse import SparseProblem, plan_sparse
 
-__all__ = ["EPILOG", "explain"]
-
 EPILOG = """
 **Examples**
 

@@ -8,8 +8,6 @@ from tilefold.errors import Unsupported, ValueRangeError
 from tilefold.plan import AttentionProblem, Device
 from tilefold.plan.cache.decode import DecodeProblem, decode_kernel_refusal, plan_decode
 
-__all__ = ["CacheOptions", "check_cache", "explain_cache"]
-
 HELD = {"same": "plain", "e4m3": "float8_e4m3fn", "int8": "int8"}  # what `DecodeProblem` calls it
 
 

@@ -7,9 +7,6 @@ from tilefold.cli.runtime import pair_of
 from tilefold.errors import Unsupported, ValueRangeError
 from tilefold.plan import AttentionProblem, Device
 
-__all__ = ["Dispatch", "check_dispatch", "explain_split", "explain_steps"]
-
-
 _NOT_A_CALL = (
     "--varlen",
     "--blocks",

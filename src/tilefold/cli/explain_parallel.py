@@ -9,8 +9,6 @@ from tilefold.errors import Unsupported, ValueRangeError
 from tilefold.plan import AttentionProblem
 from tilefold.plan.device import Device
 
-__all__ = ["RanksOptions", "check_ranks", "explain_ranks"]
-
 
 class RanksOptions(NamedTuple):
     """What was given: ranks, ranks of a node, "inside,across" in GB/s, TFLOP/s a rank, spare GB, kind of shards, backward,

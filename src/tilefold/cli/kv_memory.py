@@ -15,8 +15,6 @@ from tilefold.errors import DtypeError, ValueRangeError
 if TYPE_CHECKING:
     from tilefold.bench.decode.kv_memory import KVModel, Layout, Workload
 
-__all__ = ["EPILOG", "kv_memory"]
-
 EPILOG = """
 **Examples**
 

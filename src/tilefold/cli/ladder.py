@@ -30,8 +30,6 @@ from tilefold.plan.problem import AttentionProblem
 if TYPE_CHECKING:
     from tilefold.ladder.course import Result, Swept
 
-__all__ = ["EPILOG", "Ladder", "ladder"]
-
 EPILOG = """
 **Examples**
 

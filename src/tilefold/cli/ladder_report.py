@@ -14,8 +14,6 @@ from tilefold.cli.runtime import table_of
 from tilefold.ladder.course import KINDS, Result, Swept
 from tilefold.ladder.profile import why
 
-__all__ = ["Part", "drawn", "markdown", "parts_of", "show"]
-
 ACROSS = 5  # lengths beside one another in a sweep's table
 ERRORS = ("implementation", "max error", "limit", "mean error", "RMSE", "L2 error", "")
 

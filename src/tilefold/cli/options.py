@@ -9,20 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = [
-    "Budget",
-    "CaseFilter",
-    "FailSlower",
-    "Html",
-    "Json",
-    "Markdown",
-    "Noise",
-    "Png",
-    "Results",
-    "RunOptions",
-    "with_run",
-]
-
 CaseFilter = Annotated[
     str | None,
     typer.Option(

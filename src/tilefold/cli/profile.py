@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from tilefold.bench.video.stages import StageRow, VideoRun
     from tilefold.profiling.video import Explanation, LaunchRow
 
-__all__ = ["EPILOG", "app"]
-
 EPILOG = """
 **Examples**
 

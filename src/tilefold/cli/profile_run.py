@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from tilefold.profiling.counters import Measured
     from tilefold.profiling.report import Profile
 
-__all__ = ["case", "import_report", "script"]
-
 Ncu = Annotated[bool, typer.Option("--ncu", help="Run again under Nsight Compute for hardware counters.")]
 Kernels = Annotated[
     str | None, typer.Option(metavar="REGEX", help="With --ncu: only kernels whose name matches.", show_default="all")

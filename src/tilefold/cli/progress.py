@@ -8,8 +8,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-__all__ = ["measuring"]
-
 
 @contextmanager
 def measuring(

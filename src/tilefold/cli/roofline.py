@@ -16,8 +16,6 @@ from tilefold.plan.device import Device, device_named
 if TYPE_CHECKING:
     from tilefold.profiling.roofs import Roofs
 
-__all__ = ["EPILOG", "roofline"]
-
 EPILOG = """
 **Examples**
 

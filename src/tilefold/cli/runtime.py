@@ -25,27 +25,6 @@ from tilefold.plan.table import VARIABLE, table_in_use
 if TYPE_CHECKING:
     from tilefold.bench.setting import Setting
 
-__all__ = [
-    "DTYPES",
-    "Files",
-    "Runtime",
-    "dtype_named",
-    "header",
-    "integers",
-    "json_text",
-    "names_from",
-    "pair_of",
-    "prepare_runtime",
-    "print_tables",
-    "say",
-    "table_of",
-    "tables_of",
-    "user_errors",
-    "warn_of_times",
-    "writable",
-    "write_files",
-]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

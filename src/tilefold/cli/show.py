@@ -11,8 +11,6 @@ from rich.text import Text
 from tilefold.cli.runtime import prepare_runtime, user_errors
 from tilefold.errors import Unsupported
 
-__all__ = ["EPILOG", "demo"]
-
 EPILOG = """
 **Examples**
 

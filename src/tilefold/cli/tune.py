@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from tilefold.tune.measure import Outcome
     from tilefold.tune.problems import Tunable
 
-__all__ = ["EPILOG", "tune"]
-
 EPILOG = """
 **Examples**
 

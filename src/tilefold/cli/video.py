@@ -10,8 +10,6 @@ from rich.text import Text
 from tilefold.cli.runtime import prepare_runtime, table_of, user_errors
 from tilefold.errors import ValueRangeError
 
-__all__ = ["app"]
-
 EPILOG = """
 **Examples**
 

@@ -18,8 +18,6 @@ from tilefold.video.calibrate import CANDIDATES, Calibration, Fitted, calibrate,
 from tilefold.video.measure import least_seconds
 from tilefold.video.planted import Planted, PlantedAdapter
 
-__all__ = ["FIT", "HEADS", "Report", "planted", "setup_of"]
-
 HEADS = ("candidate", "left out", "mass", "error, mean", "worst head")
 FIT = ("policy", "left out", "model's error", "ms at least", "x dense")
 PATCH = (1, 4, 4)

@@ -15,8 +15,6 @@ from tilefold.sparse import GridTiling
 from tilefold.video import scene
 from tilefold.video.measure import dense_results, least_seconds, left_out
 
-__all__ = ["HEAD", "HEADS", "Demo", "policies_at", "policy_of"]
-
 HEAD = ("policy", "left out", "mass", "error", "ms at least", "x dense", "")
 PATCH, HEADS, DIM = (1, 4, 4), 4, 64
 RED, PALE = "#e5182b", 0.92

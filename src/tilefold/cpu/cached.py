@@ -9,8 +9,6 @@ from .dense import forward as attend
 from .rotary import turned
 from .terms import Terms
 
-__all__ = ["append", "forward"]
-
 Scales = tuple[torch.Tensor | None, torch.Tensor | None]
 LIMITS = {torch.float8_e4m3fn: (-448.0, 448.0), torch.int8: (-128.0, 127.0)}
 

@@ -14,16 +14,6 @@ from .dense import Gradients
 from .terms import Terms
 from .tiles import delta_of, heads_first
 
-__all__ = [
-    "attention",
-    "attention_backward",
-    "attention_cached",
-    "kvcache",
-    "merge_results",
-    "sparse_attention",
-    "sparse_attention_backward",
-]
-
 Tensor = torch.Tensor
 Maybe = torch.Tensor | None
 

@@ -11,8 +11,6 @@ from . import state as fold
 from .terms import Place, Terms, band_of, factor_of, hide, modify
 from .tiles import chunks, rows_of, spans
 
-__all__ = ["backward", "forward"]
-
 
 class Chunk(NamedTuple):
     """Sequences and KV heads that are folded at once: q [b, h, group, seq_q, dim] as it lies, k and v [b * h, seq_k, dim] in

@@ -2,8 +2,6 @@
 
 import torch
 
-__all__ = ["uniform"]
-
 LOW = 0xFFFFFFFF
 ROUNDS = 7
 FACTORS = 0xD2511F53, 0xCD9E8D57

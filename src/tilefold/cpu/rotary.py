@@ -2,8 +2,6 @@
 
 import torch
 
-__all__ = ["rotary", "turned"]
-
 
 def turned(
     x: torch.Tensor,

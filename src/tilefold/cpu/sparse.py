@@ -9,8 +9,6 @@ from . import state as fold
 from .terms import Terms, capped
 from .tiles import rows_of, spans
 
-__all__ = ["backward", "forward"]
-
 SCORES = 1 << 19  # that are folded at once: 2 MiB in fp32
 KEYS = 512  # that one step takes in, at least a block
 

@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["LEAST", "LN2", "LOG2E", "State", "finish", "init", "merge", "step"]
-
 LEAST = torch.finfo(torch.float32).min
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
 

@@ -7,8 +7,6 @@ import torch
 from .philox import uniform
 from .state import LOG2E
 
-__all__ = ["Place", "Terms", "band_of", "capped", "factor_of", "hide", "modify"]
-
 
 class Terms(NamedTuple):
     """The options of a call, for all its sequences.

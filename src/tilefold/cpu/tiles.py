@@ -6,8 +6,6 @@ import torch
 
 from ..plan.torch_cpu import Cut
 
-__all__ = ["chunks", "delta_of", "heads_first", "rows_of", "spans"]
-
 
 def chunks(batch: int, kv_heads: int, cut: Cut) -> Iterator[tuple[slice, slice]]:
     """(sequences, heads of K and V) that are folded at once, one after the other."""

@@ -11,8 +11,6 @@ from .state import LOG2E
 from .terms import Terms
 from .tiles import delta_of, heads_first, rows_of, spans
 
-__all__ = ["attend", "attend_backward", "gather", "gini", "mix", "mix_backward", "select", "spread", "weight_gradient"]
-
 MEAN, WEIGHTED = 0, 1
 Tensor = torch.Tensor
 Maybe = torch.Tensor | None

@@ -16,8 +16,6 @@ from tilefold.errors import DtypeError, ShapeError, ValueRangeError
 from tilefold.reference import compare, deviating
 from tilefold.reference.tolerance import errors
 
-__all__ = ["Outcome", "Tolerance", "Wanted", "judge", "references"]
-
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:

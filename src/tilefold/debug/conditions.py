@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from tilefold.errors import DtypeError, ValueRangeError
 
-__all__ = ["AXES", "AxisCondition", "ProgramCondition", "parse_condition"]
-
 AXES = 3  # of a grid
 LARGEST = 2**31 - 1  # program ids are int32
 FORM = re.compile(r"(==|=|!=|<=|>=|<|>)?\s*(\d+)", re.ASCII)

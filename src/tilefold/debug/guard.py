@@ -13,8 +13,6 @@ import torch
 
 from tilefold.debug.overlap import extent, offsets
 
-__all__ = ["GUARD", "Guarded"]
-
 GUARD = 1 << 16  # bytes on each side: an access past the end by less than that is known to be of this tensor
 LINE = 128  # bytes; alignment is kept modulo this
 BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}

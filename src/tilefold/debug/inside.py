@@ -17,8 +17,6 @@ from triton.runtime import interpreter
 from tilefold.debug.conditions import parse_condition
 from tilefold.errors import DtypeError, ShapeError, TilefoldError, Unsupported
 
-__all__ = ["breakpoint_if", "print_if", "program", "when"]
-
 F = TypeVar("F")
 COMPARE = {"=": "__eq__", "!=": "__ne__", "<": "__lt__", "<=": "__le__", ">": "__gt__", ">=": "__ge__"}
 LAUNCH = interpreter.GridExecutor.__call__.__code__

@@ -8,8 +8,6 @@ out one part of that; a Triton that does it another way is left as it is.
 
 from typing import Any
 
-__all__ = ["patch_interpreter"]
-
 
 def patch_interpreter() -> None:
     """Make Triton's interpreter several times as fast for the rest of the process; results and errors stay the same.

@@ -5,8 +5,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["extent", "overlap", "overlaps_itself"]
-
 EFFORT = 100_000  # candidate solutions that numpy tries before the answer is "perhaps"
 
 

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from tilefold.errors import TilefoldError
 
-__all__ = ["Fault", "KernelFault", "KernelReport"]
-
 
 class KernelFault(TilefoldError, AssertionError):
     """A kernel under `checked` did something wrong; `report` has every finding."""

@@ -8,8 +8,6 @@ from tilefold.debug.inside import interpreting
 from tilefold.debug.overlap import overlap, overlaps_itself
 from tilefold.errors import DeviceError, DtypeError, LayoutError, ValueRangeError
 
-__all__ = ["KERNEL_DTYPES", "check_tensors", "tensor_names"]
-
 KERNEL_DTYPES = tuple(
     getattr(torch, name)
     for name in (

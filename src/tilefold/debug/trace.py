@@ -18,8 +18,6 @@ from tilefold.debug.guard import Guarded
 from tilefold.debug.report import Fault
 from tilefold.errors import Unsupported
 
-__all__ = ["Trace", "as_ids", "at_index"]
-
 METHODS = ("create_masked_load", "create_masked_store", "create_atomic_rmw", "create_atomic_cas")
 
 

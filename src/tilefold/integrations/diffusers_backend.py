@@ -12,8 +12,6 @@ from diffusers.models.attention_dispatch import AttentionBackendName
 from ..api import attention
 from ..errors import DtypeError, ShapeError, Unsupported
 
-__all__ = ["attend", "register", "unregister"]
-
 _REGISTRY = attention_dispatch._AttentionBackendRegistry
 
 

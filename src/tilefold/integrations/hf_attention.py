@@ -20,8 +20,6 @@ from ..ops.source import Cache
 from ..ops.watch import wants_gradient
 from .visible import Rows, Visible
 
-__all__ = ["attention_forward"]
-
 # Arguments of some models' layers that change the result and have no counterpart here, and what to say about them.
 _REFUSED = {
     "head_mask": "drop the head mask",

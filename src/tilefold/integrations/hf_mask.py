@@ -13,8 +13,6 @@ from ..errors import Unsupported
 from ..ops.route import STACK
 from .visible import Rows, Visible
 
-__all__ = ["Rule", "make_mask", "read_rule"]
-
 
 class Rule(NamedTuple):
     """What a composed mask function says.

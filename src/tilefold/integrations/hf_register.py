@@ -13,8 +13,6 @@ try:
 except ImportError:  # older than continuous batching
     Manager = None
 
-__all__ = ["register", "unregister"]
-
 _SWITCH = "switch_to_cb_friendly_attn"
 _theirs: list[Any] = []  # the manager's own method, while ours is in its place
 

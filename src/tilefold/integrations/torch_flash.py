@@ -19,8 +19,6 @@ from ..ops.dense.attention import forward, prepare
 from ..ops.records import facts_of, recorded
 from ..ops.source import Packed
 
-__all__ = ["CALLS", "Calls", "activate", "register", "unregister"]
-
 Tensor = torch.Tensor
 Maybe = torch.Tensor | None
 FORWARD, INPLACE, BACKWARD = (

@@ -11,8 +11,6 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from ..errors import Unsupported
 
-__all__ = ["Rows", "Visible"]
-
 
 class Rows(NamedTuple):
     """Sequences packed one after the other, along the tokens of all rows of the batch.

@@ -7,8 +7,6 @@ import torch
 from tilefold.check import FLOATS, TensorSpec, bind
 from tilefold.errors import ValueRangeError
 
-__all__ = ["Memory", "PagedCache", "paged_cache"]
-
 BLOCK = 16
 SPECS = (
     TensorSpec("k", "batch capacity kv_heads dim", FLOATS),

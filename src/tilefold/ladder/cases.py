@@ -14,8 +14,6 @@ from tilefold.ladder.rungs import RUNGS
 from tilefold.plan.cost import Cost
 from tilefold.plan.problem import AttentionProblem
 
-__all__ = ["LADDER", "LadderCase", "ladder_cases"]
-
 FEW = ("flash", "split")  # measured with one query, too: what the last rung is for
 SHAPES = {"full": ((512, 1024, 2048, 4096, 8192), 16, 128), "quick": ((1024,), 16, 128), "tiny": ((24,), 2, 16)}
 

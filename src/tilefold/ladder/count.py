@@ -10,8 +10,6 @@ import numpy as np
 from tilefold.errors import Unsupported
 from tilefold.ops.device import interpreting
 
-__all__ = ["Counts", "counting"]
-
 METHODS = ("create_masked_load", "create_masked_store", "create_dot")
 
 

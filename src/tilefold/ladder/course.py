@@ -24,8 +24,6 @@ from tilefold.plan.cost import Cost
 from tilefold.plan.problem import AttentionProblem
 from tilefold.reference import Comparison
 
-__all__ = ["KINDS", "LIBRARY", "TORCH", "Deviation", "Result", "Swept", "kinds_of", "run", "sweep"]
-
 LIBRARY = "tilefold"
 TORCH = ("torch math", profile.SDPA)
 KINDS = {

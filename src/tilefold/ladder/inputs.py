@@ -12,8 +12,6 @@ from tilefold.ops.watch import refuse_tangents, refuse_transforms
 from tilefold.plan.device import Device
 from tilefold.plan.problem import MAX_HEAD_DIM, AttentionProblem, next_power_of_two
 
-__all__ = ["Tile", "checked", "emulated", "fitted", "here", "is_there", "keys_read", "problem_of", "row_of", "strides"]
-
 SPECS = (
     TensorSpec("q", "batch seq_q heads dim", FLOATS, contiguous_last=True),
     TensorSpec("k", "batch seq_k kv_heads dim", FLOATS, same_dtype_as="q", contiguous_last=True),

@@ -16,8 +16,6 @@ from tilefold.plan.problem import AttentionProblem
 if TYPE_CHECKING:
     from tilefold.ladder.inputs import Tile
 
-__all__ = ["RUNGS", "Rung", "rung_named", "show", "up_to"]
-
 
 @dataclass(frozen=True, slots=True)
 class Rung:

@@ -11,8 +11,6 @@ import torch
 
 from tilefold.errors import DtypeError, ShapeError, ValueRangeError
 
-__all__ = ["StudentError", "called", "complaint", "load"]
-
 
 class StudentError(Exception):
     """What went wrong in the student's file: `file:line: error`, and that line."""

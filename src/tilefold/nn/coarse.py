@@ -5,8 +5,6 @@ from torch import nn
 
 from ..sparse import GridTiling
 
-__all__ = ["CoarseProjection"]
-
 
 class CoarseProjection(nn.Module):
     """weight_k and weight_v of `tilefold.sparse.coarse`, starting at the mean over a block.

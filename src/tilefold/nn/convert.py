@@ -17,8 +17,6 @@ from ..quant.tensor import DTYPES
 from .lowbit import LowBitLinear
 from .quantize_report import LayerReport, QuantizeReport, Skipped, model_bytes, output_error, weight_error
 
-__all__ = ["linear_layers", "quantize", "replace_layer"]
-
 Skip = str | Iterable[str] | Callable[[str, nn.Module], bool]
 TIED = ("skip", "quantize")
 ROWS = 256  # of a layer's inputs that are kept to measure its outputs' error

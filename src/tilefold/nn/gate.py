@@ -8,8 +8,6 @@ from torch import nn
 
 from ..errors import ValueRangeError
 
-__all__ = ["Gate", "GateKind"]
-
 GateKind = Literal["linear", "sigmoid", "head"]
 _NEARLY = 0.98  # where a sigmoid starts that should start at 1, and 1 less this for 0: it cannot reach either
 

@@ -11,8 +11,6 @@ from ..errors import DeviceError, DtypeError, ShapeError, TilefoldError, ValueRa
 from ..ops.matrix.lowbit import lowbit_matmul
 from ..quant import QuantizedTensor, quantize_weight
 
-__all__ = ["LowBitLinear", "holds_weight"]
-
 TENSORS = ("packed", "packed_high", "scales", "zeros", "table", "perm")
 PLAIN = ("bits", "group", "shape", "scheme", "dtype")
 META = "meta"

@@ -9,8 +9,6 @@ from torch import nn
 
 from ..quant import QuantizedTensor
 
-__all__ = ["LayerReport", "QuantizeReport", "Skipped", "model_bytes", "output_error", "weight_error"]
-
 ROWS = 1 << 12  # of a weight that are compared at a time: no fp32 copy of all of it
 
 

@@ -13,8 +13,6 @@ from ..quant import QuantizedTensor
 from .convert import linear_layers, replace_layer
 from .lowbit import LowBitLinear, holds_weight
 
-__all__ = ["load_quantized", "save_quantized"]
-
 
 def save_quantized(model: nn.Module, path: str | Path) -> None:
     """Write a model's state_dict as one safetensors file; tensors that several names share are written once.

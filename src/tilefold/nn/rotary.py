@@ -13,8 +13,6 @@ from ..errors import DtypeError, ShapeError, ValueRangeError
 from ..sparse.kept import kept
 from ..sparse.tiling import GridTiling, triple
 
-__all__ = ["Rotary3D", "default_split", "rotary_3d", "rotate"]
-
 Tables = tuple[torch.Tensor, torch.Tensor]
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _POSITIONS = (torch.int32, torch.int64, torch.float32, torch.float64)

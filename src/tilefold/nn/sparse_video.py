@@ -15,8 +15,6 @@ from .coarse import CoarseProjection
 from .gate import Gate, GateKind
 from .rotary import Rotary3D, rotate
 
-__all__ = ["SparseVideoAttention"]
-
 
 class SparseVideoAttention(nn.Module):
     """Self-attention of the tokens of a (T, H, W) grid: projections, rotary embedding, cubes, the sparse pipeline, gates.

@@ -16,8 +16,6 @@ from .records import facts_of_values, recorded
 from .source import Packed
 from .watch import is_watched
 
-__all__ = ["checked_lists", "checked_packed", "checked_places", "example_launch"]
-
 CHUNK = 128  # entries that a program looks at at a time
 Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Maybe = torch.Tensor | None

@@ -8,16 +8,6 @@ from typing import Any
 
 from ..errors import DeviceError
 
-__all__ = [
-    "check_environment",
-    "importable",
-    "installed",
-    "interpreter_fault",
-    "number",
-    "triton_fault",
-    "triton_version",
-]
-
 OLDEST_TORCH, OLDEST_TRITON = (2, 9), (3, 6)
 TRITON_NAMES = ("triton", "triton-rocm", "pytorch-triton-rocm", "pytorch-triton", "triton-windows")
 

@@ -5,8 +5,6 @@ import gc
 import threading
 from collections.abc import Callable
 
-__all__ = ["in_background", "without_collector"]
-
 
 class without_collector:  # as contextlib's are named
     """Python's cyclic garbage collector waits: the modules that a first call imports push it to look through all of torch's

@@ -16,20 +16,6 @@ from .bound import Box, Slot
 from .dense.attention_parts import describe_box, head_strides
 from .device import stream_of
 
-__all__ = [
-    "DISABLE",
-    "WORK_COUNTER",
-    "bound_or_none",
-    "box_of",
-    "chosen_or_none",
-    "descriptor",
-    "disabled",
-    "inside_operator",
-    "require",
-    "shared_layout",
-    "work_counter",
-]
-
 Made = TypeVar("Made")
 
 DISABLE = "TILEFOLD_DISABLE_HOPPER"

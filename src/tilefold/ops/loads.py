@@ -14,8 +14,6 @@ import triton.language as tl
 from ..device.loads import place_of
 from .derivative import OWN, Derivative, Node, assign, expression, tangent
 
-__all__ = ["Load", "loads_of"]
-
 SCORE = -1  # what an expression depends on: the score, or args by their numbers
 BASE, PLACE, PLACE_OF = "_base", "_place", "_derived_place"
 

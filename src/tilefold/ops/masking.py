@@ -24,8 +24,6 @@ from .call import UNBOUNDED, window_of
 from .flat import value_of
 from .source import Packed
 
-__all__ = ["Terms", "holds_tensor", "named_terms", "spelled", "spelled_for_cache", "spelled_for_lists"]
-
 BAND = ("causal", "window")
 NAMES = {"softcap": "softcap", "alibi": "alibi_slopes", "bias": "bias", "rule": "score_mod"}
 

@@ -9,8 +9,6 @@ from ..errors import ValueRangeError
 from .faults import name_in, too_long
 from .source import Packed, Paged
 
-__all__ = ["check_inside", "check_offsets", "check_packed", "check_pages", "check_side"]
-
 
 def check_packed(packed: Packed, total_q: int, total_k: int, operation: str) -> None:
     """The values of cu_seqlens, and that no sequence is longer than the call says.  operation: whose arguments an error

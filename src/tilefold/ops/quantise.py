@@ -7,8 +7,6 @@ from ..errors import DtypeError, ValueRangeError
 from ..types import Layout
 from .watch import refuse_tangents
 
-__all__ = ["LARGEST", "quantize_fp8", "quantize_kv"]
-
 LARGEST = 448.0  # of e4m3
 
 

@@ -8,8 +8,6 @@ import torch
 from ..errors import Unsupported
 from .call import Call
 
-__all__ = ["STACK", "Route", "refuse"]
-
 Route = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Call], tuple[torch.Tensor, torch.Tensor]]
 
 STACK: list[tuple[str, Route]] = []  # of the process: what autograd's threads compute again goes the same way

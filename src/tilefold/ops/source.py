@@ -9,8 +9,6 @@ import torch
 
 from .records import facts_of
 
-__all__ = ["UNSCALED", "Cache", "Lists", "Packed", "Paged", "Scales", "Source"]
-
 
 class Packed(NamedTuple):
     """Where the sequences of a varlen call lie: int32 offsets [batch + 1] and the longest lengths."""

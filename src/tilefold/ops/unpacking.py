@@ -8,8 +8,6 @@ from typing import Any
 
 from ..errors import ValueRangeError
 
-__all__ = ["check_unpacking"]
-
 LENGTHS = ("seq_q", "seq_k")  # what every mod is given behind the caller's args
 
 

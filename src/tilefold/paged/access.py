@@ -9,8 +9,6 @@ from .scales import Scales
 if TYPE_CHECKING:
     from .batch import CacheBatch
 
-__all__ = ["append_rows", "attend"]
-
 
 def append_rows(
     caches: tuple[torch.Tensor, torch.Tensor], scales: Scales, k: torch.Tensor, v: torch.Tensor, batch: "CacheBatch",

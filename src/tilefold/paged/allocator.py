@@ -15,8 +15,6 @@ from ..errors import OutOfPages, ValueRangeError
 from .sequence import Sequence
 from .statistics import CacheStatistics
 
-__all__ = ["PageAllocator"]
-
 Pairs = list[tuple[int, int]]  # (from, to) page ids
 
 

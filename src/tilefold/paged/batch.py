@@ -13,8 +13,6 @@ from .sequence import Sequence
 if TYPE_CHECKING:
     from .cache import PagedKVCache
 
-__all__ = ["CacheBatch"]
-
 
 class CacheBatch:
     """counts[i] new rows of sequences[i], reserved and ready to be written; made by `PagedKVCache.batch`.

@@ -7,8 +7,6 @@ import torch
 
 from .staging import Staging
 
-__all__ = ["PagePool"]
-
 AT_ONCE = 1 << 28  # bytes: what a copy may take as temporary memory, however many pages it moves
 
 

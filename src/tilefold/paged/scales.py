@@ -4,8 +4,6 @@ import torch
 
 from ..errors import DeviceError, DtypeError, ShapeError, ValueRangeError
 
-__all__ = ["CODED", "Scales", "scales_of"]
-
 CODED = (torch.float8_e4m3fn, torch.int8)  # what pages may hold beside floats
 Scales = tuple[torch.Tensor | None, torch.Tensor | None]  # of K and V, [kv_heads] fp32
 

@@ -1,7 +1,5 @@
 """One sequence of a paged cache: which pages hold its rows, and what a batch over it has to hear of."""
 
-__all__ = ["Sequence"]
-
 
 class Sequence:
     """The host's record of one sequence.  Row j is row j % page_size of page pages[j // page_size].

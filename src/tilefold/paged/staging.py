@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Buffer", "Staging"]
-
 LEAST = 1 << 14  # bytes of a buffer: a step of some 500 sequences
 SLAB = 128  # of the smallest buffers that are pinned at once: pinning may wait for the device, so it is not done step by step
 

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-__all__ = ["CacheStatistics", "readable_bytes"]
-
 
 def readable_bytes(count: int) -> str:
     """ "1.50 GiB", in the largest unit of which there is at least one."""

@@ -12,8 +12,6 @@ from ..errors import ShapeError
 from .exchange import arrived, gather_flat, guarded
 from .group import Ranks, carried_by
 
-__all__ = ["agree", "forget", "keep", "known", "number_of", "text_of"]
-
 _AGREED: dict[
     int, tuple[Any, set[tuple[int, ...]]]
 ] = {}  # by id of the group, which is kept so that the id stays its own

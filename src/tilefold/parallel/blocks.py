@@ -11,8 +11,6 @@ from ..sparse import BlockIndex
 from ..sparse.lists import sizes_by_row
 from .group import check_sharding
 
-__all__ = ["blocks_of", "shard_blocks", "shard_index"]
-
 
 def shard_blocks(tokens: int, ranks: int, block: int) -> Sharding:
     """Contiguous shards whose borders are multiples of `block`, as even as that allows; the last block may be a tail."""

@@ -17,16 +17,6 @@ from .group import ranks_of
 from .job import OWN, Scores, Setting, agreed_job, plan_of, sizes_of, wanted
 from .local import Kernels
 
-__all__ = [
-    "all_gather_attention",
-    "attention",
-    "attention_plan",
-    "eager_attention",
-    "head_exchange_attention",
-    "ring_attention",
-    "two_level_attention",
-]
-
 
 @refusing
 def attention(

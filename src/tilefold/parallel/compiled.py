@@ -13,8 +13,6 @@ from .heads import spread_of
 from .job import agreed_job, job_of, setting_of, sizes_of
 from .schemes import Job
 
-__all__ = ["compiled_attention"]
-
 Seven = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

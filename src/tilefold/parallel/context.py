@@ -19,8 +19,6 @@ from .group import check_sharding, ranks_of
 from .job import OWN, Setting, check_kernels, number_for, wanted
 from .local import Kernels
 
-__all__ = ["context_parallel"]
-
 _DEFAULT = Call()
 _SERVED = ("causal", "window", "scale", "softcap", "layout", "deterministic")
 

@@ -11,8 +11,6 @@ from .agree import agree, number_of, text_of
 from .exchange import gather_flat, guarded
 from .group import ranks_of
 
-__all__ = ["attention_kvcache", "cache_lengths", "merge_ranks"]
-
 _REFUSED = ("window", "alibi_slopes", "plan")
 
 

@@ -15,8 +15,6 @@ import torch.distributed as dist
 
 from ..errors import CommunicationError
 
-__all__ = ["Ring", "Transfer", "all_to_all", "arrived", "begin", "gather_flat", "guarded", "pack", "unpack"]
-
 # Newer torch has another name for it, and warns of the old one.
 gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 

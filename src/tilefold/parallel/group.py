@@ -9,8 +9,6 @@ import torch.distributed as dist
 from ..errors import DeviceError, DtypeError, ShapeError, Unsupported, ValueRangeError
 from ..plan.parallel.sharding import Sharding
 
-__all__ = ["Ranks", "carried_by", "check_device", "check_sharding", "ranks_of"]
-
 
 class Ranks(NamedTuple):
     """Process groups of context parallelism, made by `ranks_of`.

@@ -10,8 +10,6 @@ import torch
 from ..plan.parallel.sharding import Spans
 from .places import Places
 
-__all__ = ["HeadExchange", "spread", "spread_of", "unspread"]
-
 
 @dataclass(frozen=True)
 class HeadExchange:

@@ -19,20 +19,6 @@ from .group import Ranks, check_device, check_sharding
 from .local import Kernels, Pair
 from .schemes import Job
 
-__all__ = [
-    "OWN",
-    "Scores",
-    "Setting",
-    "agreed_job",
-    "check_kernels",
-    "job_of",
-    "number_for",
-    "plan_of",
-    "setting_of",
-    "sizes_of",
-    "wanted",
-]
-
 OWN = Kernels()
 
 Scores = tuple[bool, Window | None, float | None, float, bool]

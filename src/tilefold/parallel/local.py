@@ -18,8 +18,6 @@ from ..plan.bands import Chain, chains_of, pieces_of
 from ..plan.parallel.sharding import Spans
 from .sums import State, Sum
 
-__all__ = ["Gradients", "Kernels", "Pair", "add_gradients", "fold"]
-
 Tensors = tuple[torch.Tensor, ...]
 
 

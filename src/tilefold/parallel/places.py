@@ -10,8 +10,6 @@ from ..plan.parallel.sharding import Spans, ordered
 from .exchange import Transfer, begin
 from .tokens import take
 
-__all__ = ["Arriving", "Places"]
-
 MOST = 32  # messages between two ranks for one tensor; where rows lie in more parts, they travel as one and are copied
 
 Tensors = Sequence[torch.Tensor]

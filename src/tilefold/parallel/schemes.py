@@ -18,8 +18,6 @@ from .local import Gradients, Pair, add_gradients, fold
 from .places import Arriving, Places
 from .sums import State, Sum
 
-__all__ = ["Job", "backward", "forward"]
-
 Tensors = tuple[torch.Tensor, ...]
 
 

@@ -19,8 +19,6 @@ from .exchange import all_to_all, arrived, gather_flat, guarded, unpack
 from .group import Ranks, check_device, check_sharding, ranks_of
 from .job import wanted
 
-__all__ = ["BlockExchange", "block_exchange", "sparse_attention"]
-
 Places = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 

@@ -12,8 +12,6 @@ import torch
 
 from ..ops.cache.merge import merge_into
 
-__all__ = ["State", "Sum"]
-
 Tensors = tuple[torch.Tensor, ...]
 Area = tuple[int, int]  # rows low to high
 

@@ -11,18 +11,6 @@ from .agree import agree, text_of
 from .exchange import gather_flat, guarded
 from .group import check_device, check_sharding, ranks_of
 
-__all__ = [
-    "assemble",
-    "causal_batch",
-    "gather_sequence",
-    "loss_mean",
-    "next_tokens",
-    "positions",
-    "shard_sequence",
-    "take",
-    "unshard_sequence",
-]
-
 
 def shard_sequence(x: torch.Tensor, sharding: Sharding, rank: int, dim: int = 1) -> torch.Tensor:
     """The tokens of one rank along dim (1: [batch, seq, ...]; 0: packed), a view where they lie together.  Differentiable.

@@ -7,21 +7,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
-__all__ = [
-    "ARCHITECTURES",
-    "CPU",
-    "CUDA",
-    "FEATURES",
-    "HIP",
-    "INTERPRETER",
-    "SM_90",
-    "Architecture",
-    "Feature",
-    "architecture_at",
-    "architecture_of",
-    "has_feature",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Architecture:

@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from tilefold.plan.parallel.sharding import Spans
 
-__all__ = ["Chain", "Piece", "chains_of", "pieces_of", "turns_of"]
-
 Window = tuple[int, int]  # (left, right), -1 for unbounded
 
 

@@ -11,8 +11,6 @@ from tilefold.plan import serialise
 if TYPE_CHECKING:
     from tilefold.plan.device import Device
 
-__all__ = ["Fault", "Plan", "changed", "require_derived", "require_device", "require_equal", "require_fit"]
-
 Own = TypeVar("Own", bound="Plan")
 Record = TypeVar("Record")
 Fault = tuple[str, str] | None

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from tilefold.plan.device import Device
 from tilefold.plan.problem import AttentionProblem
 
-__all__ = ["Bound", "Cost", "attention_cost", "bound", "live_keys", "live_pairs", "visited_tiles"]
-
 
 @dataclass(frozen=True, slots=True)
 class Cost:

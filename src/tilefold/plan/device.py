@@ -7,8 +7,6 @@ from types import MappingProxyType
 from tilefold.errors import DeviceError
 from tilefold.plan.architecture import CPU, Architecture, architecture_of, has_feature
 
-__all__ = ["DEVICES", "Device", "device_named"]
-
 KIB, MIB, TERA = 1024, 1024**2, 1e12
 
 Rates = tuple[tuple[str, float], ...]

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from tilefold.plan.dense.attention_fp8 import AttentionFp8Plan
     from tilefold.plan.problem import AttentionProblem
 
-__all__ = ["explain", "explain_fp8", "laid_out", "problem_text", "scaled", "time_text"]
-
 LABEL, WIDTH = 11, 110
 
 

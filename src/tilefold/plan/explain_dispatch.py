@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from tilefold.plan.cache.dispatch import SplitDecision
     from tilefold.plan.trace import Trace, TraceRange
 
-__all__ = ["explain_decision", "explain_trace"]
-
 HEAD = (
     "",
     "steps",

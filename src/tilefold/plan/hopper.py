@@ -7,8 +7,6 @@ from tilefold.plan.device import Device
 from tilefold.plan.limits import Tile
 from tilefold.plan.problem import AttentionProblem
 
-__all__ = ["PRODUCER_REGISTERS", "chip_refusal", "tile_fault", "type_refusal"]
-
 PRODUCER_REGISTERS = (
     24  # of a thread of the loading warp, which leaves the others its own: the least that can be asked for
 )

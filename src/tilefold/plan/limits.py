@@ -6,23 +6,6 @@ from tilefold.errors import Unsupported
 from tilefold.plan.device import Device
 from tilefold.plan.problem import MAX_HEAD_DIM, AttentionProblem
 
-__all__ = [
-    "KERNELS",
-    "MAX_GRID",
-    "MAX_LENGTH",
-    "Tile",
-    "accumulator_registers",
-    "box_refusal",
-    "grid_of",
-    "programs_per_sm",
-    "registers_estimate",
-    "require_kernels",
-    "require_supported",
-    "shared_bytes",
-    "tile_violation",
-    "uses_wgmma",
-]
-
 POINTER, BOX, VARLEN = KERNELS = ("attention_forward", "attention_forward_box", "attention_forward_varlen")
 
 MAX_GRID = 2**31 - 1  # programs along the first axis of a grid

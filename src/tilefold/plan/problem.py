@@ -7,15 +7,6 @@ from operator import attrgetter
 from tilefold.errors import DtypeError, ShapeError, ValueRangeError
 from tilefold.plan.base import require_equal
 
-__all__ = [
-    "DTYPE_BYTES",
-    "MAX_HEAD_DIM",
-    "AttentionProblem",
-    "next_power_of_two",
-    "padded_head_dim",
-    "padded_value_dim",
-]
-
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 MAX_HEAD_DIM = 256
 

@@ -11,8 +11,6 @@ from tilefold.plan.limits import BOX, POINTER, VARLEN, Tile, box_refusal, grid_o
 from tilefold.plan.problem import AttentionProblem, next_power_of_two
 from tilefold.plan.tuned import MANY_MODS, Tuned, tuned_tile
 
-__all__ = ["HOPPER_RULE", "RULES", "Choice", "Rule"]
-
 HOPPER_RULE = "hopper"
 SHORT_QUERIES = 64  # below this a full tile of rows would be mostly padding
 

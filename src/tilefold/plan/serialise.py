@@ -7,8 +7,6 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from tilefold.errors import PlanError
 
-__all__ = ["from_json", "to_json"]
-
 Record = TypeVar("Record")
 
 

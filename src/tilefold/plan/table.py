@@ -17,25 +17,6 @@ from typing import Any, Protocol, TypeVar
 from tilefold.errors import TilefoldError, ValueRangeError
 from tilefold.plan.device import Device
 
-__all__ = [
-    "FORMAT",
-    "KINDS",
-    "OFF",
-    "RULE",
-    "VARIABLE",
-    "Entry",
-    "Table",
-    "key_of",
-    "measured",
-    "read_table",
-    "reset",
-    "table_in_use",
-    "table_path",
-    "triton_here",
-    "why_unusable",
-    "write_table",
-]
-
 VARIABLE, OFF = "TILEFOLD_TUNED", "none"
 """Environment variable: a table's file, a folder of `<device>.json`, or "none" for the rules alone."""
 FORMAT = 1

@@ -9,8 +9,6 @@ from tilefold.plan.cache.invariant import invariant_refusal
 from tilefold.plan.capabilities import capability
 from tilefold.plan.device import Device
 
-__all__ = ["Cut", "TorchPlan", "cut_of", "plan_torch"]
-
 BLOCK_N = 512  # keys of a tile
 INVARIANT_BLOCK_N = 64  # the same with numerics="invariant", whose sums are trees over that many
 ROWS = 256  # query rows of a KV head in a tile, those of its group together

@@ -10,8 +10,6 @@ from tilefold.plan.device import Device
 from tilefold.plan.explain_dispatch import explain_trace
 from tilefold.plan.problem import AttentionProblem
 
-__all__ = ["MAX_NEW", "Generation", "Trace", "TraceRange", "trace_generation"]
-
 MAX_NEW = 65536  # steps are decided one by one
 
 

@@ -10,8 +10,6 @@ from tilefold.plan.device import Device
 from tilefold.plan.limits import Tile
 from tilefold.plan.problem import AttentionProblem
 
-__all__ = ["MANY_MODS", "TUNED", "Tuned", "TunedKey", "tuned_tile"]
-
 
 @dataclass(frozen=True, slots=True)
 class TunedKey:

@@ -1,7 +1,5 @@
 """Words of plans' sentences."""
 
-__all__ = ["counted"]
-
 
 def counted(number: int, one: str, many: str | None = None) -> str:
     """`number` with its noun: 1 tile, 2 tiles.  many: the plural where it is not `one` with an s."""

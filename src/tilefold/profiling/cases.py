@@ -8,8 +8,6 @@ from typing import Any
 from tilefold.bench.suites import ENGINES
 from tilefold.errors import ValueRangeError
 
-__all__ = ["FAMILIES", "Chosen", "cases_in", "prepare_case"]
-
 FAMILIES = (*(name for name in ENGINES if name != "video"), "ladder")
 
 

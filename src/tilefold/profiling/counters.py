@@ -19,8 +19,6 @@ from pathlib import Path
 from tilefold.errors import Unsupported, ValueRangeError
 from tilefold.profiling.evidence import FULL_SECTOR, Counters
 
-__all__ = ["METRICS", "ROLE_VARIABLE", "Measured", "command_of", "find_ncu", "import_report", "parse_csv", "run_ncu"]
-
 ROLE_VARIABLE = "TILEFOLD_PROFILE_ROLE"
 """Set to "ncu" in a process that Nsight Compute watches: there `tilefold.profile` only marks what is to be measured."""
 

@@ -4,8 +4,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["Counters", "Evidence", "Region", "Waves", "waves_of"]
-
 FULL_SECTOR = 32.0  # bytes
 
 

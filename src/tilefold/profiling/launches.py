@@ -13,19 +13,6 @@ from tilefold.aot.targets import TARGETS, Target
 from tilefold.plan.device import Device
 from tilefold.profiling.evidence import Region
 
-__all__ = [
-    "Code",
-    "Launched",
-    "Ran",
-    "codes_of",
-    "occupancy_on",
-    "ordered",
-    "product",
-    "read_trace",
-    "region_of",
-    "same_kernel",
-]
-
 COPIES = ("gpu_memcpy", "gpu_memset")
 
 

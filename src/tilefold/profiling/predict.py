@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from tilefold.plan.device import Device
 from tilefold.plan.sparse.video_launches import LaunchWork
 
-__all__ = ["Predicted", "memory_traffic", "predict"]
-
 PARTITIONS = 4  # of an SM, each issuing an instruction a clock; integer and comparison instructions at half of that
 HELD = 0.1  # a launch counts as explained within this share of what was measured
 

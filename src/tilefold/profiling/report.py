@@ -9,8 +9,6 @@ from tilefold.bench.records.record import table_lines
 from tilefold.profiling.evidence import Evidence, Region
 from tilefold.profiling.verdict import Verdict
 
-__all__ = ["HEAD", "Profile", "Row"]
-
 HEAD = (
     "kernel",
     "x",

@@ -13,8 +13,6 @@ from tilefold.ops.launch import Launch
 from tilefold.plan.device import Device
 from tilefold.profiling.roof_sizes import Sizes
 
-__all__ = ["Work", "example_launch", "launch_on_device", "launch_on_host", "timer"]
-
 Call = Callable[[], object]
 FMA_BLOCK = 2048
 UNROLLED = 8  # steps of a turn in the kernels that loop in registers

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from tilefold.plan.device import Device
 
-__all__ = ["Sizes", "sizes_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Sizes:

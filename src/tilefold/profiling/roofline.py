@@ -13,8 +13,6 @@ from tilefold.errors import ValueRangeError
 from tilefold.plan.device import Device
 from tilefold.profiling.roofs import scaled
 
-__all__ = ["Picture", "Point", "Run", "figure_of", "read_run", "to_html"]
-
 COLOURS = ("#0969da", "#cf222e", "#1a7f37", "#8250df", "#bf8700", "#0a7a83", "#d4359a", "#57606a")
 GREY = "#57606a"
 TITLES = {

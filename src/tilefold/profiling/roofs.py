@@ -20,17 +20,6 @@ import torch
 from tilefold.plan.device import Device, Rates
 from tilefold.profiling.roof_sizes import Sizes, sizes_of
 
-__all__ = [
-    "FOLDER_VARIABLE",
-    "Roofs",
-    "load_roofs",
-    "measure_roofs",
-    "roofs_folder",
-    "scaled",
-    "store_roofs",
-    "with_roofs",
-]
-
 CPU = "cpu"
 FOLDER_VARIABLE = "TILEFOLD_ROOFS"
 """Environment variable: folder of the measured roofs, or "off" to keep none."""

@@ -30,8 +30,6 @@ from tilefold.profiling.report import Profile, Row
 from tilefold.profiling.roofs import Roofs, load_roofs, with_roofs
 from tilefold.profiling.verdict import judge, judge_region
 
-__all__ = ["FINISHED", "Declared", "Session", "evidence_of", "profile", "profile_of"]
-
 FINISHED: list[Profile] = []
 """Profiles that this process has finished, oldest first: what `tilefold profile script --marked` shows."""
 

@@ -9,8 +9,6 @@ from tilefold.bench import timers
 from tilefold.bench.torch_trace import exported
 from tilefold.profiling.launches import Launched, Ran, ordered, product
 
-__all__ = ["by_place", "interpreted", "traced"]
-
 MARK = "spin_kernel"  # of torch.cuda._sleep: `timers.hidden` puts one before a call and one behind
 Call = Callable[[], object]
 

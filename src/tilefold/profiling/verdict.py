@@ -21,8 +21,6 @@ from dataclasses import dataclass
 
 from .evidence import FULL_SECTOR, Counters, Evidence, Region
 
-__all__ = ["RESOURCES", "Verdict", "judge", "judge_region"]
-
 SATURATED = 70.0  # percent of a peak that counters saw: beyond this, ordinary kernels do not get much faster
 DECLARED = 80.0  # percent of a roof by declared work, without counters to see other resources
 WASTED = 0.5  # of the bytes moved: beyond this, most of the traffic is for nothing

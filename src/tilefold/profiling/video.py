@@ -25,8 +25,6 @@ from tilefold.profiling.session import Declared, evidence_of
 from tilefold.profiling.timeline import by_place, interpreted, traced
 from tilefold.profiling.verdict import Verdict, judge
 
-__all__ = ["Account", "Explanation", "LaunchRow", "explain_video", "stages_inside"]
-
 EMPTY, ROW = 1, 9  # empty launches of a call, to tell the first one's cost from that of those behind it
 LAUNCH_HEAD = (
     "stage",

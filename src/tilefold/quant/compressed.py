@@ -7,8 +7,6 @@ from .packing import check_bits
 from .tensor import DTYPES, QuantizedTensor
 from .words import build, check_tensor, column_order, group_size, read_fields, read_stream
 
-__all__ = ["from_compressed_tensors"]
-
 STRATEGIES = ("tensor", "channel", "group")
 
 

@@ -13,8 +13,6 @@ from .packing import check_bits
 from .tensor import DTYPES, QuantizedTensor
 from .words import build, check_tensor, column_order, group_size, read_fields, read_stream
 
-__all__ = ["from_awq", "from_gptq"]
-
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of the eight that each nibble of a word holds, lowest first
 
 

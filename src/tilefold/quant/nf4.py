@@ -16,8 +16,6 @@ from .packing import pack
 from .tensor import DTYPES, QuantizedTensor, check_dtype
 from .words import check_tensor
 
-__all__ = ["NF4_CODE", "from_nf4"]
-
 NF4_CODE = (
     -1.0,
     -0.6961928009986877,

@@ -25,8 +25,6 @@ import torch
 
 from ..errors import DtypeError, ShapeError, ValueRangeError
 
-__all__ = ["BITS", "LANES", "ROWS", "block_columns", "pack", "packed_shapes", "plane_widths", "unpack"]
-
 BITS = (8, 4, 3, 2)
 LANES = 32  # columns of a slab
 ROWS = 64  # rows are padded to a multiple of it

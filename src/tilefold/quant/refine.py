@@ -15,8 +15,6 @@ kept before, computed from the values as stored: the result is never worse than 
 
 import torch
 
-__all__ = ["nearest_codes", "real_columns", "refine_zeros", "squared_errors"]
-
 P = 0.7
 BETA, GROWTH = 10.0, 1.01
 STEPS = 20

@@ -10,8 +10,6 @@ from .packing import check_bits, pack
 from .refine import nearest_codes, real_columns, refine_zeros, squared_errors
 from .tensor import DTYPES, QuantizedTensor, check_dtype
 
-__all__ = ["dequantize", "quantize_weight"]
-
 GROUP = 128
 CHUNK = 1 << 22  # weights handled at a time, so that temporaries stay small
 LEAST_GAIN = 0.1  # of the squared error, for which floating zero points are taken unasked

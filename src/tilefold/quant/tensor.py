@@ -9,8 +9,6 @@ import torch
 from ..errors import DeviceError, DtypeError, ShapeError, ValueRangeError
 from .packing import check_bits, check_plane, packed_shapes, unpack
 
-__all__ = ["DTYPES", "SCHEMES", "QuantizedTensor", "check_dtype"]
-
 SCHEMES = ("symmetric", "asymmetric", "table")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 VERSION = 1  # of the layout of packed codes and of the metadata in state()

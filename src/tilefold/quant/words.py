@@ -6,8 +6,6 @@ from ..errors import DeviceError, DtypeError, ShapeError, ValueRangeError
 from .packing import pack
 from .tensor import DTYPES, QuantizedTensor, check_dtype
 
-__all__ = ["build", "check_tensor", "column_order", "group_size", "read_fields", "read_stream"]
-
 
 def check_tensor(
     name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], device: torch.device

@@ -10,8 +10,6 @@ from ..masks import Mask
 from ..scores import Score
 from .rounding import attended, in_dtype
 
-__all__ = ["attention", "attention_varlen", "philox"]
-
 Mod = Callable[..., torch.Tensor]
 SHARED = ("causal", "window", "scale", "softcap", "sinks", "layout", "dtype")
 """Options that are the same for all sequences of a packed call."""

@@ -7,8 +7,6 @@ import torch
 
 from .rounding import attended, in_dtype, stored
 
-__all__ = ["CoarseOracle", "attend_rows", "coarse", "project"]
-
 
 class CoarseOracle(NamedTuple):
     """As `tilefold.sparse.CoarseResult`."""

@@ -7,8 +7,6 @@ import torch
 from .attention import attention
 from .rounding import deviating
 
-__all__ = ["attention_fp8"]
-
 
 def attention_fp8(
     q: torch.Tensor,

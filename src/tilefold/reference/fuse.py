@@ -4,8 +4,6 @@ import torch
 
 from .rounding import in_dtype
 
-__all__ = ["fuse"]
-
 
 @in_dtype
 def fuse(

@@ -6,8 +6,6 @@ import torch
 
 from .rounding import in_dtype
 
-__all__ = ["lowbit_matmul", "matmul_w8a8"]
-
 
 @in_dtype
 def lowbit_matmul(

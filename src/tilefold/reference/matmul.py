@@ -8,8 +8,6 @@ import torch.nn.functional as F
 
 from .rounding import activated, in_dtype
 
-__all__ = ["bmm", "matmul"]
-
 
 @in_dtype
 def matmul(

@@ -6,8 +6,6 @@ import torch.nn.functional as F
 from .matmul import ACTIVATIONS
 from .rounding import activated, in_dtype
 
-__all__ = ["add", "conv2d", "transpose"]
-
 
 @in_dtype
 def add(x: torch.Tensor, y: torch.Tensor, *, dtype: torch.dtype = torch.float64) -> torch.Tensor:

@@ -6,8 +6,6 @@ import torch
 
 from .rounding import in_dtype, stored
 
-__all__ = ["rms_norm"]
-
 
 @in_dtype
 def rms_norm(

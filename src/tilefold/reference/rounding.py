@@ -35,8 +35,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..errors import DtypeError
 
-__all__ = ["Rounding", "activated", "attended", "binade", "deviating", "in_dtype", "plain", "stored"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 DRAWS = (8, 12)
 ELEMENTS = 1 << 14

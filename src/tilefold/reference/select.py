@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["SelectedRows", "gini", "select"]
-
 
 class SelectedRows(NamedTuple):
     """keep bool [B, H, Qb, KVb]; gini, tau, mass fp64 [B, H, Qb]; tau None for "top_k".

@@ -9,8 +9,6 @@ from .attention import attention, attention_varlen
 if TYPE_CHECKING:
     from ..sparse import BlockIndex
 
-__all__ = ["element_mask", "sparse_attention", "sparse_attention_paged", "sparse_attention_varlen"]
-
 
 def sparse_attention(
     q: torch.Tensor,

@@ -22,8 +22,6 @@ import torch
 
 from .rounding import U32, binade
 
-__all__ = ["Comparison", "compare", "errors"]
-
 FACTOR = 1.5
 PROBABILITY = 1e-6
 SUMS = 1.5

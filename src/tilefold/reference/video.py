@@ -13,8 +13,6 @@ from .sparse import sparse_attention
 if TYPE_CHECKING:
     from ..sparse import BlockIndex
 
-__all__ = ["sparse_video_attention"]
-
 
 @in_dtype
 def sparse_video_attention(

@@ -8,12 +8,11 @@ from ..check import FLOATS, TensorSpec, bind, check_number
 from ..errors import ValueRangeError
 from ..ops.call import SPECS, check_heads
 from ..ops.records import recorded
-from ..ops.sparse.coarse import COARSE, CoarseCall
+from ..ops.sparse.coarse import COARSE
+from ..ops.sparse.coarse_parts import CoarseCall
 from ..ops.sparse.project import KINDS, NAMES, PROJECT, SPREAD, check_block, check_layout
 from ..ops.watch import is_watched
 from ..types import Layout
-
-__all__ = ["CoarseResult", "attend_rows", "coarse", "project"]
 
 CoarseKind = Literal["block", "dense", "pooled"]
 Reduction = Literal["mean", "max"]

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from .predicates import MaskFunction, Predicate
 
-__all__ = ["compressed_rows", "kinds_of_mask_mod", "map_of_flex", "map_of_mask", "map_of_predicate"]
-
 AT_ONCE = 1 << 24  # elements of a mask of tokens that are made at a time
 
 

@@ -7,8 +7,6 @@ from ..ops.sparse.fuse import forward, fuse_op
 from ..ops.sparse.project import check_layout
 from ..types import Layout
 
-__all__ = ["fuse"]
-
 
 def fuse(
     coarse: torch.Tensor | None,

@@ -7,8 +7,6 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-__all__ = ["kept"]
-
 _LIMIT = 128 << 20  # bytes of all together; a large video's table of angles is 12 MB
 _KEPT: dict[Hashable, torch.Tensor] = {}  # the oldest first
 _CAPTURED: dict[Hashable, torch.Tensor] = {}  # what CUDA graphs read: never let go, their replays hold addresses only

@@ -7,18 +7,6 @@ and drop it."""
 
 import torch
 
-__all__ = [
-    "as_int32",
-    "csr_to_lists",
-    "lists_to_map",
-    "live_entries",
-    "map_to_lists",
-    "padded",
-    "sizes_by_row",
-    "sort_lists",
-    "topk_to_lists",
-]
-
 
 def as_int32(t: torch.Tensor) -> torch.Tensor:
     """int32 or int64 as int32; what does not fit stays out of range (negative, or the largest)."""

@@ -18,8 +18,6 @@ from .select import select as select_stage
 from .stages import CoarseOptions, SelectOptions, Stages
 from .streaming import VideoCache, attend_cache, refuse_gradients
 
-__all__ = ["sparse_video_attention"]
-
 _BLOCKS = CoarseOptions()
 
 

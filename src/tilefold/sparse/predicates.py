@@ -13,19 +13,6 @@ import torch
 from ..errors import DtypeError, ShapeError, ValueRangeError
 from .validate import check_block
 
-__all__ = [
-    "MaskFunction",
-    "Predicate",
-    "all_of",
-    "any_of",
-    "causal_blocks",
-    "check_geometry",
-    "check_predicate",
-    "dilated",
-    "sliding_tile",
-    "video_window",
-]
-
 Predicate: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """A function of (batch, head, q_block, kv_block), int64 tensors [B, 1, 1, 1], [1, H, 1, 1], [Q blocks, 1] and [1, KV blocks],
 that returns a bool tensor which broadcasts with them: true where the query block sees the KV block.  It may have an attribute

@@ -15,8 +15,6 @@ from .index import BlockIndex
 from .select_arguments import Number, bind_scores, bind_sizes, blocks_setting, called_tau, make_call
 from .select_long import gini_long, select_long
 
-__all__ = ["Method", "Selection", "gini", "index", "select"]
-
 Method: TypeAlias = Literal["gini", "top_p", "top_k"]
 
 

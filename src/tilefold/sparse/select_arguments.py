@@ -12,8 +12,6 @@ from ..plan.sparse.select import SHARE_ROUNDING, kept_blocks
 from .lists import padded, sizes_by_row
 from .validate import SMALLEST_BLOCK
 
-__all__ = ["Number", "bind_scores", "bind_sizes", "blocks_setting", "called_tau", "kept_by", "make_call"]
-
 Number: TypeAlias = float | torch.Tensor
 """A number, or a tensor that broadcasts to [batch, heads, Q blocks], of one dimension: [heads]."""
 

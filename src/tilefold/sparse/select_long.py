@@ -7,8 +7,6 @@ import torch
 from ..ops.sparse.select import NOWHERE, SelectCall, Selected, Setting, check_forced
 from .lists import map_to_lists
 
-__all__ = ["gini_long", "select_long"]
-
 PARTS = float(2**40)  # leaves room for 2^23 roundings in a row
 
 

@@ -9,8 +9,6 @@ import torch
 from ..errors import ValueRangeError
 from .index import BlockIndex
 
-__all__ = ["CoarseOptions", "SelectOptions", "Stages"]
-
 CoarseKind = Literal["block", "dense", "pooled"]
 Setting: TypeAlias = float | torch.Tensor
 

@@ -20,8 +20,6 @@ from .select_arguments import kept_by
 if TYPE_CHECKING:
     from .stages import CoarseOptions, SelectOptions
 
-__all__ = ["VideoCache", "attend_cache", "refuse_gradients"]
-
 
 class VideoCache:
     """Keys, values and rows of the blocks of `batch` sequences that grow together, in memory of a fixed size.

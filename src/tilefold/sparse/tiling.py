@@ -10,8 +10,6 @@ from ..errors import DtypeError, ShapeError, ValueRangeError
 from .kept import kept
 from .validate import SMALLEST_BLOCK
 
-__all__ = ["GridTiling"]
-
 AXES = ("t", "h", "w")
 
 

@@ -9,8 +9,6 @@ from torch.utils import _pytree
 from .index import BlockIndex
 from .select import Selection
 
-__all__ = ["register"]
-
 
 def _flatten(index: BlockIndex) -> tuple[list[Any], tuple[int, int, int, int, bool]]:
     return list(index.tensors()), (*index.geometry, index.masked)

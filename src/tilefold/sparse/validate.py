@@ -11,17 +11,6 @@ from .lists import live_entries
 if TYPE_CHECKING:
     from .index import BlockIndex
 
-__all__ = [
-    "check_block",
-    "check_csr",
-    "check_grid",
-    "check_lists",
-    "check_record",
-    "check_tensor",
-    "check_within_capacity",
-    "lengths_of",
-]
-
 SMALLEST_BLOCK = 16
 
 _SIZES = "{0} / batch|1 {0} / batch|1 heads|1 {0}"

@@ -19,8 +19,6 @@ from tilefold.plan.matrix.matmul import MatmulPlan, rules_matmul
 from tilefold.plan.matrix.tiles import HOPPER as HOPPER_MATMUL
 from tilefold.plan.matrix.tiles import PORTABLE
 
-__all__ = ["Changes", "Group", "Plan", "applied", "fields_of", "groups_of", "rules_plan", "shown"]
-
 Plan = AttentionPlan | DecodePlan | MatmulPlan
 Changes = dict[str, Any]
 Group = Callable[[Plan], Iterator[Changes]]

@@ -22,8 +22,6 @@ from tilefold.plan.table import Entry, Table, key_of
 from tilefold.tune.candidates import Changes, Plan, applied, fields_of, groups_of, rules_plan
 from tilefold.tune.problems import Tunable
 
-__all__ = ["LEAST_GAIN", "Limits", "Log", "Outcome", "Sampling", "Trial", "identity_of", "table_of_outcomes", "tune"]
-
 LEAST_GAIN = 1.02  # times as fast: what is less is within what two runs differ by
 SLOW = 1.15  # times the planned plan's time, after one turn: not looked at again
 TURNS, LAST_TURNS = 3, 9  # of a candidate, and of the best one when the search is over

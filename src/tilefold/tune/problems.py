@@ -26,8 +26,6 @@ from tilefold.plan import AttentionPlan
 from tilefold.plan.cache.decode import decode_kernel_refusal
 from tilefold.plan.problem import AttentionProblem
 
-__all__ = ["PARTS", "Tunable", "Work", "problems_of_cases", "problems_of_model"]
-
 PARTS = ("attention", "decode", "linear")
 DTYPES = ("bfloat16", "float16", "float32")
 BIASED = ("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl")  # biases of q, k and v that their config.json does not name

@@ -11,8 +11,6 @@ from ..errors import Unsupported
 from ..nn.rotary import rotate
 from .site import Pass, Text
 
-__all__ = ["ADAPTERS", "Adapter", "CogVideoX", "DiffusersAdapter", "HunyuanVideo", "LTXVideo", "Wan", "adapter_of"]
-
 Tables = tuple[torch.Tensor, torch.Tensor]
 
 

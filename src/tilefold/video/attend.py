@@ -10,8 +10,6 @@ from ..sparse.lists import padded
 from ..sparse_api import sparse_attention
 from .site import Text
 
-__all__ = ["attend_dense", "attend_lists", "check_lists"]
-
 Pair = tuple[torch.Tensor, torch.Tensor | None]
 
 

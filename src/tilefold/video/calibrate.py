@@ -19,17 +19,6 @@ from .model import desparsify, sparsify
 from .policies import ByHead, ByLayer, Dense, Pooled, Radial, SlidingTile
 from .site import Policy, Site
 
-__all__ = [
-    "CANDIDATES",
-    "Calibration",
-    "Fitted",
-    "calibrate",
-    "fit",
-    "model_error",
-    "policy_from_json",
-    "policy_to_json",
-]
-
 CANDIDATES: tuple[Policy, ...] = (
     *(Pooled(sparsity=one) for one in (0.5, 0.7, 0.8, 0.9, 0.95)),
     *(SlidingTile(radii) for radii in ((0, 1, 1), 1, (1, 2, 2), 2)),

@@ -11,8 +11,6 @@ from ..plan.sparse.video import VideoShape, dense_cost, stage_costs
 from ..sparse import BlockIndex, GridTiling
 from ..sparse_api import sparse_attention
 
-__all__ = ["LeftOut", "dense_results", "least_seconds", "left_out"]
-
 Results = tuple[torch.Tensor, torch.Tensor]
 
 

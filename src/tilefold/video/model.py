@@ -17,8 +17,6 @@ from .attend import attend_dense, attend_lists, check_lists
 from .policies import Pooled
 from .site import Observer, Pass, Policy, Site, Text
 
-__all__ = ["Attend", "Sparse", "desparsify", "fitting_cube", "sparsify"]
-
 _NAME = "_tilefold_sparse"
 LONGEST_SIDE = 8
 

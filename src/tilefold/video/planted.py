@@ -12,8 +12,6 @@ from ..errors import ValueRangeError
 from ..sparse import GridTiling
 from .adapters import Adapter
 
-__all__ = ["KINDS", "Planted", "PlantedAdapter"]
-
 KINDS = ("local", "scattered", "global")
 DIM = 32
 SHARP = 14.0  # the score of a token with what it looks for

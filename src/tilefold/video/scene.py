@@ -14,8 +14,6 @@ from ..errors import ShapeError, ValueRangeError
 from ..nn import Rotary3D, rotary_3d
 from ..sparse import GridTiling
 
-__all__ = ["Scene", "patches", "project", "render", "scene_qkv"]
-
 COLOURS = 3
 WAVES = 4  # of a texture
 SHARED = 0.8  # of a head's query and key projections

@@ -7,8 +7,6 @@ import torch
 
 from ..sparse import BlockIndex, GridTiling
 
-__all__ = ["Observer", "Pass", "Policy", "Site", "Text"]
-
 
 class Site(NamedTuple):
     """Where attention is about to happen.

@@ -9,7 +9,8 @@ import torch
 from tilefold import reference
 from tilefold.bench.attention.cases import Case, cases_of
 from tilefold.bench.attention.peers import DENSE, IMPLEMENTATIONS
-from tilefold.bench.implementation import Implementation, Prepared, make_inputs
+from tilefold.bench.family import Calls, Peer
+from tilefold.bench.implementation import make_inputs
 from tilefold.bench.judge import Judge, sampled_rows
 from tilefold.bench.loop import first_line
 from tilefold.bench.run import run_case, run_cases, warm_note
@@ -24,11 +25,11 @@ FAST = Options(rounds=2, rep_ms=1.0)
 def right(inputs):
     p = inputs.problem
     out = reference.attention(inputs.q, inputs.k, inputs.v, causal=p.causal)[0].to(inputs.q.dtype)
-    return Prepared(lambda: out)
+    return Calls([lambda: out])
 
 
 def made_up(name, prepare, refuses=lambda case, device: None):
-    return Implementation(name, name.title(), "made up", refuses, prepare)
+    return Peer(name, name.title(), "made up", "torch", prepare, refuses)
 
 
 def run(*implementations, options=FAST):
@@ -47,7 +48,7 @@ def test_a_right_output_is_timed_a_wrong_one_is_not():
             calls.append(1)
             return out
 
-        return Prepared(call)
+        return Calls([call])
 
     cells, steps = run(made_up("good", right), made_up("bad", wrong))
     good, bad = cells["good"], cells["bad"]
@@ -65,7 +66,7 @@ def test_nan_outside_the_sampled_rows_is_found():
         out = right(inputs).call().clone()
         row = next(r for r in range(80) if r not in sampled_rows(80))
         out[1, row, 0, 3] = float("nan")
-        return Prepared(lambda: out)
+        return Calls([lambda: out])
 
     cell = run(made_up("holes", prepare))[0]["holes"]
     assert (cell.status, cell.note.split(";")[0]) == ("WRONG", "output is not finite")
@@ -127,7 +128,7 @@ def once(error):
                 raise error
             return call()
 
-        return Prepared(later)
+        return Calls([later])
 
     return prepare
 

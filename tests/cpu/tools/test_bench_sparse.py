@@ -14,7 +14,8 @@ from tilefold.bench.attention.cases import DECODE, VIDEO, Case, cases_of
 from tilefold.bench.attention.crossing import crossing_of
 from tilefold.bench.attention.lists import Pattern, lists_of
 from tilefold.bench.attention.peers import SPARSE as FAMILY
-from tilefold.bench.implementation import Implementation, make_inputs, prepared
+from tilefold.bench.family import Peer
+from tilefold.bench.implementation import make_inputs, prepared
 from tilefold.bench.judge import Judge, sampled_heads, visible
 from tilefold.bench.records import record
 from tilefold.bench.run import Cell, run_case
@@ -161,7 +162,7 @@ def by_every_pair(inputs):
 
 
 def made_up(name, prepare, lists):
-    return Implementation(name, name, "made up", lambda case, device: None, prepare, lists=lists)
+    return Peer(name, name, "made up", "torch", prepare, lambda case, device: None, lists=lists)
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -7,7 +7,7 @@ import pytest
 
 from cases.cli import command, refused, reports
 from tilefold.bench.attention import peers
-from tilefold.bench.implementation import Implementation, Prepared
+from tilefold.bench.family import Calls, Peer
 
 run = command("bench")
 
@@ -126,8 +126,8 @@ def test_user_errors_are_one_line_and_nothing_is_measured(arguments, message):
 
 @pytest.mark.interpreter
 def test_a_wrong_output_of_tilefold_is_exit_code_1(monkeypatch):
-    zeros = Implementation(
-        "tilefold", "tilefold", "", lambda case, device: None, lambda inputs: Prepared(lambda: inputs.q * 0)
+    zeros = Peer(
+        "tilefold", "tilefold", "", "torch", lambda inputs: Calls([lambda: inputs.q * 0]), lambda case, device: None
     )
     monkeypatch.setitem(peers.IMPLEMENTATIONS, "tilefold", zeros)
     result = run("dense", "--quick", "--case", "d32,n100x2,causal", "--peers", "none", code=1)

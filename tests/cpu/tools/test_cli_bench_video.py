@@ -9,7 +9,7 @@ import torch
 from cases.cli import command, refused, reports
 from tilefold import reference
 from tilefold.bench.attention.peers import IMPLEMENTATIONS
-from tilefold.bench.implementation import Implementation, Prepared
+from tilefold.bench.family import Calls, Peer
 from tilefold.bench.judge import Judge
 from tilefold.bench.records.runs import read_measured
 from tilefold.bench.timers import Timing
@@ -107,12 +107,12 @@ def test_peers_that_follow_lists_are_held_to_the_lists_and_timed(tmp_path, monke
         assert inputs.case.pattern.blocks == "64" and inputs.index.geometry[:2] == (64, 64)
         whole = reference.attention(inputs.q, inputs.k, inputs.v, dtype=torch.float32)[0]
         listed = reference.sparse_attention(inputs.q, inputs.k, inputs.v, inputs.index, dtype=torch.float32)[0]
-        return Prepared(lambda: whole if wrong else listed)
+        return Calls([lambda: whole if wrong else listed])
 
     def refuses(case, device):
         return None if case.pattern is not None else "takes lists of blocks only"
 
-    monkeypatch.setitem(IMPLEMENTATIONS, "tk", Implementation("tk", "TK", "a stand-in", refuses, prepare, lists=True))
+    monkeypatch.setitem(IMPLEMENTATIONS, "tk", Peer("tk", "TK", "a stand-in", "torch", prepare, refuses, lists=True))
     file = tmp_path / "video.json"
     options = ("--sweep", "sparsity", "--values", "50", "--peers", "math,tk,bsa,fa4-lists", "--json", file)
     result = run(*options, *TINY)

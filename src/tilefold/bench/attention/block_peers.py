@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from tilefold.bench.attention.cases import Case
-from tilefold.bench.implementation import Implementation, Inputs, Prepared
+from tilefold.bench.family import Calls, Peer
+from tilefold.bench.implementation import Inputs
 from tilefold.errors import Unsupported
 from tilefold.ops.call import Call
 from tilefold.ops.environment import installed as version_of
@@ -24,8 +25,6 @@ from tilefold.ops.sparse.sparse import prepare
 from tilefold.plan.sparse.sparse import SparsePlan, plan_sparse
 from tilefold.plan.sparse.sparse_backward import SparseBackwardPlan, plan_sparse_backward
 from tilefold.sparse import BlockIndex
-
-__all__ = ["BLOCK_PEERS", "portable_plans"]
 
 CUDNN, FASTVIDEO = "nvidia-cudnn-frontend", "fastvideo-kernel"
 
@@ -93,7 +92,7 @@ def _bsa_refuses(case: Case, device: str) -> str | None:
     return reason
 
 
-def _prepare_bsa(inputs: Inputs) -> Prepared:
+def _prepare_bsa(inputs: Inputs) -> Calls:
     bsa: Any = importlib.import_module("cudnn.block_sparse_attention")
     q, k, v = (_heads_first(t) for t in (inputs.q, inputs.k, inputs.v))
     indices, counts = _lists(inputs, inputs.index)
@@ -106,7 +105,7 @@ def _prepare_bsa(inputs: Inputs) -> Prepared:
         return bsa.block_sparse_attention_forward(q, k, v, indices, kv_splits=splits, **options)
 
     if inputs.grad is None:
-        return Prepared(lambda: forward()["o_tensor"].transpose(1, 2))
+        return Calls([lambda: forward()["o_tensor"].transpose(1, 2)])
     result, grad = forward(), _heads_first(inputs.grad)
     state = (grad, q, k, v, result["o_tensor"], result["lse_tensor"])
 
@@ -114,7 +113,7 @@ def _prepare_bsa(inputs: Inputs) -> Prepared:
         found = bsa.block_sparse_attention_backward(*state, indices, **options)
         return tuple(found[name].transpose(1, 2) for name in ("dq_tensor", "dk_tensor", "dv_tensor"))
 
-    return Prepared(backward)
+    return Calls([backward])
 
 
 def _splits(inputs: Inputs) -> int | str:
@@ -170,7 +169,7 @@ def _block_sizes(inputs: Inputs) -> Tensor:
     return torch.full((index.kv_blocks,), index.block_k, dtype=torch.int32, device=inputs.q.device)
 
 
-def _prepare_fastvideo(inputs: Inputs) -> Prepared:
+def _prepare_fastvideo(inputs: Inputs) -> Calls:
     module: Any = _fastvideo_file("triton_kernels/block_sparse_attn_triton.py")
     q, k, v = (_heads_first(t) for t in (inputs.q, inputs.k, inputs.v))
     lists, sizes = _lists(inputs, inputs.index), _block_sizes(inputs)
@@ -179,7 +178,7 @@ def _prepare_fastvideo(inputs: Inputs) -> Prepared:
         return module.triton_block_sparse_attn_forward(q, k, v, *lists, sizes)
 
     if inputs.grad is None:
-        return Prepared(lambda: forward()[0].transpose(1, 2))
+        return Calls([lambda: forward()[0].transpose(1, 2)])
     state = (_heads_first(inputs.grad), q, k, v, *forward())
     transposed = _lists(inputs, inputs.index.transpose() if inputs.index else None)
 
@@ -187,10 +186,10 @@ def _prepare_fastvideo(inputs: Inputs) -> Prepared:
         found = module.triton_block_sparse_attn_backward(*state, *lists, *transposed, sizes)
         return tuple(t.transpose(1, 2) for t in found)
 
-    return Prepared(backward)
+    return Calls([backward])
 
 
-def _prepare_tk(inputs: Inputs) -> Prepared:
+def _prepare_tk(inputs: Inputs) -> Calls:
     module: Any = _fastvideo_file("_C/fastvideo_kernel_ops*.so")
     q, k, v = (_heads_first(t) for t in (inputs.q, inputs.k, inputs.v))
     lists, sizes = _lists(inputs, inputs.index), _block_sizes(inputs)
@@ -199,7 +198,7 @@ def _prepare_tk(inputs: Inputs) -> Prepared:
         return module.block_sparse_fwd(q, k, v, *lists, sizes)
 
     if inputs.grad is None:
-        return Prepared(lambda: forward()[0].transpose(1, 2))
+        return Calls([lambda: forward()[0].transpose(1, 2)])
     state = (q, k, v, *forward(), _heads_first(inputs.grad))
     transposed = _lists(inputs, inputs.index.transpose() if inputs.index else None)
 
@@ -208,35 +207,35 @@ def _prepare_tk(inputs: Inputs) -> Prepared:
         found = module.block_sparse_bwd(*state, *transposed, sizes)
         return tuple(t.to(q.dtype).transpose(1, 2) for t in found)
 
-    return Prepared(backward)
+    return Calls([backward])
 
 
 BLOCK_PEERS = (
-    Implementation(
+    Peer(
         "bsa",
         "BSA",
         "cuDNN block-sparse attention (nvidia-cudnn-frontend), if installed",
-        _bsa_refuses,
+        CUDNN,
         _prepare_bsa,
+        _bsa_refuses,
         lists=True,
-        package=CUDNN,
     ),
-    Implementation(
+    Peer(
         "tk",
         "TK",
         "fastvideo-kernel's ThunderKittens kernels, if installed",
-        _tk_refuses,
+        FASTVIDEO,
         _prepare_tk,
+        _tk_refuses,
         lists=True,
-        package=FASTVIDEO,
     ),
-    Implementation(
+    Peer(
         "fastvideo",
         "FV",
         "fastvideo-kernel's Triton kernels, if installed",
-        _fastvideo_refuses,
+        FASTVIDEO,
         _prepare_fastvideo,
+        _fastvideo_refuses,
         lists=True,
-        package=FASTVIDEO,
     ),
 )

@@ -9,8 +9,6 @@ from tilefold.errors import ValueRangeError
 from tilefold.plan.cost import attention_cost
 from tilefold.plan.problem import AttentionProblem
 
-__all__ = ["DIRECTIONS", "FAMILIES", "SIZES", "Case", "cases_of", "lognormal_lengths"]
-
 SIZES = ("full", "quick", "tiny")
 DIRECTIONS = ("forward", "backward", "both")
 # Matrix products of a backward over those of a forward: S and dP again, dV, dK and dQ, against S and O.

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Crossing", "crossing_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Crossing:

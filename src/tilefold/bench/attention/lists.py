@@ -12,19 +12,6 @@ from tilefold.plan.problem import AttentionProblem
 from tilefold.plan.sparse.select import kept_blocks
 from tilefold.sparse import BlockIndex
 
-__all__ = [
-    "CUBE",
-    "KINDS",
-    "LATENT",
-    "Pattern",
-    "density",
-    "kept_counts",
-    "listed_blocks",
-    "lists_of",
-    "overlap",
-    "touched_blocks",
-]
-
 KINDS = ("random", "video", "uneven")
 LATENT = (16, 28, 52)  # a video's latent tokens (frames, height, width): 23296, the length of the published table
 CUBE = (4, 4, 4)  # the tokens of one block of 64, neighbours in time and space

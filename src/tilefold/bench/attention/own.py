@@ -7,20 +7,12 @@ from torch import Tensor
 import tilefold
 from tilefold.bench.attention.block_peers import portable_plans
 from tilefold.bench.attention.cases import Case
-from tilefold.bench.implementation import Inputs, Prepared, prepared, window_of
+from tilefold.bench.family import Calls
+from tilefold.bench.implementation import Inputs, prepared, window_of
 from tilefold.errors import Unsupported
 
-__all__ = [
-    "nondeterministic_refuses",
-    "portable_refuses",
-    "prepare_nondeterministic",
-    "prepare_portable",
-    "prepare_tilefold",
-    "tilefold_refuses",
-]
 
-
-def prepare_tilefold(inputs: Inputs) -> Prepared:
+def prepare_tilefold(inputs: Inputs) -> Calls:
     """The public function, as a user calls it."""
     p, index, ends = inputs.problem, inputs.index, inputs.offsets
     window = window_of(p)
@@ -36,7 +28,7 @@ def prepare_tilefold(inputs: Inputs) -> Prepared:
     return prepared(inputs, function)
 
 
-def prepare_nondeterministic(inputs: Inputs) -> Prepared:
+def prepare_nondeterministic(inputs: Inputs) -> Calls:
     """Non-deterministic gradients, where a plan makes them by another kernel then."""
     causal, window = inputs.problem.causal, window_of(inputs.problem)
     tensors = (inputs.q, inputs.k, inputs.v)
@@ -52,7 +44,7 @@ def prepare_nondeterministic(inputs: Inputs) -> Prepared:
     )
 
 
-def prepare_portable(inputs: Inputs) -> Prepared:
+def prepare_portable(inputs: Inputs) -> Calls:
     """`sparse_attention` by the portable kernels, where a plan takes another one by itself."""
     index, plans = inputs.index, portable_plans(inputs)
     if index is None or plans is None:

@@ -24,14 +24,12 @@ from tilefold.bench.attention.own import (
     prepare_tilefold,
     tilefold_refuses,
 )
-from tilefold.bench.family import Calls, Family
-from tilefold.bench.implementation import Function, Implementation, Inputs, Prepared, make_inputs, output_of, prepared
+from tilefold.bench.family import Calls, Family, Peer
+from tilefold.bench.implementation import Function, Inputs, make_inputs, output_of, prepared
 from tilefold.bench.judge import Judge
 from tilefold.ops.environment import importable
 from tilefold.plan.problem import AttentionProblem
 from tilefold.sparse import BlockIndex
-
-__all__ = ["DEFAULT_PEERS", "DENSE", "IMPLEMENTATIONS", "SPARSE"]
 
 # --- torch.nn.functional.scaled_dot_product_attention -----------------------------------------------------------------------
 
@@ -63,8 +61,8 @@ def _sdpa_refuses(backend: str) -> Callable[[Case, str], str | None]:
     return refuses
 
 
-def _prepare_sdpa(backend: str) -> Callable[[Inputs], Prepared]:
-    def prepare(inputs: Inputs) -> Prepared:
+def _prepare_sdpa(backend: str) -> Callable[[Inputs], Calls]:
+    def prepare(inputs: Inputs) -> Calls:
         from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.functional import scaled_dot_product_attention
 
@@ -131,7 +129,7 @@ def _flex_refuses(case: Case, device: str) -> str | None:
     return None
 
 
-def _prepare_flex(inputs: Inputs) -> Prepared:
+def _prepare_flex(inputs: Inputs) -> Calls:
     from torch._functorch import config
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -214,7 +212,7 @@ def _fa4_deterministic_refuses(case: Case, device: str) -> str | None:
     return why
 
 
-def _prepare_fa4(inputs: Inputs, **extra: Any) -> Prepared:
+def _prepare_fa4(inputs: Inputs, **extra: Any) -> Calls:
     interface: Any = importlib.import_module("flash_attn.cute")
     p = inputs.problem
     options: dict[str, Any] = {"causal": p.causal, **extra}
@@ -255,71 +253,78 @@ def _fa4_lists(inputs: Inputs, index: BlockIndex) -> Any:
 
 
 _ALL = (
-    Implementation(
+    Peer(
         "tilefold",
         "tilefold",
         "tilefold.attention and sparse_attention",
-        tilefold_refuses,
+        "tilefold",
         prepare_tilefold,
+        tilefold_refuses,
         lists=True,
-        package="tilefold",
     ),
-    Implementation("cudnn", "cuDNN", "torch SDPA, cuDNN backend", _sdpa_refuses("cudnn"), _prepare_sdpa("cudnn")),
-    Implementation(
-        "flash", "FA2", "torch SDPA, flash backend (FlashAttention-2)", _sdpa_refuses("flash"), _prepare_sdpa("flash")
+    Peer("cudnn", "cuDNN", "torch SDPA, cuDNN backend", "torch", _prepare_sdpa("cudnn"), _sdpa_refuses("cudnn")),
+    Peer(
+        "flash",
+        "FA2",
+        "torch SDPA, flash backend (FlashAttention-2)",
+        "torch",
+        _prepare_sdpa("flash"),
+        _sdpa_refuses("flash"),
     ),
-    Implementation(
+    Peer(
         "fa4",
         "FA4",
         "flash_attn.cute (FlashAttention-4), if installed",
-        _fa4_refuses,
+        "flash-attn-4",
         _prepare_fa4,
+        _fa4_refuses,
         lists=True,
-        package="flash-attn-4",
     ),
-    Implementation(
+    Peer(
         "fa4-det",
         "FA4 det.",
         "flash_attn.cute with deterministic=True, gradients only",
-        _fa4_deterministic_refuses,
+        "flash-attn-4",
         functools.partial(_prepare_fa4, deterministic=True),
-        package="flash-attn-4",
+        _fa4_deterministic_refuses,
     ),
-    Implementation("flex", "Flex", "torch FlexAttention, compiled", _flex_refuses, _prepare_flex, lists=True),
-    Implementation(
+    Peer("flex", "Flex", "torch FlexAttention, compiled", "torch", _prepare_flex, _flex_refuses, lists=True),
+    Peer(
         "efficient",
         "efficient",
         "torch SDPA, memory-efficient backend",
-        _sdpa_refuses("efficient"),
+        "torch",
         _prepare_sdpa("efficient"),
+        _sdpa_refuses("efficient"),
     ),
-    Implementation(
+    Peer(
         "math",
         "math",
         "torch SDPA, math backend (materialises the scores)",
-        _sdpa_refuses("math"),
+        "torch",
         _prepare_sdpa("math"),
+        _sdpa_refuses("math"),
     ),
-    Implementation(
+    Peer(
         "portable",
         "portable",
         "tilefold.sparse_attention by its portable kernels, where a plan takes another one",
-        portable_refuses,
+        "tilefold",
         prepare_portable,
+        portable_refuses,
         lists=True,
-        package="tilefold",
     ),
-    Implementation(
+    Peer(
         "non-deterministic",
         "non-deterministic",
         "tilefold.attention(deterministic=False), where another kernel makes its gradients",
-        nondeterministic_refuses,
+        "tilefold",
         prepare_nondeterministic,
-        package="tilefold",
+        nondeterministic_refuses,
     ),
     *BLOCK_PEERS,
 )
-IMPLEMENTATIONS: dict[str, Implementation] = {each.name: each for each in _ALL}
+IMPLEMENTATIONS: dict[str, Peer] = {each.name: each for each in _ALL}
 # Family -> device -> the peers that are measured unasked.
 DEFAULT_PEERS: dict[str, dict[str, tuple[str, ...]]] = {
     "dense": {"cuda": ("cudnn", "flash", "fa4", "fa4-det", "flex"), "cpu": ("flash", "math")},
@@ -327,7 +332,7 @@ DEFAULT_PEERS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
-def _calls(one: Implementation, sets: Sequence[Inputs]) -> Calls:
+def _calls(one: Peer, sets: Sequence[Inputs]) -> Calls:
     """One that does not follow a case's lists computes every pair, and is judged by that."""
     ready = [one.prepare(inputs) for inputs in sets]
     every_pair = not one.lists and sets[0].index is not None

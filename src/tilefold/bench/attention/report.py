@@ -17,18 +17,6 @@ from tilefold.bench.video import reported
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = [
-    "crossing_lines",
-    "crossings",
-    "detail_tables",
-    "directions",
-    "findings",
-    "geometric_means",
-    "records_of",
-    "reported_sheet",
-    "sheets_of",
-]
-
 DENSE_PEER = "cudnn"  # what sparse attention has to overtake
 
 

@@ -7,8 +7,6 @@ from typing import Any
 from tilefold.bench.attention.cases import lognormal_lengths
 from tilefold.bench.choice import of_size
 
-__all__ = ["CACHES", "DecodeCase", "decode_cases"]
-
 # Dtype of the cache -> bytes of an element; "" is the queries' own.
 CACHES = {"": 0, "fp8": 1, "int8": 1}
 QUERY_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}

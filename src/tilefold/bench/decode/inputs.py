@@ -11,8 +11,6 @@ from tilefold.bench.decode.cases import DecodeCase
 from tilefold.bench.judge import verdict_of
 from tilefold.reference import Comparison
 
-__all__ = ["DecodeInputs", "DecodeJudge", "make_decode_inputs"]
-
 # Spread of quantised elements, in their own units, of normally distributed values: most of the range, hardly any cut off.
 SPREAD = {"fp8": 32.0, "int8": 36.0}
 

@@ -13,8 +13,6 @@ from tilefold.bench.page import new_figure
 from tilefold.errors import OutOfPages, Unsupported, ValueRangeError
 from tilefold.paged import PageAllocator
 
-__all__ = ["FILLED", "MODELS", "KVModel", "Layout", "Workload", "draw_plot", "layouts_of", "lengths_in", "paging_gains"]
-
 GIB = 1 << 30
 MOST_SEQUENCES = 1 << 30  # no bound: pages are
 MOST_PAGES = 1 << 24  # that a simulation allocates: more would take minutes and gigabytes

@@ -19,9 +19,6 @@ from tilefold.bench.implementation import output_of
 from tilefold.errors import Unsupported
 from tilefold.ops.environment import importable
 
-__all__ = ["OWN", "TORCH_AND_FA4", "attend_cached"]
-
-
 # --- tilefold ---------------------------------------------------------------------------------------------------------------
 
 

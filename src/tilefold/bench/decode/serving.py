@@ -17,8 +17,6 @@ from tilefold.bench.run import METHODS, Row
 from tilefold.errors import Unsupported
 from tilefold.ops.environment import importable
 
-__all__ = ["DECODE", "DECODE_PEERS"]
-
 WORKSPACE = 256 << 20  # bytes that flashinfer's planner may use, twice what its documentation gives
 VLLM_MODULES = ("vllm.v1.attention.ops.triton_decode_attention", "vllm.attention.ops.triton_decode_attention")
 LEAST_PAGE = 16  # of what a contiguous cache is cut into for those who know pages only

@@ -12,8 +12,6 @@ from tilefold.bench.choice import of_size
 from tilefold.bench.family import Calls, Family, Peer, by_name, each
 from tilefold.bench.matrix.product import BYTES, WholeJudge, ours, roof_of
 
-__all__ = ["CONV", "ConvCase", "conv_cases"]
-
 METHODS = ("auto", "implicit", "im2col")
 
 

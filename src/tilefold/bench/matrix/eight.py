@@ -11,17 +11,6 @@ from tilefold import reference
 from tilefold.bench.family import Calls
 from tilefold.bench.matrix.product import BYTES, WholeJudge, ours, product_of
 
-__all__ = [
-    "EightCase",
-    "EightInputs",
-    "eight_by_cublas",
-    "eight_by_tilefold",
-    "eight_inputs",
-    "eight_judge",
-    "prepare_scaled",
-    "refuses_scaled",
-]
-
 KINDS = {"int8": "int8", "e4m3": "float8_e4m3fn"}
 
 

@@ -11,8 +11,6 @@ from tilefold.bench.choice import of_size
 from tilefold.bench.family import Family, Peer, by_name, each
 from tilefold.bench.matrix.product import ACTIVATIONS, BYTES, WholeJudge, activated, ours, roof_of
 
-__all__ = ["GEMM", "GemmCase", "gemm_cases"]
-
 EIGHT = "float8_e4m3fn"
 SIZES = {**BYTES, EIGHT: 1}
 

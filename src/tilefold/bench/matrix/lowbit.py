@@ -23,8 +23,6 @@ from tilefold.bench.matrix.lowbit_peers import LIBRARIES
 from tilefold.bench.matrix.product import BYTES, WholeJudge, ours, product_of, roof_of
 from tilefold.quant import QuantizedTensor, quantize_weight
 
-__all__ = ["LOWBIT", "LowbitCase", "LowbitInputs", "lowbit_cases"]
-
 
 @dataclass(frozen=True, slots=True)
 class LowbitCase:

@@ -16,8 +16,6 @@ from tilefold.bench.matrix.product import product_of
 from tilefold.errors import Unsupported
 from tilefold.ops.environment import importable
 
-__all__ = ["LIBRARIES"]
-
 NF4_BLOCK = 64
 
 

@@ -11,8 +11,6 @@ from tilefold.bench.family import Family, Judge, Peer, by_name, each
 from tilefold.bench.matrix.product import BYTES, WholeJudge, ours
 from tilefold.reference import Comparison
 
-__all__ = ["MOVE", "MoveCase", "move_cases"]
-
 ITEMS = {**BYTES, "uint8": 1, "float64": 8}
 METHODS = ("auto", "registers", "strides", "descriptors")
 LIES = ("rows", "apart", "turned")

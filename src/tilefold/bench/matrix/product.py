@@ -13,8 +13,6 @@ from tilefold.errors import Unsupported
 from tilefold.ops.device import device_of
 from tilefold.reference import Comparison
 
-__all__ = ["BYTES", "WholeJudge", "activated", "ours", "product_of", "roof_of"]
-
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 ACTIVATIONS = (None, "relu", "silu", "gelu", "gelu_tanh")
 

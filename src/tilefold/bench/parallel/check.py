@@ -15,8 +15,6 @@ from tilefold.bench.parallel.loads import Mask
 from tilefold.plan.parallel.sharding import Sharding
 from tilefold.reference import compare, deviating
 
-__all__ = ["Inputs", "Results", "inputs_of", "judged"]
-
 ROWS = 32  # queries and keys that a rank looks at
 
 

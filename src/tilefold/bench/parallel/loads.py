@@ -11,8 +11,6 @@ from tilefold.plan.parallel.problem import BACKWARD_FLOPS, ParallelProblem
 from tilefold.sparse import BlockIndex
 from tilefold.sparse_api import sparse_attention
 
-__all__ = ["SCHEMES", "Load", "Work", "dense", "index_of", "lists_of", "sparse"]
-
 SCHEMES = ("ring", "all_gather", "heads", "two_level")
 
 Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -11,8 +11,6 @@ from tilefold.bench.parallel.loads import Load, Work, dense, sparse
 from tilefold.bench.parallel.setup import barrier, timed, together
 from tilefold.plan.parallel.sharding import shard
 
-__all__ = ["Rates", "rates_of", "step_of"]
-
 LONG = 0.7  # seconds of a call on one rank, above which a shorter one stands for it
 BASE = {"cuda": 32768, "cpu": 64}  # tokens of the first call: enough to fill a GPU
 

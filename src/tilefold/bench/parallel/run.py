@@ -24,8 +24,6 @@ from tilefold.plan.parallel.problem import Links
 from tilefold.plan.parallel.scratch import memory_on
 from tilefold.plan.parallel.sharding import Sharding
 
-__all__ = ["measure"]
-
 Traces = dict[str, dict[str, list[Trace]]]  # way, line, ranks
 
 

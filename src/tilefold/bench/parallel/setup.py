@@ -19,8 +19,6 @@ from tilefold.plan.parallel.plan import ParallelPlan
 from tilefold.plan.parallel.scratch import calls_of
 from tilefold.plan.problem import AttentionProblem
 
-__all__ = ["MeasuredLinks", "barrier", "join", "links_of", "timed", "together", "warmed"]
-
 LONGEST = 1 << 17
 _WARM: set[Any] = set()
 

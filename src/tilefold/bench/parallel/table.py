@@ -9,8 +9,6 @@ from tilefold.bench.parallel.loads import Work
 from tilefold.bench.parallel.rates import Rates
 from tilefold.bench.records.record import table_lines
 
-__all__ = ["HEAD", "Line", "cells_of", "to_json", "to_markdown"]
-
 
 @dataclass(frozen=True)
 class Line:

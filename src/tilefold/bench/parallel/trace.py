@@ -10,8 +10,6 @@ import torch
 
 from tilefold.bench.torch_trace import exported
 
-__all__ = ["Hidden", "Trace", "device_events", "hidden_of", "overlaps_of", "traced", "written"]
-
 Span = tuple[float, float]
 
 

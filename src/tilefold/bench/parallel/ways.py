@@ -10,8 +10,6 @@ import torch.distributed as dist
 from tilefold import parallel as tp
 from tilefold.bench.parallel.loads import Work, index_of, lists_of
 
-__all__ = ["PEERS", "sharding_of", "way_of"]
-
 PEERS = ("torch", "torch-alltoall")
 """torch.distributed.tensor.experimental.context_parallel, by its two ways to rotate K and V."""
 

@@ -18,18 +18,6 @@ from tilefold.bench.page import Rows
 from tilefold.bench.records.record import digits, table_lines
 from tilefold.bench.records.runs import METHODS, Key, Measured
 
-__all__ = [
-    "Change",
-    "Comparison",
-    "Interval",
-    "change_lines",
-    "change_markdown",
-    "change_table",
-    "compare",
-    "ratio_interval",
-    "verdict_of",
-]
-
 CONFIDENCE = 0.95
 LEAST_COVERAGE = (
     0.85  # below it, as of two rounds beside two, an interval concludes nothing; three beside three have 0.9

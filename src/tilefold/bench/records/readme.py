@@ -13,8 +13,6 @@ from pathlib import Path
 
 from tilefold.errors import ValueRangeError
 
-__all__ = ["Place", "place_of", "refreshed"]
-
 BLOCK = re.compile(
     r"(<!-- tilefold bench (?P<name>[^\n]*?) -->\n)(?P<text>.*?)(?P<end>^[ \t]*<!-- end -->)", re.DOTALL | re.MULTILINE
 )

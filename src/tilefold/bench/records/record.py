@@ -19,25 +19,6 @@ from tilefold.bench.timers import Timing
 from tilefold.ops.environment import installed as version_of
 from tilefold.reference import Comparison
 
-__all__ = [
-    "LABELS",
-    "Sheet",
-    "append_rows",
-    "csv_text",
-    "digits",
-    "finite",
-    "head",
-    "json_text",
-    "markdown_text",
-    "notes_text",
-    "rounds_of",
-    "table_lines",
-    "tail",
-    "times",
-    "version_in",
-]
-
-
 LABELS = {WRONG: "WRONG", REFUSED: "-", MEMORY: "OOM", FAILED: "failed"}  # instead of a figure
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from tilefold.errors import ValueRangeError
 
-__all__ = ["METHODS", "Key", "Measured", "latest", "read_measured", "read_rows"]
-
 METHODS = ("events", "graph", "warm", "host")
 # Method -> the columns of its median, 20th and 80th percentile and what makes milliseconds of them, of either kind of record.
 COLUMNS: dict[str, tuple[tuple[str, str, str, float], ...]] = {

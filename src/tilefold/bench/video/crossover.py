@@ -7,8 +7,6 @@ from tilefold.bench.attention.crossing import Crossing, crossing_of
 from tilefold.bench.video.stages import TOTAL
 from tilefold.bench.video.sweep import FINE, SWEEPS, SweepRow
 
-__all__ = ["Overtake", "overtakes"]
-
 
 @dataclass(frozen=True, slots=True)
 class Overtake:

@@ -13,8 +13,6 @@ from tilefold.bench.video.stages import USUAL, implementations
 from tilefold.bench.video.sweep import Point, SweepRow, points_of
 from tilefold.plan.sparse.video import VideoShape
 
-__all__ = ["DEFAULTS", "SHAPES", "VideoEngine"]
-
 # Batch, heads, tokens and head dim, on a GPU and in the interpreter.
 SHAPES = {True: (1, 12, 23296, 128), False: (1, 2, 256, 16)}
 # Sweep -> values and, unless sparsity is what is swept, the sparsities, on a GPU and in the interpreter.

@@ -12,17 +12,6 @@ from tilefold.bench.video.stages import TOTAL, implementations
 from tilefold.bench.video.sweep import FINE, SWEEPS, SweepRow
 from tilefold.reference import Comparison
 
-__all__ = [
-    "findings",
-    "lines_of",
-    "picture_of",
-    "record_of",
-    "sweeps_of",
-    "table_of",
-    "title_of",
-    "to_html",
-]
-
 
 def sweeps_of(rows: Sequence[SweepRow]) -> list[list[SweepRow]]:
     """The rows of each sweep, which are tables of their own."""

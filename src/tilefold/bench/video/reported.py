@@ -6,8 +6,6 @@ the device of a table in which they stand: they say where others were, not how m
 
 from collections.abc import Mapping
 
-__all__ = ["DEVICE", "FINE_MS", "SAID", "STAGE_MS", "fine_ms", "stage_ms"]
-
 DEVICE = "H800"
 SHAPE = (1, 12, 12, 23296, 128, "bfloat16", 64)  # batch, heads, KV heads, tokens, head dim, dtype, block
 # Milliseconds of each stage and of the whole, in Triton.

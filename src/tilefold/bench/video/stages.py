@@ -13,7 +13,8 @@ from tilefold.bench import timers
 from tilefold.bench.attention.cases import Case
 from tilefold.bench.attention.lists import Pattern
 from tilefold.bench.attention.peers import IMPLEMENTATIONS
-from tilefold.bench.implementation import Implementation, Inputs
+from tilefold.bench.family import Peer
+from tilefold.bench.implementation import Inputs
 from tilefold.bench.loop import first_line
 from tilefold.bench.timers import Timing
 from tilefold.ops.call import Call as Attention
@@ -26,29 +27,6 @@ from tilefold.plan.sparse.video import STAGES, VideoShape, dense_cost, index_cos
 from tilefold.plan.sparse.video_launches import TOGETHER
 from tilefold.sparse import BlockIndex
 from tilefold.sparse.stages import CoarseOptions, SelectOptions, Stages
-
-__all__ = [
-    "ALONE",
-    "LISTED",
-    "PEERS",
-    "TOTAL",
-    "USUAL",
-    "Made",
-    "Ready",
-    "StageRow",
-    "VideoInputs",
-    "VideoRun",
-    "dense_calls",
-    "dense_case",
-    "implementations",
-    "listed_calls",
-    "listed_pairs",
-    "prepare_stages",
-    "profile_video",
-    "self_attention",
-    "time_calls",
-    "video_inputs",
-]
 
 Call = Callable[[], object]
 PEERS = ("cudnn", "flash", "efficient", "math", "fa4")  # dense
@@ -260,14 +238,14 @@ def listed_calls(
     return _calls_of("lists", [known[name] for name in peers], Inputs(listed, *tensors, index), where)
 
 
-def implementations() -> dict[str, Implementation]:
+def implementations() -> dict[str, Peer]:
     """Everybody who may take part, by name: dense PEERS, and LISTED, who follow lists ("fa4-lists": fa4 over them)."""
     known = {name: IMPLEMENTATIONS[name] for name in ("tilefold", *PEERS, *LISTED) if name in IMPLEMENTATIONS}
     return known | {"fa4-lists": replace(IMPLEMENTATIONS["fa4"], name="fa4-lists")}
 
 
 def _calls_of(
-    kind: str, peers: Sequence[Implementation], inputs: Inputs, where: str, grad: Tensor | None = None
+    kind: str, peers: Sequence[Peer], inputs: Inputs, where: str, grad: Tensor | None = None
 ) -> tuple[dict[str, Call], list[str]]:
     """(calls by "kind title", why any peer is missing)."""
     calls: dict[str, Call] = {}

@@ -35,15 +35,6 @@ from tilefold.reference import Comparison
 from tilefold.sparse.coarse import attend_rows
 from tilefold.sparse.stages import CoarseOptions, SelectOptions
 
-__all__ = [
-    "FINE",
-    "SWEEPS",
-    "Point",
-    "SweepRow",
-    "measure_point",
-    "points_of",
-]
-
 # What is swept -> its unit.
 SWEEPS = {"sparsity": "% sparsity", "length": "tokens", "cached": "cached tokens"}
 FINE = "fine"

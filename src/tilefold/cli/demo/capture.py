@@ -11,8 +11,6 @@ import tilefold
 from tilefold.errors import Unsupported
 from tilefold.plan import AttentionPlan, TorchPlan
 
-__all__ = ["NAME", "Capture", "LayerCall", "padding_mask"]
-
 NAME = "tilefold_demo"  # the attention implementation's name while the demo runs
 
 

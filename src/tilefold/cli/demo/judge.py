@@ -9,8 +9,6 @@ from tilefold import reference
 from tilefold.cli.demo.capture import LayerCall
 from tilefold.reference import Comparison
 
-__all__ = ["LayerError", "Ranking", "layer_errors", "nearest", "probabilities", "rank", "same_ranking"]
-
 
 @dataclass(frozen=True, slots=True)
 class LayerError:

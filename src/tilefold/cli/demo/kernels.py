@@ -8,8 +8,6 @@ import torch
 
 from tilefold.cli.demo.options import Check
 
-__all__ = ["begin", "finish", "main"]
-
 NAME = "the kernel in Triton's interpreter"
 
 

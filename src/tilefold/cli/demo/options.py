@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Check", "DemoOptions", "DemoResult", "Stage"]
-
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:

@@ -15,8 +15,6 @@ from tilefold.ops.environment import triton_version
 from tilefold.plan import AttentionPlan, TorchPlan
 from tilefold.reference import Comparison
 
-__all__ = ["Head", "Report", "Variant", "environment", "links"]
-
 
 @dataclass(frozen=True, slots=True)
 class Variant:

@@ -21,8 +21,6 @@ from tilefold.errors import ValueRangeError
 from tilefold.ops.device import interpreting
 from tilefold.ops.environment import interpreter_fault
 
-__all__ = ["examine", "run_demo"]
-
 
 @dataclass(slots=True)
 class Clock:

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-__all__ = ["SENTENCES", "Sentence", "chosen"]
-
 
 @dataclass(frozen=True, slots=True)
 class Sentence:

@@ -14,8 +14,6 @@ from tilefold.cli.demo.options import Check, Stage
 from tilefold.cli.demo.report import Head, Report, Variant, links, shape_of
 from tilefold.cli.runtime import table_of
 
-__all__ = ["figure_of", "heading", "page", "report", "write"]
-
 MODEL = "A trained sentence encoder embeds real sentences; its attention layers run through tilefold."
 LIMIT = "Limit: some of an element's standard deviations on the same q, k, v, plus its rounding; shown is the worst element."
 GREY, BLUES = "#e4e4e4", "Blues"

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from .attention_backward_spans import SpansBound
     from .hopper_backward import GluonBound
 
-__all__ = ["backward", "backward_plan_of", "differentiable", "example_launch"]
-
 Gradients = tuple[torch.Tensor | None, ...]  # of q, k, v, bias, sinks and the tensors of score_args
 GIVEN = ("Q", "K", "V", "DOut", "Lse2", "Delta", "DQ", "DK", "DV", "DBias", "DSinks", "call")
 """What a call gives to the portable kernels."""

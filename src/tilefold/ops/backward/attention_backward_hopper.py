@@ -25,8 +25,6 @@ from .hopper_backward import (
 if TYPE_CHECKING:
     from ...plan.backward.attention_backward import AttentionBackwardPlan
 
-__all__ = ["FENCED", "GIVEN", "HOLDING", "Sizes", "bound_launches", "main_bound", "scratch_of"]
-
 # Widths of which the wait for dP is kept behind the exponentials, which take as long there as two products; of which K and V
 # have room in registers.
 FENCED, HOLDING = (64, 256), (64,)

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ...plan.backward.attention_backward import AttentionBackwardPlan
     from ..loads import Load
 
-__all__ = ["LoadsBound", "bind_loads", "elements_of", "gradients_of_loads", "loads_of_call", "needed", "no_gradients"]
-
 GIVEN = ("Q", "K", "V", "DOut", "Lse2", "Delta", "Sizes", "sites", "call")
 """What a call gives to the kernel."""
 EXPONENTS = -100, 126  # of the size of a sum that fp32 has a reciprocal for; a smaller one is as good as the least

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ...plan.backward.attention_backward_packed import Order
     from ..launch import Launch
 
-__all__ = ["CHUNK", "ENTRY", "bound_launches"]
-
 ENTRY = 12  # int32 numbers of a piece of work
 CHUNK = 128  # of them that one program writes
 GIVEN = (*SIDES, "Statistics", "Progress", "Entries", "kept", "DQ", "DK", "DV")

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from ...plan.problem import AttentionProblem
     from ..launch import Launch
 
-__all__ = ["bound_launches"]
-
 GIVEN = (*SIDES, "Statistics", "Progress", "Sums", "DQ", "DK", "DV")
 """What a call gives to the launches: scratch is statistics, progress (only of the ordered version), and zeroed sums of dq."""
 SUM_BOX = [128, 32]  # fp32 of a warpgroup's part of a tile of dq

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ...plan.backward.attention_backward import AttentionBackwardPlan
     from ...plan.backward.attention_backward_spans import Span
 
-__all__ = ["SpansBound", "bound_launches", "cut", "unseen"]
-
 Tensors = tuple[torch.Tensor, ...]
 
 

@@ -16,8 +16,6 @@ from .backward_parts import tiled
 if TYPE_CHECKING:
     from ...plan.backward.attention_backward import AttentionBackwardPlan
 
-__all__ = ["bind_weights", "weighted"]
-
 GIVEN = ("Q", "K", "Lse2", "Weight", "call")
 """What a call gives to the kernel."""
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from ...plan.limits import Tile
     from ...plan.problem import AttentionProblem
 
-__all__ = ["ROWS", "boxes", "delta_bound", "readable", "score_slope", "side_strides", "slopes_of", "tiled"]
-
 ROWS = 64  # rows of delta that one program makes
 
 

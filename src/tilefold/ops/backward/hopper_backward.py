@@ -15,20 +15,6 @@ from ..first_call import in_background
 from ..hopper import box_of, descriptor
 from .backward_parts import side_strides
 
-__all__ = [
-    "SIDES",
-    "STATISTICS",
-    "UNIT",
-    "GluonBound",
-    "Scratch",
-    "boxed_sides",
-    "gradients_of",
-    "kept_box",
-    "side_boxes",
-    "statistics_bound",
-    "statistics_box",
-]
-
 UNIT = 64  # tokens of a tile
 STATISTICS = 2 * UNIT  # fp32 numbers of a tile of queries
 SIDES = ("Q", "K", "V", "Out", "DOut", "Lse", "DLse", "call")

@@ -11,8 +11,6 @@ from ..operator import one_by_one
 from ..records import recorded
 from ..watch import in_forward_mode, is_transformed, is_watched, wants_gradient
 
-__all__ = ["add", "example_launch"]
-
 DTYPES = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
 )  # fmt: skip

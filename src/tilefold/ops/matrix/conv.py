@@ -25,8 +25,6 @@ from .conv_layout import (
 )
 from .options import NAMES, check_activation, check_tf32
 
-__all__ = ["conv2d", "conv_plan", "example_launch", "gradients"]
-
 
 def conv2d(
     x: torch.Tensor,

@@ -12,15 +12,6 @@ from ..device import interpreting
 from .conv_layout import bind_copy, bind_pack, channels_run, last_strides, order, pixels_nearer, pixels_run, width_of
 from .options import CODES
 
-__all__ = [
-    "Call",
-    "bind_forward",
-    "bind_input",
-    "bind_weight",
-    "launch_gemm",
-    "weight_launch",
-]
-
 FEW_SPLITS = 8  # up to which a program of the sum has at least 16 pixels, to store them side by side
 Numbers = tuple[int, ...]
 Run = Callable[..., None]

@@ -9,24 +9,6 @@ import torch
 from ...plan.matrix.conv import RELAYOUT, ConvPlan, ConvProblem
 from ...plan.matrix.conv_layout import FEW, copy_tile, padded
 
-__all__ = [
-    "bind_copy",
-    "bind_pack",
-    "channels_run",
-    "copy_launch",
-    "dense",
-    "example_copy",
-    "gradient_of",
-    "last_strides",
-    "lies_channels_last",
-    "order",
-    "pixels_nearer",
-    "pixels_run",
-    "result_last",
-    "strides_of",
-    "width_of",
-]
-
 Numbers = tuple[int, ...]
 Change = Callable[[torch.Tensor], torch.Tensor]
 INTEGERS = {2: torch.int16, 4: torch.int32}

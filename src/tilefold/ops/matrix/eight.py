@@ -18,8 +18,6 @@ from .eight_hopper import GIVEN
 if TYPE_CHECKING:
     from ...plan.matrix.eight import EightPlan
 
-__all__ = ["EIGHT", "bind_plan", "example_launch", "matmul_w8a8", "matmul_w8a8_plan"]
-
 KINDS = (torch.int8, torch.float8_e4m3fn)
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 ROW = 16384  # numbers of a row that a program of quantise_rows holds

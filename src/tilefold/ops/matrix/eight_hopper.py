@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ..launch import Box
     from .operands import Operands
 
-__all__ = ["GIVEN", "bind", "bind_product"]
-
 GIVEN = ("A", "B", "ScaleA", "ScaleB", "Bias", "Out", "Part", "Arrived")
 """What a call with quantised activations gives to every kernel: codes, weight, factors of both; Part, Arrived: of splits."""
 REGISTERS = 168, 240, 24  # of a thread at launch, of one that multiplies, of the loading warp

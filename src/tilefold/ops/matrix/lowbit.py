@@ -15,8 +15,6 @@ from .lowbit_launch import call, check, dequantise, plain_product
 if TYPE_CHECKING:
     from ...plan.matrix.lowbit import LowbitPlan
 
-__all__ = ["lowbit_matmul", "lowbit_matmul_op", "lowbit_matmul_plan"]
-
 Tensors = tuple[torch.Tensor | None, ...]
 FIELDS = ("packed", "packed_high", "scales", "zeros", "table", "perm")
 

@@ -25,8 +25,6 @@ PARTS = ("Packed", "High", "Scales", "Zeros", "Table")
 GIVEN = ("X", *PARTS, "Bias", "Out", "Part", "Arrived")
 """What a call gives to the kernels of products; Part, Arrived: of splits."""
 
-__all__ = ["call", "check", "dequantise", "example_launch", "plain_product", "plan_of"]
-
 
 def check(x: Any, weight: QuantizedTensor, bias: Any) -> None:
     """Raise unless x and bias fit the weight."""

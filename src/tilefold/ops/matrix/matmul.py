@@ -19,8 +19,6 @@ from .product import Epilogue, product
 if TYPE_CHECKING:
     from ...plan.matrix.matmul import MatmulPlan
 
-__all__ = ["bmm", "example_finish", "example_gradient", "example_launch", "matmul"]
-
 EIGHT = (torch.float8_e4m3fn,)
 ORDERS = ("grouped", "plain")
 

@@ -14,8 +14,6 @@ import torch
 
 from .product import Epilogue, activation_gradient, product
 
-__all__ = ["gradient"]
-
 
 def gradient(
     dout: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, saved: torch.Tensor, activation: str,

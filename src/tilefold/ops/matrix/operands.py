@@ -10,19 +10,6 @@ from ..bound import strides_named
 if TYPE_CHECKING:
     from ...plan.matrix.matmul import MatmulPlan
 
-__all__ = [
-    "BIAS",
-    "GIVEN_TO_PRODUCTS",
-    "TOO_LONG",
-    "Operands",
-    "Scales",
-    "bias_strides",
-    "boxable",
-    "major",
-    "operands",
-    "values_of",
-]
-
 BIAS = {"none": 0, "columns": 1, "rows": 2, "full": 3}  # of device.epilogue
 TOO_LONG = 1 << 31  # elements of a dimension, for TMA and for 32-bit offsets
 GIVEN_TO_PRODUCTS = ("A", "B", "Out", "Pre", "Bias", "ScaleA", "ScaleB")

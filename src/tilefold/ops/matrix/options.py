@@ -6,8 +6,6 @@ import torch
 
 from ...errors import DtypeError, ValueRangeError
 
-__all__ = ["CODES", "NAMES", "check_activation", "check_tf32"]
-
 CODES = {"none": 0, "relu": 1, "silu": 2, "gelu": 3, "gelu_tanh": 4}  # of device.activation
 NAMES = tuple(CODES)
 

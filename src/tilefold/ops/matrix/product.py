@@ -17,13 +17,6 @@ from .options import CODES
 if TYPE_CHECKING:
     from ...plan.matrix.matmul import MatmulPlan
 
-__all__ = [
-    "Epilogue",
-    "activation_gradient",
-    "problem_of",
-    "product",
-]
-
 FINISH = 16, 128  # rows and columns that a program of the second launches has
 
 
@@ -85,7 +78,7 @@ def product(
 
 def problem_of(x: Operands, epilogue: Epilogue, scaled: bool) -> Any:
     """The plan's problem."""
-    from ...plan.matrix.matmul import MatmulProblem
+    from ...plan.matrix.problem import MatmulProblem
 
     m, n, k = x.sizes
     kind = "none" if x.bias is None else "columns" if x.bias[1] == 0 else "rows" if x.bias[2] == 0 else "full"

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from ...plan.matrix.matmul import MatmulPlan
     from ..launch import Box
 
-__all__ = ["bind"]
-
 REGISTERS = 168, 240, 24  # of a thread at launch, of one that multiplies, of the loading warp
 
 

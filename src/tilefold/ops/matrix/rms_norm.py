@@ -11,8 +11,6 @@ from ..device import device_of, interpreting
 from ..operator import Operator
 from ..records import recorded
 
-__all__ = ["example_launch", "rms_norm", "rms_norm_plan"]
-
 
 class Prepared(NamedTuple):
     """What follows from a call's key; launch None: there is nothing to do."""

@@ -18,8 +18,6 @@ from ..operator import one_by_one
 from ..records import facts_of_values, recorded
 from ..watch import in_forward_mode, is_transformed, is_watched, resolved, wants_gradient
 
-__all__ = ["example_launch", "transpose"]
-
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 DTYPES = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2,

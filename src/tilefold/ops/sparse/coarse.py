@@ -23,8 +23,6 @@ from .project import SIZES
 if TYPE_CHECKING:
     from ...plan.sparse.coarse import CoarsePlan, CoarseProblem
 
-__all__ = ["COARSE", "REDUCTIONS", "CoarseCall", "Prepared", "forward", "prepare"]
-
 REDUCTIONS = ("mean", "max", "each")
 GIVEN = ("Q", "K", "V", "Out", "Lse", "Scores", "Sizes", "QuerySizes")
 """What a call gives to the forward kernel."""

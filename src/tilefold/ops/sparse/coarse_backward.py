@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ...plan.sparse.coarse import CoarsePlan
     from .coarse_parts import CoarseCall, Prepared
 
-__all__ = ["backward", "bind"]
-
 GIVEN = ("Q", "K", "V", "DOut", "Lse2", "Delta", "DQ", "DK", "DV", "Sizes", "QuerySizes")
 """What a call gives to the kernels of its gradients."""
 

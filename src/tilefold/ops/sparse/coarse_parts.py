@@ -12,8 +12,6 @@ from .project import size_strides
 if TYPE_CHECKING:
     from ...plan.sparse.coarse import CoarsePlan
 
-__all__ = ["CoarseCall", "Prepared", "constants_of", "values_of"]
-
 
 class CoarseCall(NamedTuple):
     """Everything but q and the rows of k and v.

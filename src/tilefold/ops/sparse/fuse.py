@@ -14,8 +14,6 @@ from ..records import facts_of_values, recorded
 from ..serve import function_at
 from .project import readable
 
-__all__ = ["BRANCHES", "GATES", "check", "forward", "fuse_op", "gate_shapes"]
-
 BRANCHES, GATES = ("coarse", "fine"), ("gate_coarse", "gate_fine")
 TILE_ELEMENTS = 2048  # of each tensor that a program holds: 16 bytes a thread and load in 16 bits
 Pair = tuple[torch.Tensor | None, torch.Tensor | None]

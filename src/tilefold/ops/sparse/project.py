@@ -14,19 +14,6 @@ from ..operator import Gradient, Operation
 from ..records import recorded
 from ..serve import function_at
 
-__all__ = [
-    "KINDS",
-    "NAMES",
-    "PROJECT",
-    "SIZES",
-    "SPREAD",
-    "check_block",
-    "check_layout",
-    "gather",
-    "size_strides",
-    "spread",
-]
-
 MEAN, WEIGHTED, SUM = KINDS = (0, 1, 2)
 SMALLEST_BLOCK = 16
 

@@ -13,8 +13,6 @@ from ..serve import function_at
 if TYPE_CHECKING:
     from ...plan.sparse.select import SelectPlan
 
-__all__ = ["SelectCall", "Selected", "Setting", "example_gini", "example_select", "forward", "gini", "most_forced"]
-
 Setting: TypeAlias = float | torch.Tensor
 """One number for all rows, or a view [batch, heads, Q blocks] of any real dtype, on the device of the scores."""
 

@@ -10,8 +10,6 @@ from ..operator import Operation
 from . import select
 from .select import KINDS, SelectCall, Selected, Setting, result_shapes
 
-__all__ = ["GINI", "SELECT", "select_dispatched"]
-
 Five = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 

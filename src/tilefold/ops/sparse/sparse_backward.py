@@ -25,15 +25,6 @@ if TYPE_CHECKING:
     from ..source import Lists
     from .sparse_backward_hopper import HopperBound
 
-__all__ = [
-    "DIFFERENTIABLE",
-    "TRANSFORMED",
-    "backward",
-    "backward_plan_of",
-    "check_differentiable",
-    "example_launch",
-]
-
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 HOPPER_KERNEL = "sparse_backward_hopper"
 GIVEN = ("Q", "K", "V", "DOut", "Lse2", "Delta", "DQ", "DK", "DV", "call", "turned")

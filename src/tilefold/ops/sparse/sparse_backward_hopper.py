@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ..call import Call
     from ..source import Lists
 
-__all__ = ["HopperBound", "bind", "example_launch", "run"]
-
 ENTRIES = 128  # of a list, that one step of list_places looks up
 GIVEN = ("Q", "K", "V", "Out", "Lse", "DOut", "DLse", "call", "turned", "Statistics", "Progress", "Places", "kept", "DQ", "DK",
          "DV")  # fmt: skip

@@ -9,13 +9,6 @@ from ...types import ModArgs
 from ..call import Call, check_hooks, check_options, check_slope, layout_hint, sizes_of
 from ..source import Lists
 
-__all__ = [
-    "check_call",
-    "check_lists",
-    "check_unchanged",
-    "versions_of",
-]
-
 
 def check_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[dict[str, int], float]:
     """(the sizes of all named dimensions, the softmax scale), after every check that reads no value."""

@@ -13,8 +13,6 @@ from .sparse_parts import Prepared
 if TYPE_CHECKING:
     from ...plan.sparse.sparse import SparsePlan
 
-__all__ = ["example_call", "example_launch"]
-
 
 def example_call(
     plan: "SparsePlan",

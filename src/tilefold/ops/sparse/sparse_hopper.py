@@ -13,8 +13,6 @@ from .sparse_parts import GIVEN, list_values
 if TYPE_CHECKING:
     from ...plan.sparse.sparse import SparsePlan
 
-__all__ = ["bind", "values_of_lengths"]
-
 NO_GATES = {f"stride_{name}": 0 for name in ("yb", "ym", "yh", "zb", "zm", "zh")}
 
 

@@ -25,8 +25,6 @@ from ..watch import (
 )
 from . import sparse
 
-__all__ = ["SPARSE", "SPARSE_PAGED", "Turned"]
-
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 

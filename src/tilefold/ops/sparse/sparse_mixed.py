@@ -13,8 +13,6 @@ from ..records import facts_of_values
 from . import fuse, sparse
 from .sparse_parts import GIVEN, HOPPER_KERNEL, Prepared
 
-__all__ = ["attend_and_fuse", "bind"]
-
 Gate = torch.Tensor | None
 
 

@@ -14,17 +14,6 @@ from ..source import Lists
 if TYPE_CHECKING:
     from ...plan.sparse.sparse import SparsePlan
 
-__all__ = [
-    "GIVEN",
-    "HOPPER_KERNEL",
-    "TO_MERGE",
-    "Launches",
-    "Prepared",
-    "list_strides",
-    "list_values",
-    "mod_values",
-]
-
 HOPPER_KERNEL = "sparse_forward_hopper"
 
 

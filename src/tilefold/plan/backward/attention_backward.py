@@ -20,8 +20,6 @@ from tilefold.plan.device import Device
 from tilefold.plan.limits import MAX_BOX_ROWS, MAX_GRID, MOD_BYTES, Tile, require_supported
 from tilefold.plan.problem import AttentionProblem, next_power_of_two
 
-__all__ = ["AttentionBackwardPlan", "attention_backward_cost", "plan_attention_backward"]
-
 POINTERS, BOX = "attention_backward", "attention_backward_box"
 KERNELS = (POINTERS, BOX, HOPPER, REDUCE)
 WAVES = 2  # programs for each SM that shares of a bias's sum aim at

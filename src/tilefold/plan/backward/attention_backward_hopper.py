@@ -19,27 +19,6 @@ from tilefold.plan.hopper import type_refusal
 from tilefold.plan.limits import MAX_GRID, Tile, box_refusal
 from tilefold.plan.problem import AttentionProblem
 
-__all__ = [
-    "KERNEL",
-    "batches_of",
-    "common_refusal",
-    "delay",
-    "hopper_backward_refusal",
-    "hopper_backward_tile",
-    "kept_at_once",
-    "kept_bytes",
-    "kept_violation",
-    "line_width",
-    "lines",
-    "partial_bytes",
-    "places",
-    "query_items",
-    "slots",
-    "sum_tiles",
-    "tiles",
-    "width_of",
-]
-
 KERNEL = "attention_backward_hopper"
 SLOTS = 8  # of dS, each for one batch; four if whole heads are so few
 HELD = 4  # key items whose dS has room at a time, for each running program: with 2 a sixth of the device is idle

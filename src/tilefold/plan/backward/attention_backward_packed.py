@@ -22,20 +22,6 @@ from tilefold.plan.hopper import chip_refusal
 from tilefold.plan.limits import MAX_GRID, Tile
 from tilefold.plan.problem import AttentionProblem
 
-__all__ = [
-    "ENTRY_BYTES",
-    "Order",
-    "kept_at_once",
-    "kept_bytes",
-    "kept_violation",
-    "longest",
-    "order_of",
-    "packed_refusal",
-    "packed_violation",
-    "scratch_bytes",
-    "tiles_together",
-]
-
 ENTRY_BYTES = 48  # of one piece of work
 LEAST_FREE = (
     0.75  # slots beside those of the longest sequence, for each running program: a quarter of the device is idle

@@ -13,25 +13,6 @@ from tilefold.plan.hopper import chip_refusal, tile_fault
 from tilefold.plan.limits import MAX_GRID, Tile, box_refusal
 from tilefold.plan.problem import AttentionProblem
 
-__all__ = [
-    "ANY_ORDER",
-    "KERNEL",
-    "KEYS",
-    "ReduceOptions",
-    "blocks",
-    "heads_at_once",
-    "is_late",
-    "options_for",
-    "options_violation",
-    "programs",
-    "queries_of",
-    "reduce_refusal",
-    "reduce_tile",
-    "reduce_violation",
-    "rows",
-    "scratch_bytes",
-]
-
 KERNEL = "attention_backward_reduce"
 KEYS = 128  # of a program
 REGISTERS = (168, 240)  # of a thread at launch, of a folding thread

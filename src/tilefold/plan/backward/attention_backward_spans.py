@@ -16,24 +16,6 @@ from tilefold.plan.device import Device
 from tilefold.plan.limits import Tile
 from tilefold.plan.problem import AttentionProblem
 
-__all__ = [
-    "Span",
-    "batch_of",
-    "batches_at_once",
-    "described",
-    "hopper_backward_refusal",
-    "hopper_backward_violation",
-    "kept_violation",
-    "problem_of",
-    "queries_at_once",
-    "scratch_bytes",
-    "span_violation",
-    "spans_of",
-    "sum_bytes",
-    "sum_traffic",
-    "why",
-]
-
 # Key items whose dS has room at a time, for each running program, where spans are chosen; measured on an H200, D=128, 32 heads on
 # 8, causal: in 3 spans with 2 of them 591 TFLOP/s, in 4 with 3 539; in 5 and 7 529 and 522; in 9 and 13 494 and 513.
 HELD, HELD_IN_MANY, MANY = 2, 3, 6

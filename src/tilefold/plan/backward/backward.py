@@ -7,8 +7,6 @@ from tilefold.plan.device import Device
 from tilefold.plan.limits import MOD_BYTES, Tile, box_refusal
 from tilefold.plan.problem import AttentionProblem
 
-__all__ = ["backward_box_refusal", "backward_shared_bytes", "backward_tile_violation", "first_fit", "not_a_tile"]
-
 
 def backward_shared_bytes(problem: AttentionProblem, device: Device, tile: Tile, own: str) -> int:
     """Estimated shared memory of one program: its own two tiles, the two that stream by, and the tile of ds.

@@ -6,8 +6,6 @@ plans predict to that record."""
 from tilefold.plan.cost import live_pairs
 from tilefold.plan.problem import AttentionProblem
 
-__all__ = ["RATES", "features"]
-
 RATES: dict[tuple[str, str, int, bool], tuple[float, float, float]] = {
     ("h100", "added", 64, False): (18.8, 0.65, -0.304),
     ("h100", "added", 64, True): (17.7, 0.903, 0.197),

@@ -8,21 +8,6 @@ from tilefold.plan.device import Device
 from tilefold.plan.hopper import tile_fault
 from tilefold.plan.limits import Tile
 
-__all__ = [
-    "KEPT_LIMIT",
-    "PROGRAMS_PER_SM",
-    "REGISTERS",
-    "SPARE",
-    "UNIT",
-    "WIDE",
-    "WIDE_REGISTERS",
-    "backward_delay",
-    "backward_shared",
-    "backward_tile",
-    "backward_tile_fault",
-    "divisors",
-]
-
 UNIT = 64  # tokens of a tile
 PROGRAMS_PER_SM = 2  # of the kernels with one folding warpgroup
 REGISTERS = 128  # of a thread at launch

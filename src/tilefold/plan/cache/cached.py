@@ -9,8 +9,6 @@ from tilefold.plan.device import Device
 from tilefold.plan.limits import Tile
 from tilefold.plan.problem import AttentionProblem
 
-__all__ = ["MAX_SPLITS", "CachedPlan", "plan_cached"]
-
 MAX_SPLITS = 128  # flash-attention's bound, too
 LEAST_TILES = 4  # of keys in a split: below that a program's beginning and end, and the merge, outweigh what it folds
 

@@ -36,8 +36,6 @@ from tilefold.plan.explain_dispatch import explain_decision
 from tilefold.plan.limits import require_supported
 from tilefold.plan.problem import AttentionProblem
 
-__all__ = ["POLICIES", "SplitDecision", "plan_splits"]
-
 POLICIES = ("flash-attn", "tilefold")
 """Whose choice `plan_splits` answers for."""
 

@@ -9,8 +9,6 @@ from tilefold.plan.dense.attention import Rejected
 from tilefold.plan.device import Device
 from tilefold.plan.problem import AttentionProblem
 
-__all__ = ["decode_fields", "fields_of"]
-
 
 def decode_fields(problem: AttentionProblem, device: Device, capacity: int, given: int) -> dict[str, Any] | None:
     """Fields of the decision for a cache and a problem whose seq_k are the keys that there are, None if attention_cached serves

@@ -12,27 +12,6 @@ from tilefold.errors import Unsupported, ValueRangeError
 from tilefold.plan.device import Device
 from tilefold.plan.problem import AttentionProblem
 
-__all__ = [
-    "CALLS",
-    "COMBINE",
-    "ENOUGH",
-    "FUNCTIONS",
-    "GOOD",
-    "MOST_SPLITS",
-    "PLAIN",
-    "SPLIT",
-    "Candidate",
-    "FlashWork",
-    "fills",
-    "flash_candidates",
-    "flash_head_dim",
-    "flash_plain_tile",
-    "flash_refusal",
-    "flash_split_tile",
-    "flash_splits",
-    "flash_work",
-]
-
 FUNCTIONS = {"dense": "flash_attn_func", "varlen": "flash_attn_varlen_func", "kvcache": "flash_attn_with_kvcache"}
 CALLS = tuple(FUNCTIONS)
 PLAIN, SPLIT, COMBINE = "flash_fwd_kernel", "flash_fwd_splitkv_kernel", "flash_fwd_splitkv_combine_kernel"

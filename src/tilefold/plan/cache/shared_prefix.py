@@ -5,8 +5,6 @@ from functools import lru_cache
 
 from tilefold.plan.device import Device
 
-__all__ = ["PrefixProblem", "SharedPrefixPlan", "plan_shared_prefix"]
-
 LAUNCHES_S = (
     8e-6  # what two launches more take, the prefix's and the merge's: beginning, end, and half-empty SMs between them
 )

@@ -36,8 +36,6 @@ from tilefold.plan.problem import AttentionProblem
 from tilefold.plan.rules import HOPPER_RULE, RULES, Choice, Rule
 from tilefold.plan.table import RULE, measured
 
-__all__ = ["AttentionPlan", "Buffer", "Rejected", "plan_attention", "rules_attention"]
-
 
 @dataclass(frozen=True, slots=True)
 class Buffer:

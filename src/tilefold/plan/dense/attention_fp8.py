@@ -22,8 +22,6 @@ from tilefold.plan.device import Device
 from tilefold.plan.limits import Tile, require_supported
 from tilefold.plan.problem import AttentionProblem
 
-__all__ = ["AttentionFp8Plan", "plan_attention_fp8"]
-
 EVIDENCE = "Measured on an H200 beside bfloat16's kernel; the figures are in docs/performance/attention_fp8.md."
 
 

@@ -7,23 +7,6 @@ from tilefold.plan.hopper import tile_fault
 from tilefold.plan.limits import MAX_GRID, Tile
 from tilefold.plan.problem import AttentionProblem
 
-__all__ = [
-    "DEQUANTISE",
-    "KERNEL",
-    "OPTIONS",
-    "REGISTERS",
-    "fp8_consumers",
-    "fp8_grid",
-    "fp8_options",
-    "fp8_refusal",
-    "fp8_shared_bytes",
-    "fp8_slower",
-    "fp8_tile",
-    "fp8_violation",
-    "fp8_width",
-    "places_of",
-]
-
 KERNEL = "attention_forward_fp8"
 DEQUANTISE = "dequantise"
 WIDTHS = (64, 128, 256)  # bytes of a tile's row; TMA fills what a head dim leaves of it with zeros

@@ -9,8 +9,6 @@ from tilefold.plan.device import Device
 from tilefold.plan.limits import MAX_GRID
 from tilefold.plan.matrix.conv_layout import FEW, copied, copied_bytes, copy_pays, padded
 
-__all__ = ["METHODS", "PARTS", "ConvPlan", "ConvProblem", "ConvTile", "method_named", "plan_conv"]
-
 IMPLICIT, IM2COL, RELAYOUT, DIRECT = "implicit", "im2col", "relayout", "direct"
 METHODS = (IMPLICIT, IM2COL, RELAYOUT)
 PARTS = FORWARD, INPUT, WEIGHT = ("forward", "input", "weight")

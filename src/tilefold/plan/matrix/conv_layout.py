@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from tilefold.plan.device import Device
     from tilefold.plan.matrix.conv import ConvProblem
 
-__all__ = ["copied", "copied_bytes", "copy_pays", "copy_s", "copy_tile", "gathered_s", "padded"]
-
 FEW = 16  # channels of a group below which taps and channels are one axis of the reduction
 ELEMENT_S = 3e-12  # of an element that is read by itself; on an H200 2.5 to 14 ps (137 us for 28.9 million of them, 794 for 57.8)
 LAUNCH_S = 2e-6  # of one more kernel in a row

@@ -9,8 +9,6 @@ from tilefold.plan.capabilities import architecture_refusal
 from tilefold.plan.dense.attention import Rejected
 from tilefold.plan.device import Device
 
-__all__ = ["HOPPER", "PORTABLE", "ROWS", "EightPlan", "EightProblem", "hopper_refusal", "plan_eight"]
-
 PORTABLE, ROWS, HOPPER = "matmul_eight", "matmul_eight_rows", "matmul_eight_hopper"
 BYTES = 128  # of a row of either factor that lie together in shared memory
 ROWS_UP_TO = 128  # rows of x that a program of ROWS has at most

@@ -6,8 +6,6 @@ whether it was measured.  Edit it after a measurement; nothing else decides.
 
 from dataclasses import dataclass
 
-__all__ = ["CHOICES", "Choice", "choice_for"]
-
 
 @dataclass(frozen=True, slots=True)
 class Choice:

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from tilefold.errors import PlanError
 from tilefold.plan.cost import Cost
 
-__all__ = ["ACTIVATIONS", "ITEMSIZE", "MatmulProblem"]
-
 ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn": 1}
 OUT_DTYPES = ("float16", "bfloat16", "float32")

@@ -7,8 +7,6 @@ from tilefold.errors import Unsupported
 from tilefold.plan.device import Device
 from tilefold.plan.problem import next_power_of_two
 
-__all__ = ["RMSNormPlan", "RMSNormProblem", "plan_rms_norm"]
-
 ELEMENTS = 4096  # of a tile with several rows: 32 a thread of 4 warps
 MOST_COLUMNS = 16384  # which 16 warps hold three times in 96 registers a thread; of 32768 columns 1 KiB spilled
 PROGRAMS = 2  # an SM, in the backward pass: each keeps a row of dw, which the host adds

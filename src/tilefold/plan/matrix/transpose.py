@@ -6,8 +6,6 @@ from functools import lru_cache
 from tilefold.errors import Unsupported, ValueRangeError
 from tilefold.plan.device import Device
 
-__all__ = ["METHODS", "TransposePlan", "TransposeProblem", "check_method", "descriptors_refusal", "plan_transpose"]
-
 REGISTERS, STRIDES, DESCRIPTORS = METHODS = ("registers", "strides", "descriptors")
 ALIGNMENT = 16  # bytes, of a descriptor's base and strides
 # Tile and warps by element size, measured on an H200: 8192 x 8192 (of 8 bytes 4096 x 4096) in 36.9, 69.1, 135.4 and 68.5 us.

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from .memory import Bytes, Part, memory_of, parts_of
 from .problem import BACKWARD_FLOPS, BYTES, Links, ParallelProblem, SchemeCost
 
-__all__ = ["COSTS", "head_refusal", "memory_bytes"]
-
 
 def head_refusal(heads: int, kv_heads: int, ranks: int) -> str:
     """Why heads cannot be shared out over so many ranks, "" if they can: KV heads are repeated where ranks are a multiple."""

@@ -5,8 +5,6 @@ they run."""
 
 from dataclasses import dataclass
 
-__all__ = ["Bytes", "Part", "memory_of", "parts_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Part:

@@ -9,8 +9,6 @@ from ..words import counted
 from .cost import COSTS
 from .problem import Links, ParallelProblem, SchemeCost, size_text
 
-__all__ = ["SCHEMES", "ParallelPlan", "plan_parallel"]
-
 SCHEMES = ("heads", "two_level", "ring", "all_gather")
 """In the order of preference where predictions of time and memory are equal."""
 

@@ -6,8 +6,6 @@ from tilefold.errors import DtypeError, ValueRangeError
 
 from .sharding import KINDS
 
-__all__ = ["BACKWARD_FLOPS", "BYTES", "Links", "ParallelProblem", "SchemeCost", "size_text"]
-
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 BACKWARD_FLOPS = 2.5  # of the forward pass: five products instead of two
 

@@ -7,8 +7,6 @@ from tilefold.errors import PlanError
 from .plan import ParallelPlan, plan_parallel
 from .problem import BACKWARD_FLOPS, Links, ParallelProblem
 
-__all__ = ["FORMULAS", "LETTERS", "Scaling", "scaling"]
-
 FORMULAS = {
     "ring": (
         "sends (N-1) KV; backward (N-1) KV + N x KV more",

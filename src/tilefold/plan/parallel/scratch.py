@@ -11,8 +11,6 @@ from .cost import memory_bytes
 from .memory import Part, parts_of
 from .plan import ParallelPlan
 
-__all__ = ["calls_of", "memory_on"]
-
 
 def calls_of(plan: ParallelPlan) -> tuple[AttentionProblem, ...]:
     """The largest calls of a rank: of its own keys, and of others'; of one sequence, packed ones counted as one."""

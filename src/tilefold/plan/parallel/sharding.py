@@ -7,8 +7,6 @@ from itertools import accumulate, pairwise
 
 from tilefold.errors import DtypeError, ShapeError, ValueRangeError
 
-__all__ = ["KINDS", "Sharding", "Spans", "ordered", "shard", "union"]
-
 Spans = tuple[tuple[int, int], ...]
 """Ascending, disjoint ranges (start, stop) of global token numbers: how tokens lie in a rank's tensors, one after the other."""
 

@@ -19,8 +19,6 @@ from tilefold.plan.limits import (
 )
 from tilefold.plan.problem import AttentionProblem
 
-__all__ = ["CoarsePlan", "CoarseProblem", "plan_coarse", "rows_at_once"]
-
 REDUCTIONS = ("mean", "max", "each")
 MAX_SHARES = 64
 TILES_PER_SHARE = 8  # of queries, at least: fewer cost more to add up than they save

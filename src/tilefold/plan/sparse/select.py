@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from ...errors import Unsupported
 from ..device import Device
 
-__all__ = ["LONGEST_ROW", "SHARE_ROUNDING", "SelectPlan", "SelectProblem", "kept_blocks", "plan_select"]
-
 LONGEST_ROW = 4096  # blocks a row that the kernel sorts in registers
 ONE_WARP = 32  # numbers a thread that one warp may hold: at 64 they no longer fit its registers
 FORCED = 16  # the same where blocks are forced, which takes as many registers again

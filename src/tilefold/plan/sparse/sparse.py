@@ -26,8 +26,6 @@ from tilefold.plan.sparse.sparse_hopper import KERNEL as HOPPER_KERNEL
 from tilefold.plan.sparse.sparse_hopper import hopper_programs, hopper_refusal, hopper_tile, hopper_violation
 from tilefold.plan.sparse.sparse_hopper import programs_per_sm as hopper_programs_per_sm
 
-__all__ = ["SparsePlan", "SparseProblem", "choose_splits", "plan_sparse"]
-
 POINTER_KERNEL, BOX_KERNEL = "sparse_forward", "sparse_forward_box"
 VARLEN_KERNEL, PAGED_KERNEL = "sparse_forward_varlen", "sparse_forward_paged"
 KERNELS = (POINTER_KERNEL, BOX_KERNEL, VARLEN_KERNEL, PAGED_KERNEL, HOPPER_KERNEL)

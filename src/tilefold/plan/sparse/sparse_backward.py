@@ -18,8 +18,6 @@ from tilefold.plan.sparse.sparse_backward_hopper import (
     kept_bytes,
 )
 
-__all__ = ["SparseBackwardPlan", "plan_sparse_backward"]
-
 POINTERS, BOX = "sparse_backward", "sparse_backward_box"
 KERNELS = (POINTERS, BOX, HOPPER)
 

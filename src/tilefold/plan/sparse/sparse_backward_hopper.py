@@ -21,21 +21,6 @@ from tilefold.plan.sparse.sparse_hopper import block_refusal
 if TYPE_CHECKING:
     from tilefold.plan.sparse.sparse import SparseProblem
 
-__all__ = [
-    "KERNEL",
-    "delay",
-    "heads_at_once",
-    "heads_violation",
-    "hopper_backward_refusal",
-    "hopper_backward_tile",
-    "hopper_backward_violation",
-    "kept_bytes",
-    "shared_bytes",
-    "slot_bytes",
-    "slots",
-    "units",
-]
-
 KERNEL = "sparse_backward_hopper"
 MOST_SLOTS = (
     4  # of dS, each for one batch of heads; lists whose heads need more than KEPT_LIMIT have the portable kernels

@@ -9,19 +9,6 @@ from tilefold.plan.limits import RESERVED_SHARED, Tile
 if TYPE_CHECKING:
     from tilefold.plan.sparse.sparse import SparseProblem
 
-__all__ = [
-    "KERNEL",
-    "block_refusal",
-    "box_rows",
-    "hopper_programs",
-    "hopper_refusal",
-    "hopper_tile",
-    "hopper_violation",
-    "is_masked",
-    "key_slots",
-    "registers",
-]
-
 KERNEL = "sparse_forward_hopper"
 MIN_PAGE = 16  # keys
 UNIT = 128  # keys that the kernel takes in at a time: one listed block of 128 or two of 64

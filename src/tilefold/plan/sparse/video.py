@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from tilefold.errors import ShapeError, ValueRangeError
 from tilefold.plan.cost import Cost
 
-__all__ = ["STAGES", "VideoShape", "dense_cost", "index_cost", "stage_costs"]
-
 STAGES = ("coarse", "select", "fine", "fuse")
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 

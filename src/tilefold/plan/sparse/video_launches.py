@@ -14,8 +14,6 @@ from tilefold.plan.sparse.sparse_hopper import KERNEL as HOPPER_KERNEL
 from tilefold.plan.sparse.sparse_hopper import UNIT
 from tilefold.plan.sparse.video import VideoShape
 
-__all__ = ["TOGETHER", "LaunchWork", "launch_works"]
-
 TOGETHER = "fine + fuse at once"  # what a call without gradients does
 # Warp instructions of a selection for each number that a thread holds: 2.2 for each step of the sort and 85 besides, fitted to
 # compiled code (2944 for 16 numbers and 45 steps, 6608 for 32 and 55); 70 % of them go to a pipe of half the issue rate.
