@@ -171,6 +171,7 @@ def _plan_again(near: Prepared, call: Call, capacity: int) -> "DecodePlan":
 def _prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: bool | Watch) -> Prepared:
     """`_prepare` of a call that is like none before."""
     from ...plan.cache.decode import DecodePlan, decode_kernel_refusal
+    from ...plan.cache.invariant import InvariantPlan
 
     watched = isinstance(check, Watch)
     sizes, shared = _checked(q, k, v, call)
