@@ -6,7 +6,7 @@ from typing import Any
 from .axes import Family, never
 from .context import FORMS
 from .dense_run import run
-from .sizes import DIMS, NO_BOXES, WINDOWS, dims_of_heads, lengths, window_of
+from .sizes import DIMS, WINDOWS, dims_of_heads, lengths, window_of
 
 FLASH = {"flash", "flash_kv", "flash_qkv", "flash_varlen", "flash_varlen_kv", "flash_varlen_qkv"}
 PACKED = {"varlen", "flash_varlen", "flash_varlen_kv", "flash_varlen_qkv"}
@@ -41,13 +41,10 @@ def sizes(rng: random.Random, o: dict[str, Any], dims: dict[str, Any], most: int
 
 def _clashes() -> tuple[Any, ...]:
     flash_only_without = [("bias", MASKS[1:]), ("mask", MASKS[1:]), ("score_mod", ("near", "bent", "table")),
-                          ("mask_mod", ("thirds", "document")), ("grad", ("lse",)), ("nondeterministic", (True,)),
-                          ("tile", ("small", "boxes"))]  # fmt: skip
+                          ("mask_mod", ("thirds", "document")), ("grad", ("lse",)), ("nondeterministic", (True,))]  # fmt: skip
     rules = [never("api", FLASH, axis, values) for axis, values in flash_only_without]
     rules += [
         never("api", PACKED, "nondeterministic", {True}),
-        never("api", {"varlen"}, "tile", {"boxes"}),
-        *NO_BOXES,
         never("api", TOGETHER, "dim_v", {"less", "1", "odd", "64", "128", "256"}),
         never("api", {"flash_qkv", "flash_varlen_qkv"}, "group", {4, 7, 8}),
         never("api", TOGETHER, "sinks", {"same", "fp32"}),
@@ -86,7 +83,6 @@ DENSE = Family(
         "more_grads": (False, True),
         "nondeterministic": (False, True),
         "dropout": (False, True),
-        "tile": ("own", "small", "boxes"),
     },
     run,
     sizes,

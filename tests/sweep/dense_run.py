@@ -1,15 +1,11 @@
 """One problem of dense attention: inputs, the call by whichever of its names, what it has to be."""
 
-from contextlib import suppress
 from typing import Any
 
 import torch
 
 import tilefold
 from tilefold.compat import flash_attn as flash
-from tilefold.errors import PlanError
-from tilefold.plan import AttentionPlan
-from tilefold.plan.limits import Tile
 
 from .bounds import FP32, Wrong, limit, steps
 from .context import Context
@@ -121,11 +117,11 @@ class Problem:
         if "flash" not in name:
             if o["nondeterministic"]:
                 given["deterministic"] = False
-            names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
-            where = dict(zip(names, (self.cu(self.lq), self.cu(self.lk), *longest), strict=True))
-            given.update(where if self.packed else {"layout": name})
-            function = tilefold.attention_varlen if self.packed else tilefold.attention
-            found = function(q, k, v, return_lse=o["lse"], **given, **self._plans(q, k, v, given))
+            if self.packed:
+                found = tilefold.attention_varlen(q, k, v, self.cu(self.lq), self.cu(self.lk), *longest,
+                                                  return_lse=o["lse"], **given)  # fmt: skip
+            else:
+                found = tilefold.attention(q, k, v, layout=name, return_lse=o["lse"], **given)
             return (*found, None) if o["lse"] else (found, None, None)
         renamed = {"window": "window_size", "scale": "softmax_scale"}
         given = {renamed.get(key, key): value for key, value in given.items()}
@@ -146,24 +142,6 @@ class Problem:
         else:
             found = flash.flash_attn_varlen_func(q, k, v, self.cu(self.lq), self.cu(self.lk), *longest, **given)
         return found if want else (found, None, None)
-
-    def _plans(self, q: Any, k: Any, v: Any, given: dict[str, Any]) -> dict[str, Any]:
-        """Plans of tiles so small that short sequences span several, or of descriptors; none where that cannot be."""
-        kind, found = self.o["tile"], {}
-        if kind == "own" or not q.numel():
-            return {}
-        forward, backward = ("attention_forward_box", "attention_backward_box") if kind == "boxes" else (None, None)
-        options = {name: value for name, value in given.items() if name != "deterministic"}
-        with suppress(PlanError):
-            plain = {name: value for name, value in options.items() if name != "score_grad"}
-            plan = tilefold.attention_plan(q, k, v, **plain)
-            if isinstance(plan, AttentionPlan):
-                found["plan"] = plan.with_tile(block_m=16, block_n=16, num_warps=4, num_stages=2, kernel=forward)
-        if self.grad:
-            with suppress(PlanError):
-                plan = tilefold.attention_backward_plan(q, k, v, **options)
-                found["backward_plan"] = plan.with_tiles(*(Tile(16, 16, 4, 1),) * 3, kernel=backward)
-        return found
 
     # ------------------------------------------------------------ sequences
 

@@ -3,15 +3,7 @@
 import random
 from typing import Any
 
-from .axes import never
-
 DIMS = ("64", "1", "tiny", "16", "odd", "80", "96", "128", "wide", "192", "256")
-NO_BOXES = (  # what descriptors do not read: fp32, rows off 16 bytes
-    never("dtype", {"fp32"}, "tile", {"boxes"}),
-    never("dim", {"1", "tiny", "odd", "80", "wide"}, "tile", {"boxes"}),
-    never("dim_v", {"less", "1", "odd"}, "tile", {"boxes"}),
-    never("form", {"offset"}, "tile", {"boxes"}),
-)
 WINDOWS = ("none", "left", "right", "both", "zero")
 
 

@@ -1,14 +1,11 @@
 """Block-sparse attention: `sparse_attention`, packed, over pages, forward and backward."""
 
 import random
-from contextlib import suppress
 from typing import Any
 
 import torch
 
 import tilefold
-from tilefold.errors import PlanError
-from tilefold.plan.limits import Tile
 
 from .axes import Family, never
 from .caches import PAGES, Caches, page_of
@@ -16,7 +13,7 @@ from .context import FORMS, Context
 from .dense_run import DTYPES
 from .mods import MASKS, SCORES
 from .oracle import Rules, attend, gradients
-from .sizes import DIMS, NO_BOXES, dims_of_heads, length
+from .sizes import DIMS, dims_of_heads, length
 
 
 def dims(rng: random.Random, o: dict[str, Any]) -> dict[str, int]:
@@ -165,38 +162,19 @@ def _rules(
 
 
 def _call(ctx: Context, o: dict[str, Any], t: Any, lists: Lists, given: Any, nq: Any, nk: Any, caches: Any) -> Any:
-    where: dict[str, Any] = {"layout": o["api"]}
-    function: Any = tilefold.sparse_attention
+    index, want = lists.index, {"return_lse": o["lse"]}
     if o["api"] == "varlen":
         cu = [ctx.whole([sum(x[:i]) for i in range(len(x) + 1)]) for x in (nq, nk)]
-        function, where = tilefold.sparse_attention_varlen, dict(zip(("cu_seqlens_q", "cu_seqlens_k"), cu, strict=True))
+        found = tilefold.sparse_attention_varlen(t["q"], t["k"], t["v"], index, *cu, **given, **want)
     elif o["api"] == "paged":
-        function, where = tilefold.sparse_attention_paged, {"layout": "bhsd" if o["turned"] else "bshd"}
-        where |= {"block_table": caches.where(nk)["block_table"], "cache_seqlens": ctx.whole(nk)}
-    given = {**given, **where}
-    tensors = *t.values(), lists.index
-    found = function(*tensors, return_lse=o["lse"], **given, **_plans(o, tensors, given))
+        table = caches.where(nk)["block_table"]
+        layout = "bhsd" if o["turned"] else "bshd"
+        found = tilefold.sparse_attention_paged(
+            t["q"], t["k"], t["v"], index, table, ctx.whole(nk), layout=layout, **given, **want
+        )
+    else:
+        found = tilefold.sparse_attention(t["q"], t["k"], t["v"], index, layout=o["api"], **given, **want)
     return found if o["lse"] else (found, None)
-
-
-def _plans(o: dict[str, Any], tensors: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Plans of tiles smaller than a block, of lists in shares, or of descriptors; none where that cannot be."""
-    kind, found = o["tile"], {}
-    if kind == "own" or not tensors[0].numel():
-        return {}
-    pointers = {"varlen": "sparse_forward_varlen", "paged": "sparse_forward_paged"}.get(o["api"], "sparse_forward")
-    changes = {"small": {"block_m": 16, "block_n": 16}, "shares": {"splits": 3, "kernel": pointers},
-               "boxes": {"kernel": "sparse_forward_box"}}[kind]  # fmt: skip
-    with suppress(PlanError):
-        plain = {name: value for name, value in given.items() if name != "score_grad"}
-        found["plan"] = tilefold.sparse_plan(*tensors, **plain).with_tile(**changes)
-    if o["grad"] != "none" and kind != "shares":
-        tile = Tile(16, 16, 4, 1)
-        changes = {"queries": tile, "keys": tile} if kind == "small" else {"kernel": "sparse_backward_box"}
-        with suppress(PlanError):
-            plan = tilefold.sparse_plan(*tensors, direction="backward", **given)
-            found["backward_plan"] = plan.with_tiles(**changes)
-    return found
 
 
 SPARSE = Family(
@@ -222,7 +200,6 @@ SPARSE = Family(
         "grad": ("none", "out", "lse"),
         "page": PAGES,
         "turned": (False, True),
-        "tile": ("own", "small", "shares", "boxes"),
     },
     run,
     sizes,
@@ -232,8 +209,5 @@ SPARSE = Family(
         never("api", {"bshd", "bhsd", "varlen"}, "page", PAGES[1:]),
         never("api", {"bshd", "bhsd", "varlen"}, "turned", {True}),
         never("lse", {False}, "grad", {"lse"}),
-        never("api", {"varlen", "paged"}, "tile", {"boxes"}),
-        never("sizes", {True}, "tile", {"boxes"}),
-        *NO_BOXES,
     ),
 )

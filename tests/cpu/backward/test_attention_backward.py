@@ -11,6 +11,23 @@ from tilefold import reference
 from tilefold.plan.backward.attention_backward import AttentionBackwardPlan
 from tilefold.plan.limits import Tile
 
+BANDS = [
+    {},
+    {"causal": True},
+    {"window": (17, 5)},
+    {"causal": True, "window": (20, 7)},
+    {"window": (None, 3)},
+    {"window": (0, 0)},
+]
+
+
+@pytest.mark.parametrize("shape", [(1, 48, 48, 1, 1, 16), (1, 33, 50, 2, 1, 16), (2, 50, 19, 1, 1, 16)])
+def test_bands(shape, device):
+    q, k, v = qkv(*shape, dtype=torch.float16, device=device)
+    for i, band in enumerate(BANDS):
+        kernel = (None, BOX_BACKWARD)[(i + shape[0]) % 2]
+        check_gradients(q, k, v, lse=i % 2 == 1, tile=((32, 16), (16, 32))[i // 2 % 2], kernel=kernel, **band)
+
 
 def test_range_edges(device):
     """Every offset of the diagonal against the tile grid, both ways: an off-by-one in a range shows at one shift."""
@@ -19,6 +36,23 @@ def test_range_edges(device):
         q, k, v = qkv(1, 20, sk, 1, 1, 16, dtype=torch.float16, device=device)
         for band in (bands[0], bands[1 + i % 2]):
             check_gradients(q, k, v, **band)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_dtypes(dtype, device):
+    q, k, v = qkv(1, 37, 50, 4, 2, 32, 24, dtype=dtype, device=device)
+    check_gradients(q, k, v, causal=True)
+    check_gradients(q, k, v, tile=None, window=(30, 2), sinks=rand(4, dtype=dtype, device=device))
+
+
+@pytest.mark.parametrize("dims", [(1, 1), (3, 5), (40, 24), (64, 96), (128, 64), (256, 256)])
+def test_head_dims(dims, device):
+    check_gradients(*qkv(1, 21, 37, 1, 1, *dims, dtype=torch.float16, device=device), causal=True)
+
+
+@pytest.mark.parametrize("group", [3, 7])
+def test_groups(group, device):
+    check_gradients(*qkv(1, 18, 20, 2 * group, 2, 16, device=device), causal=True)
 
 
 def test_strides(device):

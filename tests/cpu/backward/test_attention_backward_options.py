@@ -46,6 +46,15 @@ def test_bias_of_minus_infinity(device):
     assert same(got, want)
 
 
+def test_softcap_alibi_sinks_mask(device):
+    q, k, v = qkv(2, 20, 33, 2, 1, 16, device=device)
+    half = (q.half(), k.half(), v.half())
+    check_gradients(q, k, v, softcap=2.0, scale=0.4, causal=True)
+    check_gradients(*half, softcap=2.0)
+    check_gradients(*half, alibi_slopes=rand(2, 2, device=device).abs(), sinks=rand(2, device=device), causal=True)
+    check_gradients(q, k, v, mask=rand(2, 1, 20, 33, device=device) > -0.5, sinks=rand(2, device=device))
+
+
 def test_mods(device):
     """A user's mod comes after the bias: the gradient of the bias goes through its slope."""
     q, k, v = qkv(1, 20, 33, 2, 1, 16, device=device)
@@ -58,6 +67,25 @@ def test_mods(device):
     hook |= {"twins": {"score_mod": lambda score, b, h, i, j, args: 1.5 * torch.tanh(score / 1.5)}}
     every = {"bias": rand(1, 2, 1, 33, device=device), "alibi_slopes": rand(2, device=device).abs(), "softcap": 4.0}
     check_gradients(q, k, v, sinks=rand(2, device=device), mask=rand(1, 1, 20, 33, device=device) > -1, **every, **hook)
+
+
+LENGTHS = [([20, 0, 33, 1], [10, 30, 0, 5]), ([5, 40, 16], [50, 2, 16])]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_packed_sequences(lengths, device):
+    tensors, where = packed(*lengths, h=2, hk=1, d=16, dv=8, device=device)
+    for band in ({}, {"causal": True}, {"window": (9, 3)}):
+        check_gradients(*tensors, varlen=where, **band)
+
+
+def test_packed_options(device):
+    tensors, where = packed([20, 0, 33], [10, 30, 25], h=2, hk=1, d=16, dv=16, device=device)
+    check_gradients(*tensors, varlen=where, bias=rand(3, 2, 33, 30, device=device), sinks=rand(2, device=device))
+    check_gradients(*tensors, varlen=where, bias=rand(1, 1, 1, 30, device=device), causal=True, shares=2, softcap=2.0)
+    check_gradients(*(t.half() for t in tensors), varlen=where, mask=rand(1, 1, 33, 30, device=device) > -0.5)
+    loose = (*where[:2], where[2] + 50, where[3] + 50)
+    check_gradients(*tensors, varlen=loose, causal=True, tile=None, alibi_slopes=rand(3, 2, device=device).abs())
 
 
 def test_rows_of_no_sequence(device):

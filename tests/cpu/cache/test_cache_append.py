@@ -117,6 +117,44 @@ def test_every_rounding(device, dtype):
         assert torch.equal(bits(tilefold.quantize_kv(x, dtype, scale=scale)[0])[~both_nan], bits(want)[~both_nan])
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("page", [0, 7])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_rotary_turns_keys_and_queries(device, dtype, packed, page, interleaved):
+    lengths, new = [3, 0, 19, 7], [4, 0, 1, 9] if packed else [5] * 4
+    k_cache, v_cache, table = caches(device, dtype, page)
+    cos, sin = angles(21, 6, dtype, device)  # shorter than the cache: the last rows do not turn
+    tokens = sum(new)
+    k, v = rand(tokens, 2, 16, dtype=dtype, device=device), rand(tokens, 2, 10, dtype=dtype, device=device)
+    q = rand(tokens, 6, 16, dtype=dtype, device=device)
+    given = (
+        {"cu_seqlens": ints(0, *torch.tensor(new).cumsum(0).tolist(), device=device), "max_seqlen": 9} if packed else {}
+    )
+    shaped = (k, v, q) if packed else tuple(t.unflatten(0, (4, 5)) for t in (k, v, q))
+    held = k_cache.clone(), v_cache.clone()
+    got = tilefold.kvcache_append(
+        *shaped[:2], *held, cache_seqlens=ints(*lengths, device=device), block_table=table, rotary_cos=cos, rotary_sin=sin,
+        interleaved=interleaved, q=shaped[2], **given)  # fmt: skip
+    rows = places(lengths, new, table, page)
+    position = torch.tensor([p for *_, p in rows], device=device)
+    assert got.shape == shaped[2].shape
+    exact = turned(q, cos, sin, interleaved, position)
+    judge(got.flatten(0, -3), exact, turned(q, cos, sin, interleaved, position, dtype), "q")
+    assert torch.equal(held[1], expected(v, v_cache, rows, table, None))
+    want = k_cache.double()
+    plain = k_cache.clone()
+    for i, (at, row, p) in enumerate(rows):
+        where = torch.tensor([p], device=device)
+        want[at, row] = turned(k[i][None], cos, sin, interleaved, where)[0]
+        plain[at, row] = turned(k[i][None], cos, sin, interleaved, where, dtype)[0].to(dtype)
+    judge(held[0], want, plain, "k")
+    untouched = torch.ones(held[0].shape[:2], dtype=torch.bool, device=device)
+    for at, row, _ in rows:
+        untouched[at, row] = False
+    assert torch.equal(held[0][untouched], k_cache[untouched])
+
+
 @pytest.mark.parametrize("dtype", CODED)
 def test_coded_and_turned_is_rounded_once(device, dtype):
     k_cache, v_cache, _ = caches(device, dtype, 0)

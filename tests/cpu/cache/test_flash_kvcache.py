@@ -95,6 +95,15 @@ def test_append_and_rotary(device, seq_new, interleaved, page, given, meant):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_low_precision(device, dtype):
+    lengths = torch.tensor([30, 3, 35], dtype=torch.int32, device=device)
+    caches, new = a_cache(dtype=dtype, device=device), a_cache(rows=2, dtype=dtype, device=device)
+    q = queries(device, 2, dtype=dtype)
+    check(device, q, caches, lengths, 0, None, new, angles(48, 8, dtype, device), meant={"causal": True}, causal=True)
+    check(device, q, caches, lengths, 8, splits=2)
+
+
 def test_alibi_softcap_sinks_and_value_dims(device):
     lengths = torch.tensor([17, 9, 40], dtype=torch.int32, device=device)
     slopes, sinks = torch.rand(3, 4, device=device), rand(4, device=device)

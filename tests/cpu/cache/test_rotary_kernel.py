@@ -17,6 +17,21 @@ def oracle(x, cos, sin, interleaved, offsets, step=1, dtype=torch.float64):
     return torch.stack(rows)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dim", "pairs"), [(32, 16), (59, 16), (40, 6), (16, 1)])
+def test_against_the_oracle(device, dim, pairs, dtype, interleaved):
+    x = rand(2, 9, 3, dim, dtype=dtype, device=device)
+    cos, sin = angles(30, pairs, dtype, device)
+    offsets = torch.tensor([3, 12], device=device)
+    got = apply_rotary(x, cos, sin, interleaved=interleaved, offsets=offsets)
+    plain = oracle(x, cos, sin, interleaved, offsets, dtype=dtype)
+    judge(got, oracle(x, cos, sin, interleaved, offsets), plain, "rotary")
+    y = x.clone()
+    assert apply_rotary(y, cos, sin, interleaved=interleaved, offsets=offsets, inplace=True) is y
+    assert torch.equal(y, got)
+
+
 def test_offsets_steps_and_the_table_s_end(device):
     x = rand(3, 5, 2, 16, device=device)
     cos, sin = angles(8, 8, device=device)
@@ -52,6 +67,22 @@ def test_strides_and_packed_sequences(device):
     apply_rotary(y, cos, sin, interleaved=True, offsets=offsets, cu_seqlens=cu, max_seqlen=7, inplace=True)
     assert torch.equal(y[:12], got[:12])
     assert torch.equal(y[12:], packed[12:])
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_gradient(device, interleaved, inplace):
+    cos, sin = angles(20, 5, device=device)
+    offsets = torch.tensor([3, 8], device=device)
+    x = rand(2, 6, 3, 14, device=device).requires_grad_()
+    grad = rand(2, 6, 3, 14, device=device)
+    apply_rotary(x * 2.0, cos, sin, interleaved=interleaved, offsets=offsets, inplace=inplace).backward(grad)
+    y = x.detach().double().requires_grad_()
+    want, plain = (
+        torch.autograd.grad(oracle(y, cos, sin, interleaved, offsets, dtype=d), y, 2 * grad.double())[0]
+        for d in (torch.float64, torch.float32)
+    )
+    judge(x.grad, want, plain, "dx")
 
 
 @pytest.mark.no_poison

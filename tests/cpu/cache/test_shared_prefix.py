@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tilefold
-from cases import judge, rand
+from cases import in_two_parts, judge, rand
 from tilefold import reference
 from tilefold.plan import PrefixProblem, device_named, plan_shared_prefix
 
@@ -137,7 +137,78 @@ def oracle(q, whole, lengths, dtype=torch.float64, **options):
     return [o[0] for o, _ in found], [e[0] for _, e in found]
 
 
+def in_parts(q, whole, lengths, prefix, dtype, **options):
+    """As `oracle`, one deviation off."""
+    found = [
+        in_two_parts(x[None], whole[0][b : b + 1, :n], whole[1][b : b + 1, :n], prefix, dtype, **options)
+        for b, (x, n) in enumerate(zip(q, lengths, strict=True))
+    ]
+    return [o[0] for o, _ in found], [e[0] for _, e in found]
+
+
+@pytest.mark.parametrize(
+    ("heads", "seq_q", "page", "dtype"),
+    [(6, 1, 8, torch.bfloat16), (2, 3, 0, torch.float32), (4, 1, 5, torch.float32), (6, 3, 5, torch.float16)],
+)
+def test_shared_prefix(device, heads, seq_q, page, dtype):
+    held, whole = a_batch(device, page=page, dtype=dtype)
+    q = rand(3, seq_q, heads, 16, dtype=dtype, device=device)
+    lengths = [20 + seq_q, 44, 31]
+    for splits, options in ((0, {}), (3, {"softcap": 2.0, "scale": 0.4}), (3, {"sinks": rand(heads, device=device)})):
+        exact = oracle(q, whole, lengths, causal=True, **options)
+        plain = in_parts(q, whole, lengths, 20, dtype, **options)
+        out, lse = tilefold.attention_shared_prefix(
+            q, *held[:2], prefix_length=20, cache_seqlens=ints(*lengths, device=device), block_table=held[2], cascade=True,
+            num_splits=splits, return_lse=True, **options)  # fmt: skip
+        judge(out, torch.stack(exact[0]), torch.stack(plain[0]), "out")
+        judge(lse, torch.stack(exact[1]), torch.stack(plain[1]), "lse")
+    if page:
+        sides = [
+            tilefold.attention_shared_prefix(q, *held[:2], prefix_length=20, cache_seqlens=ints(*lengths, device=device),
+                                             block_table=held[2], cascade=way) for way in (True, False, None)
+        ]  # fmt: skip
+        for side in sides[1:]:
+            assert torch.allclose(sides[0].float(), side.float(), atol=1e-5 if dtype == torch.float32 else 0.02)
+
+
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
+
+
+def coded(held, whole, stored, per, dtype, shared=16):
+    """(codes of the caches or pages, their factors, what they stand for as each sequence sees it, fp32)."""
+    pages = held[2] is not None
+    codes, scales, meant = [], [], []
+    for t, mine in zip(held[:2], whole, strict=True):
+        code, scale = tilefold.quantize_kv(t.nan_to_num(0).to(dtype), stored, per=per)
+        wide = code.float() * scale[..., None, :, None]
+        if pages:
+            seen = wide[held[2].long()].flatten(1, 2)[:, : mine.shape[1]]
+        else:
+            seen = wide.clone()
+            seen[1:, :shared] = seen[:1, :shared]
+            code[1:, :shared].view(torch.uint8).fill_(0x7F)
+        codes.append(code)
+        scales.append(scale)
+        meant.append(seen)
+    return codes, scales, meant
+
+
+@pytest.mark.parametrize(
+    ("page", "stored", "per", "seq_q", "dtype"),
+    [(8, E4M3, "head", 1, torch.bfloat16), (8, INT8, "page", 3, torch.float32), (0, INT8, "page", 1, torch.float16)],
+)
+def test_a_prefix_in_8_bits(device, page, stored, per, seq_q, dtype):
+    held, whole = a_batch(device, page=page, prefix=16)
+    codes, scales, meant = coded(held, whole, stored, per, dtype)
+    q, lengths = rand(3, seq_q, 4, 16, dtype=dtype, device=device), [16 + seq_q, 44, 31]
+    exact = oracle(q, meant, lengths, causal=True)
+    plain = in_parts(q, meant, lengths, 16, dtype)
+    for cascade in (True, False) if page else (True,):
+        out, lse = tilefold.attention_shared_prefix(
+            q, *codes, prefix_length=16, cache_seqlens=ints(*lengths, device=device), block_table=held[2], cascade=cascade,
+            k_scale=scales[0], v_scale=scales[1], return_lse=True)  # fmt: skip
+        judge(out, torch.stack(exact[0]), torch.stack(plain[0]), f"out, cascade={cascade}")
+        judge(lse, torch.stack(exact[1]), torch.stack(plain[1]), f"lse, cascade={cascade}")
 
 
 def test_all_keys_are_the_prefix_and_v_is_part_of_k(device):
@@ -148,6 +219,23 @@ def test_all_keys_are_the_prefix_and_v_is_part_of_k(device):
     given = {"prefix_length": 20, "cache_seqlens": ints(20, 20, 20, device=device), "causal": False}
     out = tilefold.attention_shared_prefix(q, k, k[..., :16], **given, cascade=True)
     judge(out, torch.stack(exact[0]), torch.stack(plain[0]), "out")
+
+
+@pytest.mark.parametrize("page", [0, 8])
+def test_packed_queries_and_nothing_behind_the_prefix(device, page):
+    held, whole = a_batch(device, page=page, prefix=16, dim_v=10)
+    new, lengths = [3, 0, 7], [20, 16, 44]
+    q = rand(10, 4, 16, device=device)
+    parts = list(q.split(new))
+    for causal in (True, False):
+        if not causal:
+            lengths = [16, 16, 20]
+        exact, plain = (oracle(parts, whole, lengths, d, causal=causal) for d in (torch.float64, torch.float32))
+        out, lse = tilefold.attention_shared_prefix(
+            q, *held[:2], prefix_length=16, cache_seqlens=ints(*lengths, device=device), block_table=held[2], causal=causal,
+            cu_seqlens_q=ints(0, 3, 3, 10, device=device), max_seqlen_q=7, cascade=True, return_lse=True)  # fmt: skip
+        judge(out, torch.cat(exact[0]), torch.cat(plain[0]), "out")
+        judge(lse, torch.cat(exact[1], 1), torch.cat(plain[1], 1), "lse")
 
 
 def test_caches_by_index_and_strided_queries(device):

@@ -12,15 +12,29 @@ import tilefold
 from cases import (
     BOX,
     check,
+    dilated,
+    dilated_twin,
     judge,
+    prefix,
+    prefix_twin,
     qkv,
     rand,
+    relative,
+    relative_twin,
     same,
 )
 from tilefold import reference
 from tilefold.device import mods
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SHAPES = [  # B, Sq, Sk, H, Hk, D
+    (1, 64, 64, 2, 2, 64),
+    (2, 33, 77, 4, 1, 32),
+    (1, 70, 19, 8, 1, 16),
+    (1, 1, 130, 4, 4, 64),
+    (1, 129, 129, 2, 2, 32),
+    (1, 5, 1, 1, 1, 16),
+]
 BANDS = [
     {},
     {"causal": True},
@@ -30,6 +44,24 @@ BANDS = [
     {"window": (None, 3)},
     {"window": (0, 0)},
 ]
+
+
+@pytest.mark.parametrize("kernel", [None, BOX])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bands(shape, kernel, device):
+    q, k, v = qkv(*shape, dtype=torch.float16, device=device)
+    for band in BANDS:
+        check(q, k, v, (32, 16), kernel, **band)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernel", [None, BOX])
+def test_dtypes(dtype, kernel, device):
+    if dtype == torch.float32 and kernel == BOX:
+        pytest.skip("fp32 is read by pointers only")
+    q, k, v = qkv(2, 45, 70, 4, 2, 32, 64, dtype=dtype, device=device)
+    for band in BANDS[:3]:
+        check(q, k, v, **band, kernel=kernel)
 
 
 @pytest.mark.parametrize("tile", [(16, 64), (64, 16), (16, 16), None])
@@ -45,6 +77,21 @@ def test_range_edges(device):
         q, k, v = qkv(1, 20, sk, 1, 1, 16, device=device)
         for band in ({"causal": True}, {"window": (7, 4)}, {"causal": True, "window": (16, 0)}, {"window": (-1, 3)}):
             check(q, k, v, **band)
+
+
+DIMS = [(1, 1), (3, 5), (8, 8), (32, 32), (40, 40), (64, 96), (96, 64), (128, 128), (192, 128), (80, 256), (256, 256)]
+
+
+@pytest.mark.parametrize("dims", DIMS)
+def test_head_dims(dims, device):
+    q, k, v = qkv(1, 21, 37, 2, 1, *dims, dtype=torch.float16, device=device)
+    check(q, k, v, causal=True)
+
+
+@pytest.mark.parametrize("group", [1, 4, 7, 8])
+def test_groups(group, device):
+    q, k, v = qkv(2, 18, 33, 2 * group, 2, 32, device=device)
+    check(q, k, v, causal=True)
 
 
 def test_strides(device):
@@ -112,6 +159,11 @@ def test_dead_rows(device):
     check(q, k, v, mask=mask, sinks=rand(2, device=device), causal=True)
 
 
+@pytest.mark.parametrize("scale", [1e-3, 0.7, 4.0])
+def test_scale(scale, device):
+    check(*qkv(1, 20, 40, 2, 2, 32, device=device), scale=scale)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("cap", [0.5, 15.0, 50.0])
 def test_softcap(cap, dtype, device):
@@ -173,6 +225,44 @@ def test_sinks(device):
     check(q, k, v, sinks=rand(4, dtype=torch.bfloat16, device=device))
     check(q, k, v, sinks=rand(8, device=device)[::2])
     check(q, k, v, sinks=rand(1, device=device).expand(4))
+
+
+def test_score_mod(device):
+    q, k, v = qkv(2, 20, 37, 4, 2, 32, device=device)
+    table = rand(4, 13, device=device)
+    hook = {"score_mod": relative, "score_args": (table, 6)}
+    check(q, k, v, **hook, twins={"score_mod": relative_twin})
+    check(
+        q,
+        k,
+        v,
+        **hook,
+        twins={"score_mod": relative_twin},
+        causal=True,
+        softcap=3.0,
+        bias=rand(1, 1, 20, 37, device=device),
+    )
+    check(q, k, v, score_mod=relative, score_args=(table[:, :9].contiguous(), 4), twins={"score_mod": relative_twin})
+
+
+def test_mask_mod(device):
+    q, k, v = qkv(2, 20, 37, 4, 2, 32, device=device)
+    for args in ((2,), (3,)):
+        check(q, k, v, mask_mod=dilated, mask_args=args, twins={"mask_mod": dilated_twin})
+    check(q, k, v, mask_mod=prefix, mask_args=(5,), twins={"mask_mod": prefix_twin})
+    check(q, k, v, mask_mod=prefix, mask_args=(5,), twins={"mask_mod": prefix_twin}, window=(30, 30), kernel=None)
+
+
+@pytest.mark.parametrize("kernel", [None, BOX])
+def test_everything_at_once(kernel, device):
+    q, k, v = qkv(2, 35, 50, 4, 2, 40, 24, dtype=torch.float16, device=device)
+    check(
+        q, k, v, (16, 32), kernel,
+        causal=True, window=(33, 0), scale=0.2, softcap=8.0, alibi_slopes=rand(2, 4, device=device).abs(),
+        bias=rand(1, 4, 35, 50, device=device), mask=rand(2, 1, 35, 50, device=device) > -1, sinks=rand(4, device=device),
+        score_mod=relative, score_args=(rand(4, 5, device=device), 2), mask_mod=dilated, mask_args=(2,),
+        twins={"score_mod": relative_twin, "mask_mod": dilated_twin},
+    )  # fmt: skip
 
 
 def test_nan_stays_in_its_rows(device):

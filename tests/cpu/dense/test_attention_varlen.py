@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tilefold
-from cases import check, packed, rand
+from cases import check, packed, prefix, prefix_twin, rand, relative, relative_twin
 
 LENGTHS = [
     ([20, 0, 33, 1], [10, 30, 0, 5]),
@@ -25,6 +25,31 @@ def test_lengths(lengths, band, device):
         assert lse.shape == (4, 0)
     else:
         check(*tensors, varlen=where, **band)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_dtypes_and_dims(dtype, device):
+    tensors, where = packed([20, 7], [33, 12], d=40, dv=24, dtype=dtype, device=device)
+    check(*tensors, varlen=where, causal=True)
+
+
+def test_strides(device):
+    """q, k and v cut from one fused projection."""
+    _, where = packed([20, 7], [20, 7], device=device)
+    q, k, v = rand(27, 3, 4, 32, device=device).unbind(1)
+    check(q, k, v, varlen=where, causal=True)
+
+
+def test_options(device):
+    tensors, where = packed([20, 0, 33], [10, 30, 25], device=device)
+    check(
+        *tensors, varlen=where, softcap=2.0, alibi_slopes=rand(3, 4, device=device).abs(), sinks=rand(4, device=device)
+    )
+    check(*tensors, varlen=where, bias=rand(3, 4, 33, 30, device=device), mask=rand(1, 1, 33, 30, device=device) > -0.5)
+    check(*tensors, varlen=where, bias=rand(1, 4, 1, 30, device=device), causal=True)
+    check(*tensors, varlen=where, mask_mod=prefix, mask_args=(4,), twins={"mask_mod": prefix_twin})
+    hook = {"score_mod": relative, "score_args": (rand(4, 9, device=device), 4)}
+    check(*tensors, varlen=where, **hook, twins={"score_mod": relative_twin}, causal=True)
 
 
 def test_maxima_may_be_loose(device):

@@ -21,6 +21,23 @@ from tilefold.plan.sparse.coarse import CoarseProblem, plan_coarse
 KINDS = ("block", "dense", "pooled")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds(kind, dtype, device):
+    """Batch, a group of 2, V of another width, learned weights per head, lengths off the block and unequal."""
+    q, k, v = qkv(2, 53, 70, 4, 2, 32, 24, dtype=dtype, device=device)
+    w = weights(kind, 2, 70, 16, dtype=dtype, device=device)
+    held(q, k, v, *w, kind=kind, block=16)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("reduction", ["mean", "max"])
+def test_reductions(kind, reduction, device):
+    q, k, v = qkv(1, 40, 40, 2, 2, 16, device=device)
+    w = weights(kind, None, 40, 16, device=device) if kind == "dense" else ()
+    held(q, k, v, *w, kind=kind, reduction=reduction, block=16, scale=0.4)
+
+
 @pytest.mark.parametrize("size", [0.01, 8.0], ids=["flat", "peaked"])
 def test_flat_and_peaked_rows(size, device):
     """Probabilities that are all alike, and such as are 0 or 1: scores up to 60, of whose lse, an fp32 number, a backward pass in
@@ -94,6 +111,13 @@ def test_sizes_per_batch_and_head(device):
 def test_groups_of_heads(group, device):
     q, k, v = qkv(1, 33, 49, 4, 4 // group, 16, dtype=torch.bfloat16, device=device)
     held(q, k, v, block=16, block_sizes=sized([16, 0, 9, 1], device=device))
+
+
+@pytest.mark.parametrize(("seq_q", "seq_k"), [(1, 1), (16, 17), (1, 300), (65, 15)])
+def test_lengths(seq_q, seq_k, device):
+    q, k, v = qkv(1, seq_q, seq_k, 1, 1, 16, dtype=torch.float16, device=device)
+    for kind in ("block", "pooled"):
+        held(q, k, v, kind=kind, block=16)
 
 
 @pytest.mark.parametrize("block", [32, 64, 128])

@@ -8,6 +8,15 @@ from tilefold import reference, sparse
 from tilefold.errors import DtypeError, LayoutError, ShapeError, TilefoldError, Unsupported, ValueRangeError
 
 B, N, H, D = 2, 37, 3, 24
+GATES = {
+    "none": (None, None),
+    "heads": ((H,), None),
+    "tokens": ((B, N, H), (B, N, H, 1)),
+    "channels": ((B, N, H, D), (B, N, H)),
+    "channels of all tokens": ((1, 1, H, D), (1, 1, 1, D)),
+    "batch": ((B, 1, 1, 1), (1, N, 1, 1)),
+    "one": ((1, 1, 1, 1), (H,)),
+}
 
 
 def held(coarse, fine, gate_coarse, gate_fine, layout="bshd"):
@@ -30,6 +39,39 @@ def held(coarse, fine, gate_coarse, gate_fine, layout="bshd"):
         assert a.dtype == t.dtype and a.shape == t.shape
         judge(a, b, c, f"gradient of {tuple(t.shape)} {note}")
     return got, gradients[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", GATES)
+def test_gates(name, dtype, device):
+    """The reference rounds the sums over broadcast dimensions in the gate's dtype, which is fp32 here as in a module."""
+    a, b = (rand(B, N, H, D, dtype=dtype, device=device) for _ in range(2))
+    held(a, b, *(None if shape is None else rand(*shape, device=device) for shape in GATES[name]))
+
+
+@pytest.mark.parametrize("name", ["heads", "tokens", "channels of all tokens"])
+def test_gates_in_the_branches_dtype(name, device):
+    a, b = (rand(B, N, H, D, dtype=torch.bfloat16, device=device) for _ in range(2))
+    held(a, b, *(None if s is None else rand(*s, dtype=torch.bfloat16, device=device) for s in GATES[name]))
+
+
+def test_heads_first(device):
+    a, b = (rand(B, H, N, D, device=device) for _ in range(2))
+    for shapes in (((H,), (B, H, N)), ((B, H, N, D), (1, H, 1, 1)), (None, (B, H, 1, D))):
+        held(a, b, *(None if s is None else rand(*s, device=device) for s in shapes), layout="bhsd")
+
+
+def test_one_branch(device):
+    x, gate = rand(B, N, H, D, device=device), rand(B, N, H, device=device)
+    held(x, None, gate, None)
+    held(None, x.detach().clone(), None, gate.detach().clone())
+    held(x.detach().clone(), None, None, None)
+
+
+@pytest.mark.parametrize("dim", [1, 16, 100, 256])
+def test_head_dims(dim, device):
+    a, b = (rand(1, 5, 2, dim, dtype=torch.float16, device=device) for _ in range(2))
+    held(a, b, rand(1, 5, 2, 1, device=device), rand(1, 5, 2, dim, device=device))
 
 
 def test_strides(device):

@@ -61,6 +61,12 @@ def test_a_really_long_row(device):
     held(scores, force_self=True, max_blocks=40)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype, device):
+    held(rows("random", 1, 2, 6, 70).to(device, dtype))
+    held(rows("infinite", 1, 2, 6, 70).to(device, dtype), method="top_p", top_p=0.6)
+
+
 def test_strides(device):
     """Nothing is copied: batch, heads and rows lie apart and the other way round, one head for all."""
     base = rows("random", 4, 6, 3, 50).to(device)

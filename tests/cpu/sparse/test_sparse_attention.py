@@ -9,17 +9,35 @@ import triton
 import triton.language as tl
 
 import tilefold
-from cases import judge, qkv, rand
+from cases import dilated, dilated_twin, judge, qkv, rand, relative, relative_twin
 from cases.index import held, lists, plan_of
 from sources import run_source
 from tilefold import BlockIndex, reference
 from tilefold.sparse import Selection
+
+BOX = "sparse_forward_box"
 
 
 def check(q, k, v, index, splits=1, kernel=None, **options):
     return held(
         "sparse_attention", (q, k, v), index, {}, splits=splits, tile={"kernel": kernel} if kernel else None, **options
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_lists(dtype, splits, device):
+    q, k, v = qkv(2, 48, 80, 4, 2, 32, 24, dtype=dtype, device=device)
+    check(q, k, v, lists(2, 4, 48, 80, device=device), splits)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("kernel", ["sparse_forward", BOX])
+def test_tails(splits, kernel, device):
+    """Lengths that are no multiple of the block, on both sides, lengths differ."""
+    for sq, sk in ((33, 70), (16, 17), (5, 90), (64, 1)):
+        q, k, v = qkv(1, sq, sk, 2, 1, 32, dtype=torch.float16, device=device)
+        check(q, k, v, lists(1, 2, sq, sk, device=device), splits, kernel)
 
 
 @pytest.mark.parametrize("splits", [1, 2])
@@ -38,12 +56,30 @@ def test_block_sizes(sizes, splits, device):
     assert all(torch.equal(a, b) for a, b in zip(clean, dirty, strict=True))
 
 
+def test_sizes_per_head_and_query_sizes(device):
+    q, k, v = qkv(2, 48, 64, 4, 2, 16, device=device)
+    sizes = torch.randint(0, 17, (2, 4, 4), dtype=torch.int32, device=device)
+    queries = torch.randint(0, 17, (2, 1, 3), dtype=torch.int32, device=device)
+    check(q, k, v, lists(2, 4, 48, 64, block_sizes=sizes, query_sizes=queries, device=device), 2)
+
+
 def test_sizes_per_sequence(device):
     """[batch, blocks] is one row a sequence, whatever the number of heads."""
     q, k, v = qkv(2, 48, 64, 4, 2, 16, device=device)
     sizes = torch.tensor([[16, 3, 0, 9], [0, 16, 5, 16]], dtype=torch.int32, device=device)
     queries = torch.tensor([[16, 2, 9], [0, 16, 16]], dtype=torch.int32, device=device)
     check(q, k, v, lists(2, 4, 48, 64, density=0.8, block_sizes=sizes, query_sizes=queries, device=device), 2)
+
+
+@pytest.mark.parametrize("blocks", [(16, 32), (32, 16), (64, 64), (128, 16)])
+def test_blocks_of_several_tiles(blocks, device):
+    q, k, v = qkv(1, 140, 130, 2, 1, 16, dtype=torch.float16, device=device)
+    index = lists(1, 2, 140, 130, block=blocks[1], block_q=blocks[0], device=device)
+    plan = plan_of(q, k, v, index).with_tile(block_m=16, block_n=16, splits=2)
+    out, lse = tilefold.sparse_attention(q, k, v, index, plan=plan, return_lse=True)
+    oracle, plain = (reference.sparse_attention(q, k, v, index, **d) for d in ({}, {"dtype": torch.float16}))
+    judge(out, oracle[0], plain[0], "out")
+    judge(lse, oracle[1], plain[1], "lse")
 
 
 def test_shared_lists_and_strides(device):
@@ -54,6 +90,24 @@ def test_shared_lists_and_strides(device):
     turned = [t.transpose(1, 2) for t in (q, k, v)]
     same = tilefold.sparse_attention(*turned, index, layout="bhsd")
     judge(same.transpose(1, 2), out.double(), out, "layout")
+
+
+def test_order_of_a_list(device):
+    q, k, v = qkv(1, 16, 80, 2, 2, 16, device=device)
+    for order in ([0, 1, 3, 4], [4, 3, 1, 0], [3, 0, 4, 1]):
+        indices = torch.tensor([[[order]]], dtype=torch.int32, device=device)
+        counts = torch.full((1, 1, 1), 4, dtype=torch.int32, device=device)
+        index = BlockIndex.from_indices(indices, counts, block_q=16, block_k=16, seq_q=16, seq_k=80, sort=False)
+        check(q, k, v, index)
+
+
+def test_mods(device):
+    q, k, v = qkv(1, 48, 48, 4, 2, 16, device=device)
+    index = lists(1, 4, 48, 48, device=device)
+    check(q, k, v, index, causal=True)
+    check(q, k, v, index, softcap=2.0, scale=0.3)
+    hook = {"score_mod": relative, "score_args": (rand(4, 9, device=device), 4), "mask_mod": dilated, "mask_args": (2,)}
+    check(q, k, v, index, 2, twins={"score_mod": relative_twin, "mask_mod": dilated_twin}, **hook)
 
 
 def test_all_blocks_is_dense(device):

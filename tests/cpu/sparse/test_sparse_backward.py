@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tilefold
-from cases import judge, looped, one, qkv, rand, relative, same
+from cases import dilated, dilated_twin, judge, looped, one, qkv, rand, relative, relative_twin, same
 from cases.index import lists
 from cases.index import plan_of as forward_plan
 from tilefold import BlockIndex, reference
@@ -64,6 +64,22 @@ def check(q, k, v, index, lse=True, kernel=None, twins: dict[str, Any] | None = 
     return got
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("lse", [False, True])
+def test_lists(dtype, lse, device):
+    """Batch, groups of heads, a V of another width, rows with no block, one and all."""
+    q, k, v = qkv(2, 48, 80, 4, 2, 32, 24, dtype=dtype, device=device)
+    check(q, k, v, lists(2, 4, 48, 80, device=device), lse)
+
+
+@pytest.mark.parametrize("kernel", ["sparse_backward", BOX])
+def test_tails(kernel, device):
+    """Lengths that are no multiple of the block, on both sides."""
+    for sq, sk in ((33, 70), (16, 17), (5, 90), (64, 1)):
+        q, k, v = qkv(1, sq, sk, 2, 1, 32, dtype=torch.float16, device=device)
+        check(q, k, v, lists(1, 2, sq, sk, device=device), kernel=kernel)
+
+
 @pytest.mark.parametrize("sizes", [[16, 0, 5, 16, 1], [0, 0, 0, 0, 0], [0, 16, 16, 16, 16], [16, 16, 16, 16, 3]])
 def test_block_sizes(sizes, device):
     """Zero-length blocks first, in the middle, everywhere; padding may hold NaN and gets gradient 0."""
@@ -109,6 +125,14 @@ def test_sizes_per_head_and_query_sizes(device):
     q[padding], dout[padding] = float("nan"), float("nan")
     dirty = gradients(q, k, v, index, dout, None, {})
     assert same(clean, dirty)
+
+
+@pytest.mark.parametrize("blocks", [(16, 32), (32, 16), (64, 64), (128, 16)])
+def test_blocks_of_several_tiles(blocks, device):
+    q, k, v = qkv(1, 140, 130, 2, 1, 16, dtype=torch.float16, device=device)
+    index = lists(1, 2, 140, 130, block=blocks[1], block_q=blocks[0], device=device)
+    tile = Tile(16, 16, 4, 1)
+    check(q, k, v, index, backward_plan=plan_of(q, k, v, index).with_tiles(tile, tile))
 
 
 @pytest.mark.parametrize("kernel", ["sparse_backward", BOX])
@@ -174,6 +198,25 @@ def test_only_lse(device):
     want, plain = (oracle(q, k, v, index, zero, dlse, d, {}) for d in (torch.float64, torch.float32))
     for name, a, b, c in zip(NAMES, got, want, plain, strict=True):
         judge(a, b, c, name)
+
+
+def test_mods(device):
+    q, k, v = qkv(1, 48, 48, 4, 2, 16, device=device)
+    index = lists(1, 4, 48, 48, device=device)
+    check(q, k, v, index, causal=True)
+    check(q, k, v, index, softcap=2.0, scale=0.3)
+    check(*(t.half() for t in (q, k, v)), index, softcap=2.0, causal=True)
+    hook = {"score_mod": relative, "score_args": (rand(4, 9, device=device), 4), "mask_mod": dilated, "mask_args": (2,)}
+    check(
+        q,
+        k,
+        v,
+        index,
+        twins={"score_mod": relative_twin, "mask_mod": dilated_twin},
+        score_grad=one,
+        softcap=3.0,
+        **hook,
+    )
 
 
 def test_a_split_forward(device):

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import tilefold
-from cases import prefix, rand
+from cases import dilated, dilated_twin, prefix, prefix_twin, rand, relative, relative_twin
 from cases.index import cache, held, lists, plan_of
+from tilefold import BlockIndex
 from tilefold.ops.call import Call
 from tilefold.ops.source import Lists, Paged
 from tilefold.ops.sparse.sparse_library import SPARSE_PAGED
@@ -36,6 +37,13 @@ def test_blocks_of_several_tiles(blocks, page, device):
     check(tensors, index, where, causal=True, splits=2, tile={"block_m": 16, "block_n": 16})
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_dtypes_and_layouts(dtype, layout, device):
+    tensors, where = cache([70, 45], 16, d=40, dv=24, dtype=dtype, device=device, layout=layout)
+    check(tensors, lists(2, 4, 20, 70, device=device), where, causal=True, layout=layout, splits=2)
+
+
 def test_one_query_each(device):
     """Decoding: causal from the end of each sequence, 7 query heads on one KV head, lists shared by all."""
     tensors, where = cache([70, 3, 64], 16, h=7, hk=1, sq=1, device=device)
@@ -56,6 +64,28 @@ def test_strides_and_shared_pages(device):
     where["block_table"][1, :3] = where["block_table"][0, :3]
     spread = rand(2, 40, 4, 64, device=device)[:, ::2, :, :32]
     check((spread, *pool.unbind(1)), lists(2, 4, 20, 70, device=device), where, causal=True)
+
+
+def test_order_of_a_list_and_sizes(device):
+    """Unsorted lists; valid tokens per block and sequence, a block without any first; query sizes."""
+    tensors, where = cache([90, 40], 16, sq=40, device=device)
+    indices = torch.tensor([4, 1, 5, 0], dtype=torch.int32, device=device).expand(1, 1, 3, 4).contiguous()
+    sizes = torch.tensor([[3, 16, 16, 16, 0, 10], [16, 7, 16, 16, 16, 16]], dtype=torch.int32, device=device)
+    queries = torch.tensor([16, 0, 5], dtype=torch.int32, device=device)
+    index = BlockIndex(
+        indices, torch.full((1, 1, 3), 4, dtype=torch.int32, device=device), 16, 16, 40, 90, sizes, queries
+    )
+    check(tensors, index, where, splits=2)
+
+
+def test_mods(device):
+    """Mods are told the number of keys in the cache as seq_k."""
+    tensors, where = cache([70, 0, 33], 16, device=device)
+    index = lists(3, 4, 20, 70, device=device)
+    check(tensors, index, where, softcap=2.0, scale=0.3)
+    check(tensors, index, where, mask_mod=prefix, mask_args=(4,), twins={"mask_mod": prefix_twin})
+    hook = {"score_mod": relative, "score_args": (rand(4, 9, device=device), 4), "mask_mod": dilated, "mask_args": (2,)}
+    check(tensors, index, where, splits=2, twins={"score_mod": relative_twin, "mask_mod": dilated_twin}, **hook)
 
 
 def test_equals_contiguous_keys(device):

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 import tilefold
-from cases import one, packed, rand
+from cases import dilated, dilated_twin, one, packed, prefix, prefix_twin, rand, relative, relative_twin
 from cases.index import held, lists, plan_of
 from tilefold import BlockIndex, reference
 
@@ -38,6 +38,19 @@ def test_lengths(lengths, causal, splits, device):
     check(*batch(*lengths, device=device), causal=causal, splits=splits)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_dtypes_and_dims(dtype, splits, device):
+    check(*batch([20, 7], [33, 12], d=40, dv=24, dtype=dtype, device=device), causal=True, splits=splits)
+
+
+@pytest.mark.parametrize("blocks", [(64, 64), (128, 64), (64, 128), (16, 32)])
+def test_blocks_of_several_tiles(blocks, device):
+    """Unequal blocks, several tiles each, sequences shorter than a block."""
+    case = batch([70, 20], [90, 140], blocks[1], blocks[0], d=16, dv=16, dtype=torch.float16, device=device)
+    check(*case, causal=True, splits=2, tile={"block_m": 16, "block_n": 16})
+
+
 def test_shared_lists_and_strides(device):
     """Lists shared over sequences and heads; q, k and v cut from one projection; q with gaps between its rows."""
     _, index, where = batch([20, 7], [20, 7], shared=True, device=device)
@@ -45,6 +58,32 @@ def test_shared_lists_and_strides(device):
     check((q, k, v), index, where, causal=True)
     spread = rand(54, 4, 64, device=device)[::2, :, :32]
     check((spread, k, v), index, where, splits=2)
+
+
+def test_order_of_a_list_and_group(device):
+    """Unsorted lists whose entries reach past the shorter sequence; seven query heads on one KV head."""
+    indices = torch.tensor([4, 1, 5, 0], dtype=torch.int32, device=device).expand(1, 1, 3, 4).contiguous()
+    index = BlockIndex.from_indices(indices, None, block_q=16, block_k=16, seq_q=40, seq_k=90, sort=False)
+    tensors, (cu_q, cu_k, _, _) = packed([40, 9], [90, 20], h=7, hk=1, device=device)
+    check(tensors, index, {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}, causal=True)
+
+
+def test_sizes(device):
+    """Valid tokens per block and query block, per sequence; zero-length blocks first."""
+    tensors, (cu_q, cu_k, _, _) = packed([40, 25], [60, 33], device=device)
+    sizes = torch.tensor([[0, 16, 3, 12], [0, 5, 16, 0]], dtype=torch.int32, device=device)
+    queries = torch.tensor([[16, 0, 5], [3, 16, 8]], dtype=torch.int32, device=device)
+    index = lists(2, 4, 40, 60, density=0.8, block_sizes=sizes, query_sizes=queries, device=device)
+    check(tensors, index, {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}, splits=2)
+
+
+def test_mods(device):
+    """Mods are told the indices and lengths of their sequence, also where a listed block lies past its end."""
+    case = batch([20, 0, 33, 9], [10, 30, 25, 0], device=device)
+    check(*case, softcap=2.0, scale=0.3)
+    check(*case, mask_mod=prefix, mask_args=(4,), twins={"mask_mod": prefix_twin})
+    hook = {"score_mod": relative, "score_args": (rand(4, 9, device=device), 4), "mask_mod": dilated, "mask_args": (2,)}
+    check(*case, splits=2, twins={"score_mod": relative_twin, "mask_mod": dilated_twin}, **hook)
 
 
 @triton.jit
