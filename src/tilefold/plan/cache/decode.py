@@ -109,8 +109,31 @@ class DecodeProblem:
         return Cost(2 * pairs * (a.dim_qk + a.dim_v), once + rows_q * ((a.dim_qk + a.dim_v) * a.itemsize + 4), pairs)
 
 
+class CachePlan(Plan):
+    """What the plans of calls over a cache have in common."""
+
+    __slots__ = ()
+    problem: DecodeProblem
+    device: Device
+
+    @property
+    def cost(self) -> Cost:
+        """Of a full cache."""
+        return self.problem.cost
+
+    @property
+    def bound(self) -> Bound:
+        """The roofline of a full cache."""
+        return bound(self.cost, self.device, self.problem.attention.dtype)
+
+    def check(self, problem: AttentionProblem, device: Device) -> None:
+        """PlanError, naming the field, unless this plan serves a call of `attention` with exactly `problem` on `device`."""
+        self.problem.require_same(DecodeProblem(problem))
+        require_device(self.device, device)
+
+
 @dataclass(frozen=True, slots=True)
-class DecodePlan(Plan):
+class DecodePlan(CachePlan):
     """The decision for one problem on one device; `print` it, change it with dataclasses.replace, give it as plan=.
 
     block_m, block_n: rows and keys of a tile; `blocks` row blocks hold a KV head's rows.  num_warps, num_stages,
@@ -184,21 +207,6 @@ class DecodePlan(Plan):
     def slots(self) -> int:
         """Places for partial results."""
         return self.grid if self.splits else 2 * self.grid
-
-    @property
-    def cost(self) -> Cost:
-        """Of a full cache."""
-        return self.problem.cost
-
-    @property
-    def bound(self) -> Bound:
-        """The roofline of a full cache."""
-        return bound(self.cost, self.device, self.problem.attention.dtype)
-
-    def check(self, problem: AttentionProblem, device: Device) -> None:
-        """PlanError, naming the field, unless this plan serves a call of `attention` with exactly `problem` on `device`."""
-        self.problem.require_same(DecodeProblem(problem))
-        require_device(self.device, device)
 
     def _merges(self) -> str:
         if self.splits == 1:

@@ -9,10 +9,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from tilefold.errors import PlanError, Unsupported, ValueRangeError
-from tilefold.plan.base import Plan, require_device
 from tilefold.plan.cache.cached import MAX_SPLITS
-from tilefold.plan.cache.decode import DecodeProblem, require_dims
-from tilefold.plan.cost import Bound, Cost, bound
+from tilefold.plan.cache.decode import CachePlan, DecodeProblem, require_dims
 from tilefold.plan.dense.attention import Rejected
 from tilefold.plan.device import Device
 from tilefold.plan.limits import MAX_GRID, MAX_LENGTH, require_kernels
@@ -35,7 +33,7 @@ class Constants(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class InvariantPlan(Plan):
+class InvariantPlan(CachePlan):
     """The decision for one problem on one device; `print` it.
 
     block_n, chunk: keys of a tile and of a chunk; both are counted from a sequence's first key.  block_m: rows of a tile, query
@@ -109,21 +107,6 @@ class InvariantPlan(Plan):
     def held(self) -> int:
         """Rows of such a place."""
         return next_power_of_two(min(self.rows, self.block_m))
-
-    @property
-    def cost(self) -> Cost:
-        """Of a full cache."""
-        return self.problem.cost
-
-    @property
-    def bound(self) -> Bound:
-        """The roofline of a full cache."""
-        return bound(self.cost, self.device, self.problem.attention.dtype)
-
-    def check(self, problem: AttentionProblem, device: Device) -> None:
-        """PlanError, naming the field, unless this plan serves a call of `attention` with exactly `problem` on `device`."""
-        self.problem.require_same(DecodeProblem(problem))
-        require_device(self.device, device)
 
     def require_invariant(self) -> None:
         """PlanError, naming the field, unless its results have the bits of numerics="invariant"."""
