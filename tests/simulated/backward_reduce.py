@@ -17,6 +17,7 @@ from tilefold.kernels.hopper import (
     backward_mods,
     backward_pipeline,
     dq_sums,
+    group_sums,
     parts,
     pipeline,
     recompute,
@@ -89,7 +90,8 @@ class Boxes(str):
 
 class Run(Backward):
     """sizes: queries, keys, heads of queries, how many share a KV head; dim 64 or 128.  late: dP behind P.  mask: rows of a
-    tile of the mask that all heads share, 0 for none.  lists: a third of the tiles is hidden, at random, from some block."""
+    tile of the mask that all heads share, 0 for none.  lists: a third of the tiles is hidden, at random, from some block.  apart:
+    each head of a group has programs of its own."""
 
     functions = (
         (parts, ("load_panels",)),
@@ -104,6 +106,7 @@ class Run(Backward):
         (reduce_scheduler, ("KeyBlock", "Visit", "OwnKeys", "BlockScheduler")),
         (reduce_pipeline, ("ReduceConfig", "ReducePipeline")),
         (dq_sums, ("DqSums",)),
+        (group_sums, ("GroupSums",)),
         (recompute, ("Recompute",)),
         (backward_mods, ("ModTiles",)),
         (backward_epilogue, ("Gradient",)),
@@ -111,8 +114,9 @@ class Run(Backward):
     pairs = 2  # of barriers at which the warpgroups meet, in turns
 
     def __init__(
-        self, seed, kind, sizes, dim=128, ordered=False, heads_at_once=1, slots=2, late=False, mask=0, lists=False
-    ):
+        self, seed, kind, sizes, dim=128, ordered=False, heads_at_once=1, slots=2, late=False, mask=0, lists=False,
+        apart=False,
+    ):  # fmt: skip
         super().__init__(seed)
         self.kind, self.dim, self.ordered, self.late_dp, self.mask = kind, dim, ordered, late, mask
         self.seq_q, self.seq_k, self.heads, self.group = sizes
@@ -120,7 +124,9 @@ class Run(Backward):
         self.q_tiles, self.blocks = -(-self.seq_q // self.queries), -(-self.seq_k // KEYS)
         self.no_tile = self.heads * self.q_tiles
         self.sums, self.adding, self.adders = {}, 0, {}
-        self.progress = [0] * (self.no_tile + 1)
+        self.members, self.group_sums = 1 if apart else self.group, {}
+        self.programs = self.blocks * self.heads // self.members
+        self.progress = [0] * (self.no_tile + 1 + 2 * self.programs)
         pairs = ((t, b) for t in range(self.q_tiles) for b in range(self.blocks)) if lists else ()
         self.hidden = {pair for pair in pairs if self.memory.random.random() < 1 / 3}
         self.lists = (self.offsets_of_lists(), 0, 0) if lists else (None, None, None)
@@ -150,7 +156,8 @@ class Run(Backward):
         names = super().namespace()
         names["gl"].program_id = lambda axis: Number(self.local.program)
         names["gl"].load = lambda pointer: Number(pointer.values[pointer.i])
-        names["gl"].num_programs = lambda axis: Number(self.blocks * (self.heads // self.group))
+        names["gl"].num_programs = lambda axis: Number(self.programs)
+        names["GroupSums"].add = lambda sums, which, acc, block, own: self.add_in_group(sums, which, acc, block, own)
         names["ReducePipeline"].tile = lambda pipe, panels, slot, slots, rows: self.tiles(panels, slots).index(slot)
         return names
 
@@ -206,6 +213,18 @@ class Run(Backward):
             self.adding, state["written"] = self.adding - 1, True
 
         self.later(read)
+
+    def add_in_group(self, sums, which, acc, block, own):
+        """As GroupSums.add: what a program reads has to be what all before it have left."""
+        if sums.place is None:
+            return acc
+        key, part = (which, int(sums.number(block, own))), int(block.part)
+        before, log = self.group_sums.get(key, (0, ()))
+        if before != part:
+            self.memory.fail(f"sum {key} has {before} parts, and part {part} is added")
+        made = Value(acc.tags, (*log, *acc.log))
+        self.group_sums[key] = part + 1, made.log
+        return made
 
     def await_counter(self, at, wanted):
         self._await(at, wanted)
@@ -292,8 +311,12 @@ class Run(Backward):
         pipe = names["ReducePipeline"]("q", "do", "k", "v", "stat", q, do, k, v, ds, statistics, *bars, config)
         lengths = names["Lengths"](self.seq_q, self.seq_k, -(-self.seq_q // 64), -(-self.seq_k // 64))
         mask = names["BackwardMask"](*BAND, self.kind)
-        scheduler = names["BlockScheduler"](lengths, self.heads, self.group, self.q_tiles, self.blocks, self.heads_at_once,
+        scheduler = names["BlockScheduler"](lengths, self.heads, self.group, self.members, self.q_tiles, self.blocks, self.heads_at_once,
                                             self.no_tile, mask, *self.lists, self.queries, self.ordered)  # fmt: skip
+        place, done = (None, None) if self.members == self.group else ("sums", barriers(memory, done=(2, 1))[0])
+        groups = names["GroupSums"](
+            self.no_tile + 1, place, self.blocks, self.heads, self.group, self.members, done, config
+        )
         gradients = [names["Gradient"](out, 0, 0, 0, None, None, None) for out in GRADIENTS[1:]]
 
         mods = self.mods(names)
@@ -303,7 +326,7 @@ class Run(Backward):
 
         def produce():
             begin()
-            names["produce"](scheduler, pipe, mods)
+            names["produce"](scheduler, pipe, mods, groups)
 
         def add(own):
             begin()
@@ -313,7 +336,7 @@ class Run(Backward):
             begin()
             block = scheduler.block()
             self.local.place = int(block.head), int(block.tile), half
-            names["consume"](half, scheduler, pipe, mods, sums, *gradients)
+            names["consume"](half, scheduler, pipe, mods, sums, groups, *gradients)
 
         return [produce, *(partial(add, own) for own in range(adders)), *(partial(consume, half) for half in (0, 1))]
 
@@ -330,7 +353,7 @@ class Run(Backward):
 
     def __call__(self, places=1):
         """places: programs that run side by side; whenever one ends the next begins, as on a GPU."""
-        numbers = iter(range(self.blocks * (self.heads // self.group)))
+        numbers = iter(range(self.programs))
 
         def place():
             for number in numbers:

@@ -248,6 +248,9 @@ def test_reducing_backward(dim, places, ordered, kind, sizes):
     """However few programs run side by side, none of them waits for one that has not begun."""
     for heads_at_once in {1, sizes[2] // sizes[3]}:
         Reduce(1, kind, sizes, dim, ordered, heads_at_once)(places)
+    if sizes[3] > 1:
+        for seed in range(3):
+            Reduce(seed, kind, sizes, dim, ordered, heads_at_once, apart=True)(places)
     for mask in (0, 1, 8192 // dim):
         Reduce(places, kind, sizes, dim, ordered, late=mask != 1, mask=mask)(places)
     for seed in range(3):

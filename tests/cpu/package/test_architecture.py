@@ -117,6 +117,7 @@ SHARED_BY_HOPPER = (
     "producer",
     "products",
     "recompute",
+    "group_sums",
     "reduce_pipeline",
     "reduce_scheduler",
     "scheduler",
@@ -305,7 +306,7 @@ ATTENTION = ("attention_forward", "attention_fp8", "sparse_forward", "attention_
              "consumer", "epilogue", "fp8_parts", "mask", "ping_pong", "pipeline", "producer", "products", "scheduler",
              "score_mods", "softmax", "backward_config", "backward_consumer", "backward_epilogue", "backward_lists",
              "backward_mask", "backward_mods", "backward_pipeline", "backward_producer", "backward_scheduler", "ds_ring",
-             "dq_sums", "recompute", "reduce_pipeline", "reduce_scheduler", "structs")  # fmt: skip
+             "dq_sums", "group_sums", "recompute", "reduce_pipeline", "reduce_scheduler", "structs")  # fmt: skip
 MOST_ARGUMENTS = 12
 
 

@@ -8,7 +8,7 @@ import pytest
 import tilefold
 from tilefold.errors import PlanError, ShapeError, Unsupported
 from tilefold.plan import AttentionProblem, device_named
-from tilefold.plan.backward.hopper_backward import KEPT_LIMIT
+from tilefold.plan.backward.hopper_backward import MOST_KEPT
 from tilefold.plan.limits import Tile
 from tilefold.plan.sparse.sparse import MIN_KEYS, SparsePlan, SparseProblem, choose_splits, plan_sparse
 from tilefold.plan.sparse.sparse_backward import SparseBackwardPlan, plan_sparse_backward
@@ -182,10 +182,10 @@ def test_backward_keeps_a_bounded_scratch():
     for capacity in (1, 36, 127, 364):
         plan = plan_sparse_backward(problem(capacity=capacity), h200)
         assert plan.kernel == "sparse_backward_hopper"
-        assert 0 < plan.scratch_bytes <= KEPT_LIMIT
+        assert 0 < plan.scratch_bytes <= MOST_KEPT
         assert f"dS of {plan.heads_at_once} KV heads at a time" in str(plan)
         room = plan.heads_at_once * 364 * capacity * 64 * 64 * 2
-        assert plan.scratch_bytes == room * min(4, KEPT_LIMIT // room)
+        assert plan.scratch_bytes == room * min(4, MOST_KEPT // room)
     # A batch has work on keys for every place of the device; its heads divide all.
     for seq, heads in ((23296, 1), (8192, 3), (4096, 6), (1024, 12)):
         made = problem(seq_q=seq, seq_k=seq, capacity=4)

@@ -8,10 +8,21 @@ RUNTIME = ["scale", "seq_q", "heads", "q_tiles"]
 
 @triton.jit(do_not_specialize=RUNTIME)
 def backward_reduced(
-    Sums, DQ, scale, seq_q, heads, q_tiles, stride_gb, stride_gm, stride_gh, QUERIES: tl.constexpr, D: tl.constexpr
+    Sums,
+    DQ,
+    scale,
+    seq_q,
+    heads,
+    q_tiles,
+    stride_gb,
+    stride_gm,
+    stride_gh,
+    QUERIES: tl.constexpr,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """Sums [B * H * q_tiles, 2, 4096] fp32: of each tile of QUERIES queries two parts, each [64, 64] in the order of the
-    registers of a warpgroup (kernels.hopper.dq_sums); DQ [B, Sq, H, D] by strides, all rows of which are written.
+    registers of a warpgroup (kernels.hopper.dq_sums); DQ [B, Sq, H, COLUMNS] by strides, all rows of which are written.
 
     Parts are columns side by side (QUERIES = 64, D = 128) or rows one after the other (128, 64).  Grid (B * H * q_tiles * 2,)."""
     item = tl.program_id(0)
@@ -29,4 +40,4 @@ def backward_reduced(
         row += part * 64
     out = DQ + (i_bh // heads) * stride_gb + (i_bh % heads) * stride_gh
     place = row.to(tl.int64)[:, None] * stride_gm + o_d[None, :]
-    tl.store(out + place, (x * scale).to(DQ.dtype.element_ty), mask=row[:, None] < seq_q)
+    tl.store(out + place, (x * scale).to(DQ.dtype.element_ty), mask=(row[:, None] < seq_q) & (o_d[None, :] < COLUMNS))

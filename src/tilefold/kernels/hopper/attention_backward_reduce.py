@@ -32,11 +32,12 @@ from .gluon import (
     wgmma_wait,
     widened,
 )
+from .group_sums import make_group_sums
 from .recompute import Recompute
 from .reduce_pipeline import ReduceConfig, make_reduce_pipeline
 from .reduce_scheduler import BlockScheduler, own_keys
 
-RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_units", "kv_units", "q_tiles", "blocks", "left", "right",
+RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_units", "kv_units", "members", "q_tiles", "blocks", "left", "right",
            "heads_at_once", "no_tile", "stride_xb", "stride_xn", "stride_xh", "stride_yb", "stride_yn", "stride_yh", "cap",
            "slope_b", "slope_h", "mask_b", "mask_h", "lists_b", "lists_h"]  # fmt: skip
 
@@ -45,17 +46,17 @@ RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_units", "kv_units", "
 
 
 @jit
-def produce(scheduler, pipe, mods):
-    """Load K and V, then q, dout, statistics and the mask of every query tile."""
+def produce(scheduler, pipe, mods, group_sums):
+    """Load K and V, then q, dout, statistics and the mask of every query tile; then hand dk and dv on."""
     block = scheduler.block()
     pipe.load_keys(block)
     stage = first_stage(1)
     visit = scheduler.first_visit(block)
     for _ in range(block.visits):
-        head = block.head * scheduler.group + visit.head
-        pipe.load_queries(stage, block, head, visit.tile, visit.row, mods)
+        pipe.load_queries(stage, block, block.query_head + visit.head, visit.tile, visit.row, mods)
         stage = next_stage(stage, pipe.config.SLOTS)
         visit = scheduler.next_visit(visit, block)
+    group_sums.publish(block)
 
 
 @jit
@@ -70,7 +71,7 @@ def add(ADDER: gl.constexpr, scheduler, sums):
 
 
 @jit
-def step(dk, dv, own, batch, head, visit, pipe, mods, recompute, sums, i, CID: gl.constexpr):
+def step(dk, dv, own, block, visit, pipe, mods, recompute, sums, i, CID: gl.constexpr):
     """The i-th visit, of a query tile of a head, and this consumer's own 64 keys.  What is in flight behind each line:
 
         issue S, dP; wait for S; P                 dP
@@ -87,6 +88,7 @@ def step(dk, dv, own, batch, head, visit, pipe, mods, recompute, sums, i, CID: g
     tile = visit.tile
     stage = pipe.stage(i)
     ds = pipe.ds.index(i & 1)
+    batch, head = block.batch, block.query_head + visit.head
     slope = mods.slope(batch, head)
     s_flying = pipe.issue_scores(stage, CID)
     statistics = recompute.row(stage.slot)
@@ -129,8 +131,8 @@ def step(dk, dv, own, batch, head, visit, pipe, mods, recompute, sums, i, CID: g
 
 
 @jit
-def consume(CID: gl.constexpr, scheduler, pipe, mods, sums, dk_out, dv_out):
-    """dk and dv of 64 keys, over all query heads of their KV head, and half of every query tile's dq."""
+def consume(CID: gl.constexpr, scheduler, pipe, mods, sums, group_sums, dk_out, dv_out):
+    """dk and dv of 64 keys, over the program's query heads, and half of every query tile's dq."""
     config = pipe.config
     block = scheduler.block()
     own = own_keys(block.tile * 2 + CID, scheduler)
@@ -140,31 +142,39 @@ def consume(CID: gl.constexpr, scheduler, pipe, mods, sums, dk_out, dv_out):
     visit = scheduler.first_visit(block)
     for i in range(block.visits):
         recompute = Recompute(pipe.statistics, mods.to_base_2(), config.SCORES, config.QUERIES)
-        head = block.head * scheduler.group + visit.head
-        dk, dv = step(dk, dv, own, block.batch, head, visit, pipe, mods, recompute, sums, i, CID)
+        dk, dv = step(dk, dv, own, block, visit, pipe, mods, recompute, sums, i, CID)
         visit = scheduler.next_visit(visit, block)
     n = own.tile.to(gl.int64) * UNIT
     rows = own.lengths.seq_k - own.tile * UNIT
-    dv_out.store(dv, block, n, rows)
-    dk_out.store(dk * mods.scale, block, n, rows)
+    group_sums.await_turn(block, CID)
+    dv = group_sums.add(0, dv, block, CID)
+    dk = group_sums.add(1, dk, block, CID)
+    if group_sums.is_last(block):
+        dv_out.store(dv, block, n, rows)
+        dk_out.store(dk * mods.scale, block, n, rows)
+    group_sums.arrive(CID)
 
 
 @jit(do_not_specialize=RUNTIME)
 def attention_backward_reduce(
-    q_desc, do_desc, k_desc, v_desc, stat_desc, sum_desc, Progress, DK, DV,
-    scale, seq_q, seq_k, heads, group, q_units, kv_units, q_tiles, blocks, left, right, heads_at_once, no_tile,
+    q_desc, do_desc, k_desc, v_desc, stat_desc, sum_desc, Progress, KeySums, DK, DV,
+    scale, seq_q, seq_k, heads, group, q_units, kv_units, members, q_tiles, blocks, left, right, heads_at_once, no_tile,
     stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh,
     cap, Slopes, slope_b, slope_h, score_mods, score_grads, mask_desc, mask_b, mask_h, mask_mods,
     Lists, lists_b, lists_h,
-    SOFTCAP: gl.constexpr, MASK: gl.constexpr, KIND: gl.constexpr, D: gl.constexpr, QUERIES: gl.constexpr, SLOTS: gl.constexpr,
+    SOFTCAP: gl.constexpr, MASK: gl.constexpr, KIND: gl.constexpr, D: gl.constexpr, COLUMNS_QK: gl.constexpr,
+    COLUMNS_V: gl.constexpr, QUERIES: gl.constexpr, SLOTS: gl.constexpr,
     ORDERED: gl.constexpr, LATE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """q_desc, do_desc [B, H, Sq, D], boxes [1, 1, QUERIES, 64]; k_desc, v_desc [B, H/group, Sk, D], boxes [1, 1, 128, 64].  D is
-    64 with QUERIES 128, or 128 with QUERIES 64.  stat_desc: statistics (`recompute`, of QUERIES queries) as one dimension, box
+    """q_desc, do_desc [B, H, Sq, D], boxes [1, 1, QUERIES, 64]; k_desc, v_desc [B, H/group, Sk, D], boxes [1, 1, 128, 64].  D, the
+    width of the tiles, is 64 with QUERIES 128, or 128 with QUERIES 64; COLUMNS_QK and COLUMNS_V of them are the head dims, None
+    for all, and TMA fills the others with zeros.  stat_desc: statistics (`recompute`, of QUERIES queries) as one dimension, box
     [2 * QUERIES], the last row being number no_tile = B * H * q_tiles, of a tile without queries.
 
     sum_desc: zeros [no_tile + 1, QUERIES * D] fp32 as [.., 32], box [128, 32], to which dq / scale is added.  ORDERED:
     Progress, zeros [no_tile + 1] int32, how many blocks of keys have added to a tile of queries.
+    members: query heads of a program, all of a group or one.  Where it is not all, KeySums is the memory of GroupSums, and
+    Progress has its turns behind its own numbers.
     DK, DV [B, Sk, H/group, D] by strides.  scale > 0.  q_units, kv_units: tiles of 64 queries and keys; q_tiles, blocks: tiles of
     QUERIES queries, blocks of 128 keys of a head.  KIND: FULL, CAUSAL or WINDOW (left, right).
 
@@ -175,29 +185,43 @@ def attention_backward_reduce(
 
     Lists by their strides, or None: see `BlockScheduler`.
 
-    Grid: B * H/group * blocks, heads_at_once KV heads at a time."""
+    Grid: B * H / members * blocks, heads_at_once of the heads' programs at a time."""
     config = ReduceConfig(q_desc.dtype, D, QUERIES, SLOTS, LATE)
     pipe = make_reduce_pipeline(q_desc, do_desc, k_desc, v_desc, stat_desc, config)
     ADDERS: gl.constexpr = 2 if ORDERED and D == 128 else 1
     sums = make_dq_sums(sum_desc, Progress, QUERIES * D, ORDERED, ADDERS)
+    group_sums = make_group_sums(Progress + no_tile + 1, KeySums, blocks, heads, group, members, config)
     fence_async_shared()
     lengths = Lengths(seq_q, seq_k, q_units, kv_units)
     mask = BackwardMask(left, right, KIND)
     scheduler = BlockScheduler(
-        lengths, heads, group, q_tiles, blocks, heads_at_once, no_tile, mask, Lists, lists_b, lists_h, QUERIES, ORDERED
+        lengths,
+        heads,
+        group,
+        members,
+        q_tiles,
+        blocks,
+        heads_at_once,
+        no_tile,
+        mask,
+        Lists,
+        lists_b,
+        lists_h,
+        QUERIES,
+        ORDERED,
     )
     mask_tiles = make_mod_tiles(mask_desc, mask_b, mask_h, MASK, SLOTS)
     mods = BackwardMods(
         scale, cap, Slopes, slope_b, slope_h, score_mods, score_grads, mask_tiles, mask_mods, SOFTCAP, KIND
     )
-    dk = Gradient(DK, stride_xb, stride_xn, stride_xh, config.DTYPE)
-    dv = Gradient(DV, stride_yb, stride_yn, stride_yh, config.DTYPE)
+    dk = Gradient(DK, stride_xb, stride_xn, stride_xh, config.DTYPE, COLUMNS_QK)
+    dv = Gradient(DV, stride_yb, stride_yn, stride_yh, config.DTYPE, COLUMNS_V)
     if ADDERS == 2:
         gl.warp_specialize(
             [
-                (consume, (0, scheduler, pipe, mods, sums, dk, dv)),
-                (consume, (1, scheduler, pipe, mods, sums, dk, dv)),
-                (produce, (scheduler, pipe, mods)),
+                (consume, (0, scheduler, pipe, mods, sums, group_sums, dk, dv)),
+                (consume, (1, scheduler, pipe, mods, sums, group_sums, dk, dv)),
+                (produce, (scheduler, pipe, mods, group_sums)),
                 (add, (0, scheduler, sums)),
                 (add, (1, scheduler, sums)),
             ],
@@ -207,9 +231,9 @@ def attention_backward_reduce(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, scheduler, pipe, mods, sums, dk, dv)),
-                (consume, (1, scheduler, pipe, mods, sums, dk, dv)),
-                (produce, (scheduler, pipe, mods)),
+                (consume, (0, scheduler, pipe, mods, sums, group_sums, dk, dv)),
+                (consume, (1, scheduler, pipe, mods, sums, group_sums, dk, dv)),
+                (produce, (scheduler, pipe, mods, group_sums)),
                 (add, (0, scheduler, sums)),
             ],
             [4, 1, 1],

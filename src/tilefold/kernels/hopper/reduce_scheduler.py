@@ -9,16 +9,19 @@ from .structs import Value, struct
 
 @struct
 class KeyBlock:
-    """A program's work tile: 128 keys of a KV head, and the query tiles of the group's heads that it walks over.
+    """A program's work tile: 128 keys of a KV head, and the query tiles of heads of its group that it walks over.
 
+    head: the KV head; query_head: the program's first query head; part: how many programs have heads of the group before it.
     first, end: the first tile and the one after the last; begin: where the walk begins; visits: how many.  row: what makes of a
-    tile of the group's first head its number among statistics and sums; step: how much more of the next head's.
+    tile of the first query head its number among statistics and sums; step: how much more of the next head's.
 
     With lists, first, end and begin are places in the block's list, whose entries begin at `entries`."""
 
     tile: gl.tensor
     batch: gl.tensor
     head: gl.tensor
+    query_head: gl.tensor
+    part: gl.tensor
     lengths: Lengths
     first: gl.tensor
     end: gl.tensor
@@ -31,7 +34,7 @@ class KeyBlock:
 
 @struct
 class Visit:
-    """A place of a walk: a query tile of one of the group's heads, and its number among statistics and sums.
+    """A place of a walk: a query tile of one of the program's query heads, and its number among statistics and sums.
 
     With lists: its place `at` in the block's list; before: how many blocks of keys add to the tile before this one.  partial: may
     a mask_mod hide some of the tile from the block?"""
@@ -72,11 +75,13 @@ STAGGER = gl.constexpr(2)  # tiles of queries between the beginnings of two neig
 
 @struct
 class BlockScheduler:
-    """heads_at_once KV heads at a time, a segment, their longest blocks first.  q_tiles: of QUERIES queries; no_tile: the row of
-    statistics and sums of no query.
+    """A program has 128 keys of a KV head, and `members` query heads of its group: all of them, or one.  heads_at_once of those
+    at a time, a segment, their longest blocks first.  The first heads of all groups come first, then the second ones: those of a
+    group, which add to the same dk and dv, end apart.  q_tiles: of QUERIES queries; no_tile: the row of statistics and sums of no
+    query.
 
     Programs that run side by side do not add to one query tile at a time.  Where the mask has a diagonal, their walks begin
-    there.  Else they begin STAGGER tiles apart and go around.  A walk ends a head of the group before it begins the next.
+    there.  Else they begin STAGGER tiles apart and go around.  A walk ends a query head before it begins the next.
 
     Lists [B or 1, KV heads or 1, blocks, 1 + 2 q_tiles] int32 by strides of batch entry and KV head, or None: for each block of
     keys how many query tiles see it, and, ascending, which: entries, twice a tile's number, plus 1 where no mask_mod hides any of
@@ -85,12 +90,14 @@ class BlockScheduler:
     ORDERED: the blocks of keys that see a query tile add to it one after the other, the first block first.  All walks go down
     from the last tile that sees the block, so under any mask each follows the one before it: its own last tile is never before
     that one's.  Short blocks that come together wait for one another at their first tile; so where the mask has a diagonal, the
-    later half of a segment's blocks alternates with the earlier half of the next one's.  A walk meets a tile of each head of the
-    group before the next tile: else a shorter block would be ahead of the longer one before it, at the next head, and wait."""
+    later half of a segment's blocks alternates with the earlier half of the next one's.  A walk meets a tile of each of its
+    query heads before the next tile: else a shorter block would be ahead of the longer one before it, at the next head, and
+    wait."""
 
     lengths: Lengths
     heads: gl.tensor
     group: gl.tensor
+    members: gl.tensor
     q_tiles: gl.tensor
     blocks: gl.tensor
     heads_at_once: gl.tensor
@@ -105,14 +112,19 @@ class BlockScheduler:
     @jit
     def block(self):
         """This program's.  Keys that nobody sees meet one tile past the end, where TMA gives zeros, with row no_tile."""
-        program, kv_heads = gl.program_id(0), self.heads // self.group
+        program = gl.program_id(0)
         i = program // self.heads_at_once
         segment = i // self.blocks
         block = i - segment * self.blocks
         if self.ORDERED and (self.mask.KIND != FULL or self.Lists is not None):
             segment, block = self.alternating(i)
         of_all = segment * self.heads_at_once + program % self.heads_at_once
-        batch, head = of_all // kv_heads, of_all % kv_heads
+        kv_heads = self.heads // self.group
+        groups = gl.num_programs(0) // (self.blocks * (self.group // self.members))  # of all batch entries
+        part = of_all // groups
+        of_groups = of_all - part * groups
+        batch, head = of_groups // kv_heads, of_groups % kv_heads
+        query_head = head * self.group + part * self.members
         entries = None
         if self.Lists is None:
             first, tiles = self.mask.queries_of_block(block, self.lengths, self.QUERIES)
@@ -122,7 +134,7 @@ class BlockScheduler:
             begin += block.to(gl.int64) * (1 + 2 * self.q_tiles)
             first, tiles = block * 0, gl.load(begin)
             entries = begin + 1
-        row = gl.where(tiles > 0, (batch * self.heads + head * self.group) * self.q_tiles, self.no_tile - self.q_tiles)
+        row = gl.where(tiles > 0, (batch * self.heads + query_head) * self.q_tiles, self.no_tile - self.q_tiles)
         step = gl.where(tiles > 0, self.q_tiles, 0)
         tiles = gl.maximum(tiles, 1)
         begin = first
@@ -130,9 +142,8 @@ class BlockScheduler:
             begin += tiles - 1
         elif self.mask.KIND == FULL:
             begin += block * STAGGER % tiles
-        return KeyBlock(
-            block, batch, head, self.lengths, first, first + tiles, begin, tiles * self.group, row, step, entries
-        )
+        return KeyBlock(block, batch, head, query_head, part, self.lengths, first, first + tiles, begin, tiles * self.members, row,
+                        step, entries)  # fmt: skip
 
     @jit
     def alternating(self, i):
@@ -154,15 +165,16 @@ class BlockScheduler:
 
     @jit
     def visit(self, block, at, head):
-        """Of a tile, or of a place in the block's list, for a head of the group."""
+        """Of a tile, or of a place in the block's list, for one of its query heads."""
+        row = block.row + head * block.step
         if self.Lists is None:
-            return Visit(at, head, block.row + head * block.step + at, None, None, True)
+            return Visit(at, head, row + at, None, None, True)
         else:
             inside = gl.maximum(at, 0)  # behind the last visit nothing is read
             entry = gl.load(block.entries + inside)
             before = gl.load(block.entries + self.q_tiles + inside)
             tile = entry >> 1
-            return Visit(tile, head, block.row + head * block.step + tile, at, before, (entry & 1) == 0)
+            return Visit(tile, head, row + tile, at, before, (entry & 1) == 0)
 
     @jit
     def next_visit(self, visit, block):
@@ -170,7 +182,7 @@ class BlockScheduler:
         at = visit.tile if self.Lists is None else visit.at
         if self.ORDERED:
             head += 1
-            through = head == self.group
+            through = head == self.members
             head = gl.where(through, 0, head)
             at = at - gl.where(through, 1, 0)
         else:

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from ...plan.problem import AttentionProblem
     from ..launch import Launch
 
-GIVEN = (*SIDES, "Statistics", "Progress", "Sums", "DQ", "DK", "DV")
-"""What a call gives to the launches: scratch is statistics, progress (only of the ordered version), and zeroed sums of dq."""
+GIVEN = (*SIDES, "Statistics", "Progress", "Sums", "KeySums", "DQ", "DK", "DV")
+"""What a call gives to the launches: scratch is statistics, counters, zeroed sums of dq, and those of dk and dv over a group."""
 SUM_BOX = [128, 32]  # fp32 of a warpgroup's part of a tile of dq
 Tensors = tuple[torch.Tensor, ...]
 
@@ -47,10 +47,11 @@ def bound_launches(
     n, queries, options = plan.problem, rules.queries_of(plan.problem), plan.options
     assert options is not None  # of this kernel's plans
     rows, q_tiles = rules.rows(n), -(-n.seq_q // queries)
-    counters = rows if options.ordered else 1
-    numbers = rows * queries * n.dim_qk
-    grid = (rows - 1) * 2, 1, 1
-    last = Launch(backward_reduced, grid, {"QUERIES": queries, "D": n.dim_qk}, {"num_warps": 4}, q.device.index or 0)
+    counters, key_sums = rules.counters(n, options), rules.key_sums(n, options)
+    width = rules.width_of(n)
+    numbers = rows * queries * width
+    grid, constants = ((rows - 1) * 2, 1, 1), {"QUERIES": queries, "D": width, "COLUMNS": n.dim_qk}
+    last = Launch(backward_reduced, grid, constants, {"num_warps": 4}, q.device.index or 0)
     q_units, kv_units = tiles(n)
     left, right = (UNBOUNDED if side < 0 else side for side in window_of(call.window, call.causal))
     sides = zip((q, dout, k, v), (queries, queries, rules.KEYS, rules.KEYS), strict=True)
@@ -65,12 +66,14 @@ def bound_launches(
         "group": n.group,
         "q_units": q_units,
         "kv_units": kv_units,
+        "members": rules.members(n, options),
         "q_tiles": q_tiles,
         "blocks": rules.blocks(n),
         "left": left,
         "right": right,
         "heads_at_once": plan.heads_at_once,
         "no_tile": rows - 1,
+        "KeySums": Slot("KeySums", lambda sums: sums) if key_sums else None,
         **_mod_values(call, n, _lists_of(call, plan, q.device)),
         **side_strides(call.layout, g=q.shape, x=k.shape, y=v.shape),
     }
@@ -78,6 +81,7 @@ def bound_launches(
         Scratch((rows * 2 * queries,), torch.float32),
         Scratch((counters,), torch.int32),
         Scratch((numbers,), torch.float32, True),
+        Scratch((key_sums,), torch.float32),
     )
     return GluonBound(
         plan,
@@ -166,7 +170,9 @@ def _main(plan: "AttentionBackwardPlan", call: Call, device: int) -> "Launch":
         "SOFTCAP": 0 if "softcap" not in n.score_mods else 2 if n.dtype == "bfloat16" else 1,
         "MASK": _mask_rows(call, n),
         "KIND": kind_of(window_of(call.window, call.causal)),
-        "D": n.dim_qk,
+        "D": (width := rules.width_of(n)),
+        "COLUMNS_QK": None if n.dim_qk == width else n.dim_qk,
+        "COLUMNS_V": None if n.dim_v == width else n.dim_v,
         "QUERIES": rules.queries_of(n),
         "SLOTS": plan.keys.num_stages,
         "ORDERED": options.ordered,
@@ -175,4 +181,4 @@ def _main(plan: "AttentionBackwardPlan", call: Call, device: int) -> "Launch":
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
     }
     launch_options = {"num_warps": plan.keys.num_warps, "maxnreg": rules.REGISTERS[0]}
-    return Launch(attention_backward_reduce, (rules.programs(n), 1, 1), constants, launch_options, device)
+    return Launch(attention_backward_reduce, (rules.programs(n, options), 1, 1), constants, launch_options, device)

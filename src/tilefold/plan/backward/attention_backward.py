@@ -112,6 +112,8 @@ class AttentionBackwardPlan(Plan):
         n = self.problem
         if self.kernel not in (HOPPER, REDUCE) or not n.plain or n.varlen or n.dim_qk != n.dim_v or min(n.sides) >= 0:
             return None
+        if (self.kernel == HOPPER and not dense.is_kept_well(n, self.device)) or (self.options and self.options.apart):
+            return None
         version = "dS kept" if self.options is None else "added in order" if self.options.ordered else "added"
         rates = RATES.get((self.device.name, version, n.dim_qk, max(n.sides) >= 0))
         return rates and sum(a * b for a, b in zip(rates, features(n), strict=True)) / 1e3
@@ -154,7 +156,8 @@ class AttentionBackwardPlan(Plan):
 
     def _made(self) -> str:
         if self.kernel == REDUCE:
-            heads = f"{self.heads_at_once} KV head{'s' * (self.heads_at_once != 1)} at a time"
+            kind = "query" if self.options and self.options.apart else "KV"
+            heads = f"{self.heads_at_once} {kind} head{'s' * (self.heads_at_once != 1)} at a time"
             return f"as many are made: {self.options}, {heads}"
         if self.kernel != HOPPER:
             made = "eight" if self.problem.dtype == "float32" else "seven"
@@ -182,6 +185,8 @@ class AttentionBackwardPlan(Plan):
         made = makers.get(kernel or self.kernel, _portable)
         if made is not makers.get(self.kernel, _portable):
             base = made(self.problem, self.device, self.bias)
+        if made is _reduce and isinstance(options, ReduceOptions):  # heads of a group that are apart are more at once
+            base = _reduce(self.problem, self.device, self.bias, options)
         if queries_at_once is not None and made is _hopper and not spans.span_violation(self.problem, queries_at_once):
             batch = spans.batches_at_once(self.problem, self.device, queries_at_once)
             base = replace(base, heads_at_once=batch[0], keys_at_once=batch[1], queries_at_once=queries_at_once)
@@ -310,7 +315,7 @@ def _reduce(
     options = options or ReduceOptions(late=reduced.is_late(problem))
     if refusal := reduced.reduce_refusal(problem, device):
         raise PlanError(f"plan field kernel: {REDUCE} cannot be used: {refusal}")
-    tile, heads = reduced.reduce_tile(problem), reduced.heads_at_once(problem)
+    tile, heads = reduced.reduce_tile(problem), reduced.heads_at_once(problem, options)
     require_fit(reduced.reduce_violation(problem, device, tile, options, heads, 0))
     order = (
         "in the order of the keys: the same bits every run"
@@ -318,7 +323,7 @@ def _reduce(
         else "so its last bits change from run to run"
     )
     reason = f"Five products a pair of tiles; dq is added in memory, {order}."
-    if problem.dim_qk == 64:
+    if reduced.width_of(problem) == 64:
         reason += " Probabilities are rounded to 16 bits before dS is made."
     return _gluon(problem, device, REDUCE, tile, bias, "hopper-reduce", reason, (heads, 0), options)
 

@@ -6,13 +6,13 @@ head and so many keys of it that eight batches have."""
 from functools import lru_cache
 
 from tilefold.plan.backward.hopper_backward import (
-    KEPT_LIMIT,
     PROGRAMS_PER_SM,
     UNIT,
     WIDE,
     backward_delay,
     backward_tile,
     divisors,
+    kept_limit,
 )
 from tilefold.plan.device import Device
 from tilefold.plan.hopper import type_refusal
@@ -25,6 +25,7 @@ HELD = 4  # key items whose dS has room at a time, for each running program: wit
 PAIRS_FROM = (
     16  # tiles of queries for each running program, from which on an item for dq has two of them, which share K
 )
+WELL_SLOTS, WELL_HELD = 6, 3  # with fewer, dq added in memory is faster, where it serves
 LEAST_HELD = 1.5  # with fewer, portable kernels that make seven products are faster
 LEAST_DIM = 64  # narrower head dims would be padded to it
 
@@ -132,10 +133,10 @@ def slot_bytes(problem: AttentionProblem, heads: int, keys: int) -> int:
 
 @lru_cache(maxsize=256)
 def slots(problem: AttentionProblem, device: Device, heads: int, keys: int) -> int:
-    """How many batches have room for their dS at a time: HELD key items for each running program, or what KEPT_LIMIT holds, or
+    """How many batches have room for their dS at a time: HELD key items for each running program, or what kept_limit holds, or
     all."""
     wanted = max(2, HELD * places(problem, device) // (heads * keys // UNIT))
-    fitting = KEPT_LIMIT // slot_bytes(problem, heads, keys)
+    fitting = kept_limit(problem) // slot_bytes(problem, heads, keys)
     return max(1, min(batches_of(problem, heads, keys), wanted, fitting))
 
 
@@ -165,11 +166,11 @@ def kept_at_once(problem: AttentionProblem, device: Device) -> tuple[int, int]:
     n = problem
     kv_units, total = tiles(n)[1], n.batch * n.kv_heads
     whole = kv_units * UNIT
-    held = min(HELD * places(problem, device), KEPT_LIMIT * kv_units // slot_bytes(n, 1, whole))
+    held = min(HELD * places(problem, device), kept_limit(n) * kv_units // slot_bytes(n, 1, whole))
     if 4 * kv_units <= held or total * kv_units <= held:
         return max(d for d in divisors(total) if d == 1 or d * kv_units * SLOTS <= held), whole
     units = max(1, held // SLOTS)
-    while units > 1 and SLOTS * slot_bytes(n, 1, units * UNIT) > KEPT_LIMIT:
+    while units > 1 and SLOTS * slot_bytes(n, 1, units * UNIT) > kept_limit(n):
         units -= 1  # the first split of a causal mask takes more than its share
     splits = -(-kv_units // units)
     return 1, -(-kv_units // splits) * UNIT
@@ -178,6 +179,16 @@ def kept_at_once(problem: AttentionProblem, device: Device) -> tuple[int, int]:
 def hopper_backward_tile(problem: AttentionProblem) -> Tile:
     """The one tile of both kinds of work."""
     return backward_tile(width_of(problem))
+
+
+def is_kept_well(problem: AttentionProblem, device: Device) -> bool:
+    """Whether there is room for dS of all batches, or of WELL_SLOTS, or of WELL_HELD key items for each running program."""
+    n = problem
+    heads, keys = kept_at_once(n, device)
+    if hopper_backward_refusal(n, device) or kept_violation(n, device, heads, keys):
+        return False
+    held, batches = slots(n, device, heads, keys), batches_of(n, heads, keys)
+    return held == batches or held >= WELL_SLOTS or held * heads * keys >= WELL_HELD * places(n, device) * UNIT
 
 
 # ---------------------------------------------------------------- limits
@@ -195,17 +206,18 @@ def kept_violation(problem: AttentionProblem, device: Device, heads: int, keys: 
     batch, batches = heads * keys // UNIT, batches_of(n, heads, keys)
     held = slots(n, device, heads, keys)
     kept = held * slot_bytes(n, heads, keys)
-    if kept > KEPT_LIMIT:
-        return "heads_at_once", f"dS of a batch would take {kept / 2**30:.1f} GiB, more than {KEPT_LIMIT / 2**30:.0f}"
+    limit = kept_limit(n)
+    if kept > limit:
+        return "heads_at_once", f"dS of a batch would take {kept / 2**30:.1f} GiB, more than {limit / 2**30:.2g}"
     if held < 2 <= batches:
         return (
             "heads_at_once",
-            f"dS of two batches would take {2 * kept / 2**30:.1f} GiB, more than {KEPT_LIMIT / 2**30:.0f}",
+            f"dS of two batches would take {2 * kept / 2**30:.1f} GiB, more than {limit / 2**30:.2g}",
         )
     least = int(LEAST_HELD * places(problem, device))
     if held < batches and held * batch < least:
         return "keys_at_once", (
-            f"{KEPT_LIMIT / 2**30:.0f} GiB hold dS of {held * batch * UNIT} keys of one head at a time, fewer than the "
+            f"{limit / 2**30:.2g} GiB hold dS of {held * batch * UNIT} keys of one head at a time, fewer than the "
             f"{least * UNIT} that keep the device at work"
         )
     if kept // (UNIT * n.itemsize) >= 1 << 31:

@@ -16,7 +16,7 @@ from tilefold.plan.backward.attention_backward_hopper import (
     places,
     tiles,
 )
-from tilefold.plan.backward.hopper_backward import KEPT_LIMIT, SPARE, UNIT, backward_tile_fault
+from tilefold.plan.backward.hopper_backward import MOST_KEPT, SPARE, UNIT, backward_tile_fault
 from tilefold.plan.device import Device
 from tilefold.plan.hopper import chip_refusal
 from tilefold.plan.limits import MAX_GRID, Tile
@@ -60,7 +60,7 @@ def packed_refusal(problem: AttentionProblem, device: Device) -> str | None:
     slots, least = kept_at_once(n, device)[1] // UNIT, longest(n) + int(LEAST_FREE * places(problem, device))
     if slots < min(least, _most(n)):
         return (
-            f"{KEPT_LIMIT / 2**30:.0f} GiB hold dS of {slots * UNIT} keys of sequences of up to {n.seq_q} queries, fewer than "
+            f"{MOST_KEPT / 2**30:.0f} GiB hold dS of {slots * UNIT} keys of sequences of up to {n.seq_q} queries, fewer than "
             f"the {least * UNIT} that keep the device at work"
         )
     return None
@@ -82,9 +82,9 @@ def longest(problem: AttentionProblem) -> int:
 
 
 def kept_at_once(problem: AttentionProblem, device: Device) -> tuple[int, int]:
-    """(1, keys whose dS has a slot at a time, a multiple of 64): enough that no key item waits, if KEPT_LIMIT holds them."""
+    """(1, keys whose dS has a slot at a time, a multiple of 64): enough that no key item waits, if MOST_KEPT holds them."""
     wanted = min(_most(problem), HELD * places(problem, device) + longest(problem))
-    return 1, UNIT * min(wanted, KEPT_LIMIT // _line_bytes(problem))
+    return 1, UNIT * min(wanted, MOST_KEPT // _line_bytes(problem))
 
 
 def kept_bytes(problem: AttentionProblem, device: Device, heads: int, keys: int) -> int:
@@ -109,10 +109,10 @@ def kept_violation(problem: AttentionProblem, device: Device, heads: int, keys: 
     if type(keys) is not int or keys % UNIT or keys < least * UNIT:
         return "keys_at_once", f"must be a multiple of {UNIT} from {least * UNIT}, the longest sequence, got {keys!r}"
     kept = kept_bytes(n, device, heads, keys)
-    if kept > KEPT_LIMIT:
+    if kept > MOST_KEPT:
         return (
             "keys_at_once",
-            f"dS of {keys} keys would take {kept / 2**30:.1f} GiB, more than {KEPT_LIMIT / 2**30:.0f}",
+            f"dS of {keys} keys would take {kept / 2**30:.1f} GiB, more than {MOST_KEPT / 2**30:.0f}",
         )
     return None
 

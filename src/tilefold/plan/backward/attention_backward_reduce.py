@@ -6,10 +6,11 @@ too.  Where which is taken was measured: benchmarks/results/backward_versions.js
 from dataclasses import dataclass
 from typing import Any
 
+from tilefold.plan.backward.attention_backward_hopper import LEAST_DIM, is_kept_well, width_of
 from tilefold.plan.backward.hopper_backward import divisors
 from tilefold.plan.dense.attention_hopper import LISTS_FROM
 from tilefold.plan.device import Device
-from tilefold.plan.hopper import chip_refusal, tile_fault
+from tilefold.plan.hopper import tile_fault, type_refusal
 from tilefold.plan.limits import MAX_GRID, Tile, box_refusal
 from tilefold.plan.problem import AttentionProblem
 
@@ -19,19 +20,21 @@ REGISTERS = (168, 240)  # of a thread at launch, of a folding thread
 CHANGES = ("softcap", "alibi", "bias", "mask", "user")  # of scores
 LEAST_CHANGED = 512
 """Queries and keys from which on it is taken with changes of scores, which of these kernels it alone has: not measured."""
-LEAST_TOKENS = {64: 2048, 128: 65536}
-"""Queries and keys of a head dim from which on it was faster than the kernel that keeps dS; at D=128 in any order still faster
-than in one."""
-LEAST_OF_GROUPS, LEAST_WHERE_SLOW, SLOW_DRAM = 8192, 32768, 4e12
-"""At D=128 without a mask fewer do: where query heads share KV heads; where DRAM, which dS goes to, gives less than SLOW_DRAM
-bytes/s."""
+LEAST_NARROW = 2048
+"""Queries and keys from which on it was faster than keeping dS at D=64."""
+LEAST_OF_GROUPS = 2048
+"""The same of wider tiles without a mask, where query heads share KV heads; else it is taken where there is no room for dS."""
 LEAST_TILES, ORDER_PAYS = (384, 1024), (8192, 32768)
 """At D=64, without and with a causal mask: tiles of queries from which on an order is faster than keeping dS, since the last
 block of keys waits in the beginning for all others (the first where DRAM is slow); queries and keys from which on it is faster
 than any order."""
+MANY = 32768
+"""Of wider tiles, where no heads share K and V: queries and keys from which on an order is faster under a causal mask, and no
+order without one where DRAM is slow."""
+SLOW_DRAM = 4e12
 SUMS_AT_ONCE = 16 << 20
-"""Bytes of sums of dq that the programs of one batch of KV heads add to, each with one of its query heads at a time: of 50 MiB of
-L2, each half of which keeps its own copy."""
+"""Bytes of sums of dq that the programs of one batch of query heads add to: of 50 MiB of L2, each half of which keeps its own
+copy."""
 SHARED = 768  # barriers, and what the compiler keeps to start the partitions
 
 
@@ -43,17 +46,20 @@ class ReduceOptions:
     late: with changes of scores, dP is issued behind them: the two do not run side by side, but nothing has to leave registers
     for the other.
     lists: tiles that a mask_mod or a mask hides are left out, and the mod is not asked about those that it shows whole.
-    anew: the lists are made in every call, not kept until the mask_mod's args change."""
+    anew: the lists are made in every call, not kept until the mask_mod's args change.
+    apart: each query head of a group has programs of its own, which add to dk and dv in memory in the heads' order."""
 
     ordered: bool = False
     late: bool = False
     lists: bool = False
     anew: bool = False
+    apart: bool = False
 
     def __str__(self) -> str:
         late = ", dP behind the changes of scores" if self.late else ""
         late += ", over lists of the tiles that the mask shows" if self.lists else ""
         late += ", made in every call" if self.anew else ""
+        late += ", each head of a group by itself" if self.apart else ""
         return "dq added in memory, " + ("in the order of the keys" if self.ordered else "in any order") + late
 
 
@@ -63,8 +69,10 @@ ANY_ORDER = ReduceOptions()
 def reduce_refusal(problem: AttentionProblem, device: Device) -> str | None:
     """Why the kernel does not serve this problem, as a sentence, or None if it does."""
     n = problem
-    if refusal := chip_refusal(n, device):
+    if refusal := type_refusal(n, device):
         return refusal
+    if min(n.dim_qk, n.dim_v) < LEAST_DIM or max(n.dim_qk, n.dim_v) > 128 or n.dim_qk % 4 or n.dim_v % 4:
+        return f"it has head dims of {LEAST_DIM} to 128, multiples of 4, not {n.dim_qk} and {n.dim_v}"
     if n.varlen:
         return "it has no packed batches"
     if refusal := box_refusal(n, device):
@@ -79,9 +87,9 @@ def reduce_refusal(problem: AttentionProblem, device: Device) -> str | None:
         return "the base or the strides of Q are not multiples of 16 bytes"
     if n.seq_k == 0:
         return "there are no keys"
-    if rows(n) * (queries_of(n) * n.dim_qk // 32) >= 1 << 31:
+    if rows(n) * (queries_of(n) * width_of(n) // 32) >= 1 << 31:
         return "the sums of dq have more rows than a descriptor can count"
-    if programs(n) > MAX_GRID:
+    if programs(n, ReduceOptions(apart=True)) > MAX_GRID:
         return f"there are more than {MAX_GRID} blocks of {KEYS} keys"
     return None
 
@@ -97,18 +105,18 @@ def options_for(problem: AttentionProblem, device: Device, deterministic: bool) 
         if min(n.seq_q, n.seq_k) < LEAST_CHANGED:
             return f"with fewer than {LEAST_CHANGED} queries or keys it was not measured with changes of scores"
         lists = n.mask_by_place and n.seq_q * n.seq_k >= LISTS_FROM
-        return ReduceOptions(ordered=deterministic or not _any_order_pays(n), late=is_late(n), lists=lists)
-    if min(n.sides) >= 0:
-        return "it was not measured with a window"
-    causal, tokens, least = max(n.sides) >= 0, min(n.seq_q, n.seq_k), LEAST_TOKENS[n.dim_qk]
-    slow = device.dram_bytes_per_s < SLOW_DRAM
-    if n.dim_qk == 128 and not causal:
-        least = LEAST_OF_GROUPS if n.group > 1 else LEAST_WHERE_SLOW if slow else least
-    if tokens < least:
-        return f"with fewer than {least} queries or keys it was not faster than keeping dS"
-    if waits := _order_refusal(n, causal, slow):
-        return waits if deterministic else ANY_ORDER
-    return ReduceOptions(ordered=deterministic or not _any_order_pays(n))
+        ordered = deterministic or not _any_order_pays(n, device)
+        return ReduceOptions(ordered, is_late(n), lists, apart=_is_apart(n) and not lists)
+    causal, tokens = max(n.sides) >= 0, min(n.seq_q, n.seq_k)
+    apart = _is_apart(n)
+    if width_of(n) == 64:
+        if tokens < LEAST_NARROW:
+            return f"with fewer than {LEAST_NARROW} queries or keys it was not faster than keeping dS"
+        if waits := _order_refusal(n, causal, device):
+            return waits if deterministic else ANY_ORDER
+    elif is_kept_well(n, device) and (causal or n.group == 1 or tokens < LEAST_OF_GROUPS):
+        return "there is room for dS, and keeping it is faster"
+    return ReduceOptions(ordered=deterministic or not _any_order_pays(n, device), apart=apart)
 
 
 def is_late(problem: AttentionProblem) -> bool:
@@ -117,19 +125,26 @@ def is_late(problem: AttentionProblem) -> bool:
     return bool(n.score_mods or {*n.mask_mods} - {"mask"} or (n.mask_mods and not n.mask_descriptors))
 
 
-def _any_order_pays(n: AttentionProblem) -> bool:
+def _is_apart(n: AttentionProblem) -> bool:
+    """Whether each head of a group is faster by itself: of wide tiles where the mask has a diagonal.
+
+    There blocks are unlike in length, and so heads come to be at work side by side whose sums L2 does not hold."""
+    return width_of(n) == 128 and max(n.sides) >= 0 and n.group > 1
+
+
+def _any_order_pays(n: AttentionProblem, device: Device) -> bool:
     """Whether any order is faster than the keys'."""
     tokens, causal = min(n.seq_q, n.seq_k), max(n.sides) >= 0
-    if n.dim_qk == 128:
-        return tokens >= LEAST_TOKENS[128]
+    if width_of(n) == 128:
+        slow, many = device.dram_bytes_per_s < SLOW_DRAM, tokens >= MANY
+        return n.group > 1 or ((causal or many) if slow else (causal and not many))
     return rows(n) - 1 < max(LEAST_TILES) or tokens < ORDER_PAYS[causal]
 
 
-def _order_refusal(n: AttentionProblem, causal: bool, slow: bool) -> str | None:
-    """Why keeping dS is faster than the ordered version."""
-    if n.dim_qk == 128 and causal and n.group > 1:
-        return "under a causal mask the sums of a group's heads do not fit L2"
-    if n.dim_qk == 64 and rows(n) - 1 < (least := LEAST_TILES[causal and not slow]):
+def _order_refusal(n: AttentionProblem, causal: bool, device: Device) -> str | None:
+    """Why keeping dS is faster than the ordered version at D=64."""
+    least = LEAST_TILES[causal and device.dram_bytes_per_s >= SLOW_DRAM]
+    if rows(n) - 1 < least and is_kept_well(n, device):
         return f"with fewer than {least} tiles of queries waiting for one's turn takes too long"
     return None
 
@@ -139,7 +154,7 @@ def _order_refusal(n: AttentionProblem, causal: bool, slow: bool) -> str | None:
 
 def queries_of(problem: AttentionProblem) -> int:
     """Queries of a tile: as many as S and dP have registers for."""
-    return 128 if problem.dim_qk == 64 else 64
+    return 128 if width_of(problem) == 64 else 64
 
 
 def blocks(problem: AttentionProblem) -> int:
@@ -147,9 +162,14 @@ def blocks(problem: AttentionProblem) -> int:
     return -(-problem.seq_k // KEYS)
 
 
-def programs(problem: AttentionProblem) -> int:
+def members(problem: AttentionProblem, options: ReduceOptions | None) -> int:
+    """Query heads of a program."""
+    return 1 if options is not None and options.apart else problem.group
+
+
+def programs(problem: AttentionProblem, options: ReduceOptions | None) -> int:
     """Programs of a launch."""
-    return blocks(problem) * problem.batch * problem.kv_heads
+    return blocks(problem) * problem.batch * problem.heads // members(problem, options)
 
 
 def rows(problem: AttentionProblem) -> int:
@@ -158,17 +178,31 @@ def rows(problem: AttentionProblem) -> int:
     return n.batch * n.heads * -(-n.seq_q // queries_of(n)) + 1
 
 
+def counters(problem: AttentionProblem, options: ReduceOptions | None) -> int:
+    """Numbers that are 0 at launch: of each tile of queries where additions have an order; where heads of a group are apart, of
+    each 64 keys behind them."""
+    if options is None or not (options.ordered or options.apart):
+        return 1
+    return rows(problem) + options.apart * 2 * programs(problem, None)
+
+
+def key_sums(problem: AttentionProblem, options: ReduceOptions | None) -> int:
+    """Elements of the fp32 sums of dk and dv, where heads of a group are apart."""
+    apart = options is not None and options.apart
+    return apart * 2 * programs(problem, None) * KEYS * width_of(problem)
+
+
 def scratch_bytes(problem: AttentionProblem, options: ReduceOptions | None) -> int:
-    """Memory for the fp32 sums of dq, statistics and, where additions have an order, a counter for each tile of queries."""
-    counters = options is not None and options.ordered
-    return 4 * rows(problem) * (queries_of(problem) * (problem.dim_qk + 2) + counters)
+    """Memory for the fp32 sums of dq, statistics, the counters, and the fp32 sums of dk and dv over the heads of a group."""
+    sums = rows(problem) * queries_of(problem) * (width_of(problem) + 2)
+    return 4 * (sums + counters(problem, options) + key_sums(problem, options))
 
 
-def heads_at_once(problem: AttentionProblem) -> int:
-    """KV heads of a batch, a divisor of all: as many as SUMS_AT_ONCE holds dq of."""
+def heads_at_once(problem: AttentionProblem, options: ReduceOptions | None = None) -> int:
+    """Programs' heads of a batch, a divisor of all: as many as SUMS_AT_ONCE holds dq of one query head of each."""
     n = problem
-    head = n.seq_q * n.dim_qk * 4
-    return max(d for d in divisors(n.batch * n.kv_heads) if d == 1 or d * head <= SUMS_AT_ONCE)
+    head = n.seq_q * width_of(n) * 4
+    return max(d for d in divisors(n.batch * n.heads // members(n, options)) if d == 1 or d * head <= SUMS_AT_ONCE)
 
 
 def reduce_tile(problem: AttentionProblem) -> Tile:
@@ -179,11 +213,11 @@ def reduce_tile(problem: AttentionProblem) -> Tile:
 def reduce_shared(problem: AttentionProblem, stages: int) -> int:
     """Shared memory of one program (bytes): rings of q, dout and a mask, K, V, two dS, a tile of dq, statistics, barriers."""
     n, queries = problem, queries_of(problem)
-    halves = (2 * stages * queries + 2 * KEYS) * n.dim_qk + 2 * KEYS * queries
+    halves = (2 * stages * queries + 2 * KEYS) * width_of(n) + 2 * KEYS * queries
     mask = {"": 0, "keys": 1, "tiles": queries}[n.mask_descriptors if "mask" in n.mask_mods else ""]
     return (
         halves * n.itemsize
-        + 4 * queries * (n.dim_qk + stages * 2)
+        + 4 * queries * (width_of(n) + stages * 2)
         + stages * max(mask * KEYS, 256 * (mask > 0))
         + SHARED
     )
@@ -208,6 +242,8 @@ def reduce_violation(
             "options.lists",
             "are of a mask_mod that looks at indices alone, or of a mask that heads share; the problem has neither",
         )
+    if options is not None and options.apart and n.group == 1:
+        return "options.apart", "is a version of groups of query heads, and each KV head has one"
     if options is not None and options.anew and not options.lists:
         return "options.anew", "is a version of lists"
     fixed = {"block_m": queries_of(n), "block_n": KEYS, "num_warps": 4}
@@ -215,9 +251,12 @@ def reduce_violation(
         return fault
     if tile.num_stages < 2:
         return "num_stages", f"must be at least 2 with {KERNEL}, got {tile.num_stages}"
-    total = n.batch * n.kv_heads
+    total = n.batch * n.heads // members(n, options)
     if type(heads) is not int or heads < 1 or total % heads:
-        return "heads_at_once", f"must be a divisor of {total} (batch x KV heads), got {heads!r}"
+        return (
+            "heads_at_once",
+            f"must be a divisor of {total} (batch x KV heads, or heads that are apart), got {heads!r}",
+        )
     if keys:
         return "keys_at_once", f"must be 0 with {KERNEL}, which keeps no dS, got {keys!r}"
     return None
@@ -227,7 +266,7 @@ def options_violation(options: object) -> tuple[str, str] | None:
     """As reduce_violation, of the options alone."""
     if not isinstance(options, ReduceOptions):
         return "options", f"must be ReduceOptions with {KERNEL}, got {options!r}"
-    for name in ("ordered", "late", "lists", "anew"):
+    for name in ("ordered", "late", "lists", "anew", "apart"):
         given: Any = getattr(options, name)
         if type(given) is not bool:
             return f"options.{name}", f"must be a bool, got {given!r}"

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tilefold.plan.backward import attention_backward_hopper as dense
 from tilefold.plan.backward.attention_backward_hopper import KERNEL
-from tilefold.plan.backward.hopper_backward import KEPT_LIMIT, UNIT, backward_tile_fault
+from tilefold.plan.backward.hopper_backward import KEPT_LIMIT, UNIT, WIDE, backward_tile_fault, kept_limit
 from tilefold.plan.device import Device
 from tilefold.plan.limits import Tile
 from tilefold.plan.problem import AttentionProblem
@@ -19,6 +19,7 @@ from tilefold.plan.problem import AttentionProblem
 # Key items whose dS has room at a time, for each running program, where spans are chosen; measured on an H200, D=128, 32 heads on
 # 8, causal: in 3 spans with 2 of them 591 TFLOP/s, in 4 with 3 539; in 5 and 7 529 and 522; in 9 and 13 494 and 513.
 HELD, HELD_IN_MANY, MANY = 2, 3, 6
+LEAST_SPLIT = 4096  # keys of a KV split at D=256; H100, 16384 tokens: of 2048 441 TFLOP/s, of 4096 468, in 3 spans 466
 MAX_SPANS = 4096  # launches of a call
 
 
@@ -96,13 +97,15 @@ def queries_at_once(problem: AttentionProblem, device: Device) -> int:
 def why(problem: AttentionProblem, device: Device) -> str:
     """What is wrong with all queries at once, as a sentence; "" if nothing is.
 
-    Several query heads to a KV head whose keys come in KV splits are faster in spans, each with all keys, but for few queries."""
+    Several query heads to a KV head whose keys come in KV splits are faster in spans, each with all keys, but for few queries; so
+    are short splits of wide head dims."""
     n, at_once = problem, dense.kept_at_once(problem, device)
     fault = dense.kept_violation(n, device, *at_once)
     if fault:
         return fault[1]
-    if n.group > 1 and n.sides in ((-1, -1), (-1, 0)) and 2 * n.seq_q >= n.seq_k and at_once[1] < n.seq_k:
-        limit = f"{KEPT_LIMIT / 2**30:.0f} GiB"
+    slow = n.group > 1 or (dense.width_of(n) == WIDE and at_once[1] < LEAST_SPLIT)
+    if slow and n.sides in ((-1, -1), (-1, 0)) and 2 * n.seq_q >= n.seq_k and at_once[1] < n.seq_k:
+        limit = f"{kept_limit(n) / 2**30:.2g} GiB"
         return f"{limit} hold dS of {at_once[1]} of {n.seq_k} keys at a time, in KV splits that wait for each other"
     return ""
 

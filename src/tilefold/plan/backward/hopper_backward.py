@@ -7,6 +7,7 @@ from math import isqrt
 from tilefold.plan.device import Device
 from tilefold.plan.hopper import tile_fault
 from tilefold.plan.limits import Tile
+from tilefold.plan.problem import AttentionProblem
 
 UNIT = 64  # tokens of a tile
 PROGRAMS_PER_SM = 2  # of the kernels with one folding warpgroup
@@ -16,8 +17,10 @@ WIDE_REGISTERS = (168, 240)  # of a thread at launch there, of a folding thread
 SPARE = (
     1.5  # key items that begin before the first query item, for each place: 1 is too few where items differ in length
 )
-KEPT_LIMIT = 4 << 30
-"""Bytes of dS that are kept at a time: fixed, whatever the lengths."""
+KEPT_LIMIT = 1 << 28
+"""Bytes of dS that are kept at a time, or twice what q, out and their gradients take (`kept_limit`): O(N D)."""
+MOST_KEPT = 4 << 30
+"""The same where nothing else serves: packed batches, and lists of blocks."""
 BARRIER_BYTES = 640  # barriers, the note, and what the compiler keeps to start the partitions
 
 
@@ -27,6 +30,12 @@ def backward_delay(batch: int, batches: int, slots: int, places: int) -> int:
     hold, so that key items need not wait either: they do for query items that lie as many slots behind."""
     most = batches * batch if slots == batches else max(batch, slots * batch // 2)
     return min(batch + int(SPARE * places), most)
+
+
+def kept_limit(problem: AttentionProblem) -> int:
+    """Bytes of dS that are kept at a time."""
+    n = problem
+    return max(KEPT_LIMIT, 4 * n.batch * n.heads * n.seq_q * (n.dim_qk + n.dim_v) * n.itemsize)
 
 
 def divisors(number: int) -> list[int]:

@@ -4,7 +4,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from tilefold.plan.backward.hopper_backward import (
-    KEPT_LIMIT,
+    MOST_KEPT,
     PROGRAMS_PER_SM,
     UNIT,
     backward_delay,
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 KERNEL = "sparse_backward_hopper"
 MOST_SLOTS = (
-    4  # of dS, each for one batch of heads; lists whose heads need more than KEPT_LIMIT have the portable kernels
+    4  # of dS, each for one batch of heads; lists whose heads need more than MOST_KEPT have the portable kernels
 )
 
 
@@ -41,8 +41,8 @@ def hopper_backward_refusal(problem: "SparseProblem", device: Device) -> str | N
         return "no list has room for a block"
     if n.batch * n.heads * units(problem)[0] >= 1 << 24:
         return "there are more than 2**24 units of 64 queries"
-    if kept_bytes(problem, 1) > KEPT_LIMIT:
-        need, have = kept_bytes(problem, 1) / 2**30, KEPT_LIMIT / 2**30
+    if kept_bytes(problem, 1) > MOST_KEPT:
+        need, have = kept_bytes(problem, 1) / 2**30, MOST_KEPT / 2**30
         return f"dS of one KV head at a time would take {need:.1f} GiB of memory, more than {have:.0f}"
     if fault := heads_violation(problem, 1):
         return fault[1]
@@ -67,7 +67,7 @@ def slot_bytes(problem: "SparseProblem", heads: int) -> int:
 def slots(problem: "SparseProblem", heads: int) -> int:
     """How many batches of `heads` KV heads have room for their dS at a time: with four nobody waits for a slot, two at least."""
     batches = problem.attention.batch * problem.attention.kv_heads // heads
-    return min(batches, max(2, min(MOST_SLOTS, KEPT_LIMIT // max(1, slot_bytes(problem, heads)))))
+    return min(batches, max(2, min(MOST_SLOTS, MOST_KEPT // max(1, slot_bytes(problem, heads)))))
 
 
 def delay(problem: "SparseProblem", heads: int, places: int) -> int:
@@ -84,11 +84,11 @@ def kept_bytes(problem: "SparseProblem", heads: int) -> int:
 @lru_cache(maxsize=256)
 def heads_at_once(problem: "SparseProblem", device: Device) -> int:
     """KV heads of a batch, a divisor of all: as few as give every place of the device work on keys while the batch before is made
-    complete; fewer, if KEPT_LIMIT does not hold those."""
+    complete; fewer, if MOST_KEPT does not hold those."""
     n = problem.attention
     total = n.batch * n.kv_heads
     _, kv_units = units(problem)
-    fitting = [d for d in divisors(total) if kept_bytes(problem, d) <= KEPT_LIMIT and not heads_violation(problem, d)]
+    fitting = [d for d in divisors(total) if kept_bytes(problem, d) <= MOST_KEPT and not heads_violation(problem, d)]
     enough = [d for d in fitting if d * kv_units >= PROGRAMS_PER_SM * device.sms]
     return min(enough, default=max(fitting, default=1))
 
