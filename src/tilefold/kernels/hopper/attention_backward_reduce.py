@@ -166,10 +166,10 @@ def attention_backward_reduce(
     COLUMNS_V: gl.constexpr, QUERIES: gl.constexpr, SLOTS: gl.constexpr,
     ORDERED: gl.constexpr, LATE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """q_desc, do_desc [B, H, Sq, D], boxes [1, 1, QUERIES, 64]; k_desc, v_desc [B, H/group, Sk, D], boxes [1, 1, 128, 64].  D, the
-    width of the tiles, is 64 with QUERIES 128, or 128 with QUERIES 64; COLUMNS_QK and COLUMNS_V of them are the head dims, None
-    for all, and TMA fills the others with zeros.  stat_desc: statistics (`recompute`, of QUERIES queries) as one dimension, box
-    [2 * QUERIES], the last row being number no_tile = B * H * q_tiles, of a tile without queries.
+    """q_desc, do_desc [B, H, Sq, D], boxes [1, 1, QUERIES, 64]; k_desc, v_desc [B, H/group, Sk, D], boxes [1, 1, 128, 64].  D,
+    the width of the tiles, is 64 with QUERIES 128, or 128 with QUERIES 64; COLUMNS_QK and COLUMNS_V of them are the head dims,
+    None for all, and TMA fills the others with zeros.  stat_desc: statistics (`recompute`, of QUERIES queries) as one dimension,
+    box [2 * QUERIES], the last row being number no_tile = B * H * q_tiles, of a tile without queries.
 
     sum_desc: zeros [no_tile + 1, QUERIES * D] fp32 as [.., 32], box [128, 32], to which dq / scale is added.  ORDERED:
     Progress, zeros [no_tile + 1] int32, how many blocks of keys have added to a tile of queries.

@@ -142,8 +142,10 @@ class BlockScheduler:
             begin += tiles - 1
         elif self.mask.KIND == FULL:
             begin += block * STAGGER % tiles
-        return KeyBlock(block, batch, head, query_head, part, self.lengths, first, first + tiles, begin, tiles * self.members, row,
-                        step, entries)  # fmt: skip
+        visits = tiles * self.members
+        return KeyBlock(
+            block, batch, head, query_head, part, self.lengths, first, first + tiles, begin, visits, row, step, entries
+        )
 
     @jit
     def alternating(self, i):

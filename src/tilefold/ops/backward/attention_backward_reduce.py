@@ -40,7 +40,7 @@ def bound_launches(
     """The launches of this call under this plan; tensors: q, k, v, out."""
     from ...kernels.backward.backward_reduced import backward_reduced
     from ...plan.backward import attention_backward_reduce as rules
-    from ...plan.backward.attention_backward_hopper import tiles
+    from ...plan.backward.attention_backward_hopper import tiles, width_of
     from ..launch import Launch
 
     q, k, v, out = tensors
@@ -48,7 +48,7 @@ def bound_launches(
     assert options is not None  # of this kernel's plans
     rows, q_tiles = rules.rows(n), -(-n.seq_q // queries)
     counters, key_sums = rules.counters(n, options), rules.key_sums(n, options)
-    width = rules.width_of(n)
+    width = width_of(n)
     numbers = rows * queries * width
     grid, constants = ((rows - 1) * 2, 1, 1), {"QUERIES": queries, "D": width, "COLUMNS": n.dim_qk}
     last = Launch(backward_reduced, grid, constants, {"num_warps": 4}, q.device.index or 0)
@@ -161,6 +161,7 @@ def _main(plan: "AttentionBackwardPlan", call: Call, device: int) -> "Launch":
     """The kernel's launch."""
     from ...kernels.hopper.attention_backward_reduce import attention_backward_reduce
     from ...plan.backward import attention_backward_reduce as rules
+    from ...plan.backward.attention_backward_hopper import width_of
     from ...plan.hopper import PRODUCER_REGISTERS
     from ..launch import Launch
 
@@ -170,7 +171,7 @@ def _main(plan: "AttentionBackwardPlan", call: Call, device: int) -> "Launch":
         "SOFTCAP": 0 if "softcap" not in n.score_mods else 2 if n.dtype == "bfloat16" else 1,
         "MASK": _mask_rows(call, n),
         "KIND": kind_of(window_of(call.window, call.causal)),
-        "D": (width := rules.width_of(n)),
+        "D": (width := width_of(n)),
         "COLUMNS_QK": None if n.dim_qk == width else n.dim_qk,
         "COLUMNS_V": None if n.dim_v == width else n.dim_v,
         "QUERIES": rules.queries_of(n),
