@@ -110,7 +110,7 @@ def test_figures_are_those_of_the_results(start: str, family: str, case: str, pe
             "### Beside FlashAttention-4, det",
             ["| 64, 32 | 16384 x 1 | causal |"],
         ),
-        ("decoding step", "performance/decode.md", "## Prediction", ["| B=1, N=8192 |", "| B=32, N=8192 |"]),
+        ("decoding step", "performance/decode.md", "### Prediction", ["| B=1, N=8192 |", "| B=32, N=8192 |"]),
         ("Qwen2-7B", "concepts/lowbit_linear.md", "## What it does", ["| bfloat16 | graph |", "| 4 bits | graph |"]),
     ],
 )
