@@ -143,6 +143,29 @@ def test_functions_are_where_pages_say() -> None:
     assert misplaced(moved) == ["state_step in src/tilefold/device/fold.py"]
 
 
+RECORD = ["How fast", "How it works", "The bound", "What was tried", "Open"]
+
+
+def prose(text: str) -> int:
+    """The words of a page outside of its tables and blocks of code."""
+    lines = [line for line in FENCE.sub("", text).splitlines() if not line.startswith("|")]
+    return sum(bool(re.search(r"\w", word)) for line in lines for word in line.split())
+
+
+def test_records_stay_short() -> None:
+    """A kernel's record: a summary in five lines, the same five parts, at most three pages."""
+    pages = {
+        page.stem: page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs" / "performance").glob("*.md"))
+    }
+    assert len(pages) > 15
+    assert {name: count for name, text in pages.items() if (count := prose(text)) > 1500} == {}
+    for name in pages.keys() - {"index", "overview", "bench"}:
+        first, *parts = re.split(r"^## (.+)$", pages[name], flags=re.MULTILINE)
+        assert parts[::2] == RECORD, name
+        assert len(re.findall(r"^\* \*\*", first, re.MULTILINE)) == 5, name
+    assert prose("# One two\n\n| a | b |\n\n```\nc d\n```\n\n* three `four`: 5 %") == 5
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     """What the source says, read without importing it, is what a user gets, and each name has its place on one page."""
     pytest.importorskip("griffe")

@@ -101,16 +101,16 @@ def test_figures_are_those_of_the_results(start: str, family: str, case: str, pe
         (
             "backward, D=128",
             "performance/attention_backward_hopper.md",
-            "## Beside FlashAttention-4, det",
+            "### Beside FlashAttention-4, det",
             ["| 128, 16 | 16384 x 1 | causal |"],
         ),
         (
             "backward, D=64",
             "performance/attention_backward_hopper.md",
-            "## Beside FlashAttention-4, det",
+            "### Beside FlashAttention-4, det",
             ["| 64, 32 | 16384 x 1 | causal |"],
         ),
-        ("decoding step", "performance/decode.md", "## Prediction", ["| B=1, N=8192 |", "| B=32, N=8192 |"]),
+        ("decoding step", "performance/decode.md", "### Prediction", ["| B=1, N=8192 |", "| B=32, N=8192 |"]),
         ("Qwen2-7B", "concepts/lowbit_linear.md", "## What it does", ["| bfloat16 | graph |", "| 4 bits | graph |"]),
     ],
 )
@@ -152,7 +152,7 @@ def test_ranges_are_those_of_the_results() -> None:
                     newest[case] = run["tilefold"] / run[name]
             assert f"{direction} {min(newest.values()):.2f} to {max(newest.values()):.2f}" in said[peer], peer
     record = (ROOT / "docs" / "performance" / "attention_backward_hopper.md").read_text(encoding="utf-8")
-    table = record[record.index("\n## Beside FlashAttention-4, det") :].split("\n* At D=128")[0]
+    table = record[record.index("\n### Beside FlashAttention-4, det") :].split("\n* At D=128")[0]
     beside = [
         float(line.split("|")[7].split("(")[1].split("x")[0])
         for line in table.splitlines()
