@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..bound import Bound, Slot, attribute, strides_named
+from ..bound import Bound, Slot, attribute
 from ..call import UNBOUNDED, Call, window_of
-from ..dense.attention_parts import head_strides, kind_of
+from ..dense.attention_parts import kind_of
 from .attention_backward_hopper import FENCED, HOLDING
 from .hopper_backward import (
     SIDES,
@@ -14,11 +14,11 @@ from .hopper_backward import (
     UNIT,
     GluonBound,
     Scratch,
-    boxed_sides,
     gradients_of,
     kept_box,
-    side_boxes,
+    packed_strides,
     statistics_box,
+    values_of_lengths,
 )
 
 if TYPE_CHECKING:
@@ -44,10 +44,9 @@ def bound_launches(
     order = order_of(n, plan.device, plan.keys_at_once, q.shape[0], k.shape[0])
     rows, kept = n.heads * order.q_places + 1, order.slots * n.group * order.width * UNIT
     pieces, counters = order.keys + order.queries, 1 + 2 * order.blocks
-    q4, dout4, k4, v4 = (t.unsqueeze(0) for t in (q, dout, k, v))  # one sequence to TMA
     left, right = (UNBOUNDED if side < 0 else side for side in window_of(call.window, call.causal))
     values = {
-        **boxed_sides(side_boxes(q4, dout4, k4, v4, call.layout)),
+        **values_of_lengths(tensors, dout, call),
         "stat_desc": Slot("Statistics", statistics_box(rows).over),
         "ds_desc": Slot("kept", kept_box(kept, q.dtype).over),
         "CuQ": attribute("call", "source.cu_q", call.packed),
@@ -55,10 +54,6 @@ def bound_launches(
         "scale": scale,
         "batch": n.batch,
         "steps": (n.batch - 1).bit_length(),
-        "max_q": n.seq_q,
-        "max_k": n.seq_k,
-        "total_q": q.shape[0],
-        "total_k": k.shape[0],
         "heads": n.heads,
         "kv_heads": n.kv_heads,
         "group": n.group,
@@ -75,10 +70,8 @@ def bound_launches(
         "counters": counters,
         "no_tile": rows - 1,
         "nowhere": kept,
+        **packed_strides(g=q.shape, x=k.shape, y=v.shape),
     }
-    for letter, t in (("o", out), ("d", dout), ("g", q.shape), ("x", k.shape), ("y", v.shape)):
-        for dims in ("mh", "nh"):  # of keys the kernels call a row m, and n
-            values |= strides_named(letter, head_strides(t, "bshd"), dims)
     scratch = (
         Scratch((rows * STATISTICS,), torch.float32),
         Scratch((counters,), torch.int32),

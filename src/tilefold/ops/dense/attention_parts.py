@@ -61,7 +61,9 @@ class Prepared:
     decoder: Any = None  # the decode kernel's launches, instead of `bound`, where plan is a DecodePlan
     keep: tuple[Any, ...] = field(default=())  # objects whose id is part of the key
     backward: dict[Any, Any] = field(default_factory=dict)  # bound backward passes of this call
-    shared: dict[Any, Any] = field(default_factory=dict)  # backward passes of calls whose lengths make the same tiles
+    shared: dict[Any, Any] | None = (
+        None  # backward passes of calls whose lengths make the same tiles, where these are shared
+    )
     placed: bool = False  # what says where sequences lie is read first: it costs nothing there
     ways: Ways = field(default_factory=no_ways)
 
@@ -207,9 +209,11 @@ def sequence_strides(t: torch.Tensor | tuple[int, ...], layout: Layout) -> tuple
 
 
 def describe_box(t: torch.Tensor, layout: Layout, rows: int, block_d: int, *kind: Any) -> "Box":
-    """The descriptor of [B, H, N, D]; kind: as of Box.  The stride of a dimension of size 1 means nothing and may be invalid:
-    use one row's."""
-    if layout == "bshd":
+    """The descriptor of [B, H, N, D]; kind: as of Box.  A packed batch is one sequence to TMA.  The stride of a dimension of size
+    1 means nothing and may be invalid: use one row's."""
+    if t.dim() == 3:
+        (length, heads, dim), (stride_n, stride_h, _), batch, stride_b = t.shape, t.stride(), 1, 0
+    elif layout == "bshd":
         (batch, length, heads, dim), (stride_b, stride_n, stride_h, _) = t.shape, t.stride()
     else:
         (batch, heads, length, dim), (stride_b, stride_h, stride_n, _) = t.shape, t.stride()
