@@ -258,7 +258,6 @@ def left_out() -> list[Any]:
     """What stands for the GPU."""
     from tilefold.ops import device as devices
     from tilefold.ops import launch
-    from tilefold.ops.backward.hopper_backward import Scratch
     from tilefold.ops.cache import kvcache
     from tilefold.ops.dense import attention
     from tilefold.ops.sparse import sparse
@@ -288,7 +287,6 @@ def left_out() -> list[Any]:
         (launch.Launch, "_first", compiled),
         (launch.Launch, "found", compiled),
         (launch, "current_device", giving(0)),
-        (Scratch, "made", lambda self, device: torch.empty(self.shape, dtype=self.dtype, device=device)),
         (torch.cuda, "current_device", giving(0)),
         (torch.cuda, "is_current_stream_capturing", giving(False)),
         (triton.runtime.driver, "_active", mock.Mock(get_current_stream=giving(0))),

@@ -138,13 +138,13 @@ class Bound:
         makes: dict[int, Any] = {}
         for name, value in values.items():
             at = places.get(name)
-            if at is None:
+            if at is None or (value == template[at] and at not in self._slots):
                 continue
             if (type(value) is Slot) != (at in self._slots):
                 raise KeyError(f"{self.launch.fn.__name__} has no parameter {name!r} that is the same in all calls")
             if type(value) is Slot:
                 makes[at] = value.make
-            elif value != template[at]:
+            else:
                 alike = alike and self.launch.alike(at, template[at], value)
                 template[at] = value
         made._made = (
@@ -195,7 +195,9 @@ class Box:
     def over(self, tensor: torch.Tensor) -> Any:
         """The descriptor of `tensor`, whose base has to be 16-byte aligned."""
         descriptor = object.__new__(self._kind)
-        descriptor.__dict__.update(self._fields, base=tensor)
+        fields = descriptor.__dict__
+        fields.update(self._fields)
+        fields["base"] = tensor
         return descriptor
 
 
@@ -216,13 +218,13 @@ def _attribute(of: str, path: str) -> Slot:
     return Slot(of, operator.attrgetter(path))
 
 
-def strides_named(letter: str, strides: Sequence[int], dims: Sequence[str]) -> dict[str, int]:
+def strides_named(letter: str, strides: Sequence[int], dims: str | tuple[str, ...]) -> dict[str, int]:
     """The values of stride_qb, stride_qm, stride_qh for ("q", strides, "bmh"); of a packed tensor the last two."""
-    return dict(zip(_stride_names(letter, tuple(dims[-len(strides) :])), strides, strict=True))
+    return dict(zip(_stride_names(letter, dims[-len(strides) :]), strides, strict=True))
 
 
 @functools.cache
-def _stride_names(letter: str, dims: tuple[str, ...]) -> tuple[str, ...]:
+def _stride_names(letter: str, dims: str | tuple[str, ...]) -> tuple[str, ...]:
     return tuple(f"stride_{letter}{dim}" for dim in dims)
 
 

@@ -89,7 +89,7 @@ def work_counter(device: torch.device) -> torch.Tensor:
     One per stream, since launches on one stream follow one another.  A captured graph may be replayed beside anything else, so
     each captured launch has its own, set to 0 by the graph itself.  So has one inside an operator: a compiled region may run in
     a graph's memory pool, in which nothing may be kept."""
-    if device.type == "meta" or _PLACE.operator or torch.cuda.is_current_stream_capturing():
+    if _PLACE.operator or torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
     key = device.index, stream_of()(device.index)
     found = _COUNTERS.get(key)
@@ -98,7 +98,7 @@ def work_counter(device: torch.device) -> torch.Tensor:
     return found
 
 
-WORK_COUNTER = Slot("q", lambda t: work_counter(t.device))
+WORK_COUNTER = Slot("q", lambda t: t.new_zeros(1, dtype=torch.int32) if t.is_meta else work_counter(t.device))
 """The counter as an argument by name."""
 
 

@@ -226,18 +226,18 @@ class Mapped:
 
     def __init__(self, launch: Any, places: Sequence[tuple[int, Any]], make: Callable[[Any, Any], list[Any]]) -> None:
         self.launch, self.make, self.places = launch, make, tuple(places)[::-1]
-        self.known: dict[Any, Any] = {}  # -> what the launcher takes, and the lists whose ids are in the key
+        self.known: dict[Any, Any] = {}  # -> what the launcher takes, and the list whose id is in the key
 
     def __call__(self, *args: Any) -> None:
         given = list(args)
         for at, facts in self.places:  # the last first: the others stay where they are
             one = args[at]
-            key = at, one.base.data_ptr(), id(one.shape), id(one.strides)
+            key = at, one.base.data_ptr(), id(one.shape)  # whose strides are those of one `Box`
             found = self.known.get(key)
             if found is None:
                 if len(self.known) >= self.LIMIT:
                     self.known.clear()
-                found = self.known[key] = self.make(one, facts), one.shape, one.strides
+                found = self.known[key] = self.make(one, facts), one.shape
             given[at : at + 1] = found[0]
         self.launch(*given)
 

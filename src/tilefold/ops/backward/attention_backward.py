@@ -24,7 +24,6 @@ from .attention_backward_loads import (
 )
 from .attention_backward_weights import bind_weights, weighted
 from .backward_parts import ROWS, boxes, delta_bound, readable, score_slope, side_strides, slopes_of, tiled
-from .hopper_backward import UNIT
 
 if TYPE_CHECKING:
     from ...plan.backward.attention_backward import AttentionBackwardPlan
@@ -182,9 +181,8 @@ def _bound(
     if found is None:
         alike = _key_of_tiles(prepared, tensors, call, key)
         near = None if alike is None else prepared.shared.get(alike)
-        if near is not None:
-            found = near.of_lengths(tensors, dout, call)
-        else:
+        found = None if near is None else near.of_lengths(tensors, dout, call)
+        if found is None:
             with without_collector():
                 found = _bound_anew(prepared, tensors, beside, call, with_bias, loads)
             if alike is not None and found.plan.kernel == HOPPER and not found.plan.queries_at_once:
@@ -216,13 +214,12 @@ def _key_of_tiles(prepared: Any, tensors: tuple[torch.Tensor, ...], call: Call, 
     if prepared.shared is None:
         return None
     at = 0 if call.packed is not None else 2 if call.layout == "bhsd" else 1
-    rows = [t.shape[at] for t in tensors[:2]]
-    if call.packed is not None:  # its work follows from the tokens of all sequences
-        alike: Any = [(n // UNIT, -(-n // UNIT)) for n in rows]
-    elif window_of(call.window, call.causal) in ((-1, -1), (-1, 0)):
-        alike = rows[1] - rows[0], 2 * rows[0] >= rows[1]
-    else:
-        return None
+    alike: tuple[Any, ...] = ()
+    if call.packed is None:
+        rows, keys = (t.shape[at] for t in tensors[:2])
+        if window_of(call.window, call.causal) not in ((-1, -1), (-1, 0)):
+            return None
+        alike = keys - rows, 2 * rows >= keys
     dout, out, dlse, *others = key
     sides = [(side_of(facts, at), facts[2][at]) for facts in (dout, out)]
     return *alike, *sides, dlse and dlse[3:], *others

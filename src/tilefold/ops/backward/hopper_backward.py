@@ -48,8 +48,8 @@ class GluonBound:
     main: Bound
     last: Bound | None = None
 
-    def of_lengths(self, tensors: Tensors, dout: torch.Tensor, call: Call) -> "GluonBound":
-        """The launches of a call that differs in its lengths, which make the same tiles."""
+    def of_lengths(self, tensors: Tensors, dout: torch.Tensor, call: Call) -> "GluonBound | None":
+        """The launches of a call that differs in its lengths, which make the same tiles; None if they are others."""
         values = values_of_lengths(tensors, dout, call)
         first, main = self.first.with_values(values), self.main.with_values(values)
         return GluonBound(self.plan, (*self.buffers[:-3], *gradients_of(tensors)), first, main)

@@ -95,11 +95,10 @@ def new_results(
 @functools.lru_cache(maxsize=1024)
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a contiguous tensor."""
-    strides, size = [], 1
-    for n in shape[::-1]:
-        strides.append(size)
-        size *= n or 1
-    return tuple(strides[::-1])
+    strides = [1] * len(shape)
+    for at in range(len(shape) - 1, 0, -1):
+        strides[at - 1] = strides[at] * (shape[at] or 1)
+    return tuple(strides)
 
 
 def problem_of(
@@ -220,9 +219,9 @@ def describe_box(t: torch.Tensor, layout: Layout, rows: int, block_d: int, *kind
     if batch == 1 or heads == 1 or length == 1:
         step = 16 // t.element_size()
         row = -(-dim // step) * step
-        stride_b, stride_h, stride_n = (
-            row if n == 1 else s for n, s in ((batch, stride_b), (heads, stride_h), (length, stride_n))
-        )
+        stride_b = row if batch == 1 else stride_b
+        stride_h = row if heads == 1 else stride_h
+        stride_n = row if length == 1 else stride_n
     return Box(t, [batch, heads, length, dim], [stride_b, stride_h, stride_n, 1], [1, 1, rows, block_d], *kind)
 
 
