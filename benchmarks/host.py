@@ -1,6 +1,6 @@
 """What a call of small tensors costs the host, in microseconds, and by functions where asked.
 
-    PYTHONPATH=src python benchmarks/host.py [--only kvcache] [--profile] [--stages] [--before ../before/src [--rounds 9]]
+    PYTHONPATH=src python benchmarks/host.py [--only kvcache] [--profile] [--stages] [--before ../before/src [--rounds 5]]
 
 With a GPU: the time until a call returns, beside torch's SDPA.  Without: CPU time of the thread, the least of many short runs,
 with plans for an H200 and the driver's launches left out, beside an autograd function that only allocates.  Rows that begin with
@@ -29,7 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import tilefold
 from tilefold import BlockIndex
 from tilefold.bench import timers
-from tilefold.ops import records
+from tilefold.ops import hopper, records
 
 Call = Callable[..., Any]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -219,39 +219,38 @@ def stages(stats: Any, total: float) -> list[tuple[str, float]]:
 def steps() -> dict[str, Call]:
     """What a warm `attention` does, one by one; those of the launch by themselves, too."""
     from tilefold.ops import launch
+    from tilefold.ops.bound import Flat
     from tilefold.ops.call import Call, key_of
     from tilefold.ops.dense.attention_parts import new_results
     from tilefold.ops.watch import is_open
 
     q, k, v = (draw(1, 128, 4, 64) for _ in range(3))
-    tilefold.attention(q, k, v, causal=True)
-    made = {"causal": True, "window": None, "scale": None, "softcap": 0.0, "layout": "bshd"}
-    call = Call(*made.values())
+    for _ in range(3):
+        tilefold.attention(q, k, v, causal=True)
+    call = Call(True, None, None, 0.0, "bshd")
     key = "attention", key_of(q, k, v, call)
     record = records.CACHE[key]
     given = (q, k, v, *new_results(q, record.out_shape, record.lse_shape), call)
-    arguments, one = record.bound.arguments(given), record.bound.launch
+    bound, one = record.bound, record.bound.launch
     run, head, current_stream, middle = one._compiled
-    device, before = one.device, (*head, *middle)
-    found = {
+    flat = isinstance(bound._flat, Flat)
+    make, start, drive = (bound._flat.arguments, one.flat, run.launch) if flat else (bound.arguments, one, run)
+    arguments = make(given)
+    whole = (*one.grid, current_stream(one.device), *head, *middle, *arguments, *one._tail)
+    return {
         "Call": lambda: Call(True, None, None, 0.0, "bshd"),
         "who watches": lambda: torch.compiler.is_compiling() or is_open(),
         "key": lambda: key_of(q, k, v, call),
         "lookup": lambda: records.CACHE.get(key),
         "out and lse": lambda: new_results(q, record.out_shape, record.lse_shape),
-        "arguments": lambda: record.bound.arguments(given),
-        "launch": lambda: one(arguments),
+        "arguments": lambda: make(given),
+        "  work counter": lambda: hopper.WORK_COUNTER.make(q),
+        "launch": lambda: start(arguments),
         "  hooks": launch._hooked,
         "  device": lambda: launch.current_device(),
-        "  stream": lambda: current_stream(device),
+        "  stream": lambda: current_stream(one.device),
+        "  driver": lambda: drive(*whole),
     }
-    if isinstance(run, launch.Mapped):
-        stream, plain = current_stream(device), []
-        with mock.patch.object(run, "launch", lambda *args: plain.append(args)):
-            run(*one.grid, stream, *before, *arguments, *one._tail)
-        found["  tensor maps and driver"] = lambda: run(*one.grid, stream, *before, *arguments, *one._tail)
-        found["  driver"] = lambda: run.launch(*plain[0])
-    return found
 
 
 def left_out() -> list[Any]:
@@ -296,7 +295,8 @@ def left_out() -> list[Any]:
 
 
 def sampler(name: str, call: Call) -> Callable[[], float]:
-    return lambda: shortest(call, runs=3 if name.startswith("new") else 10)
+    runs = 20 if not name.startswith("new") else 12 if DEVICE == "cuda" else 3  # LENGTHS are enough for ten rounds
+    return lambda: shortest(call, runs=runs)
 
 
 def beside(before: Path, names: list[str], rounds: int) -> None:
@@ -316,7 +316,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="where the time goes, by functions")
     parser.add_argument("--stages", action="store_true", help="where the time goes, by steps and stages")
     parser.add_argument("--before", type=Path, help="src of the version to compare with")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sort", choices=("tottime", "cumtime"), default="tottime")
     parser.add_argument("--lines", type=int, default=25)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)

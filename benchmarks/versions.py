@@ -9,6 +9,7 @@ last column says whether their results are equal to the bit."""
 import argparse
 import hashlib
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -261,7 +262,7 @@ def compare(
         for turn in range(rounds):
             for i in (0, 1) if turn % 2 == 0 else (1, 0):
                 versions[i].ask({"sample": name})
-                samples[i].append(versions[i].answer()["us"])
+                samples[i].append(versions[i].answer().get("us", math.nan))
         before, after = found[name] = of(samples[0]), of(samples[1])
         equal = "equal" if prepared[0, name]["bits"] == prepared[1, name]["bits"] else "DIFFER"
         bits = equal if prepared[0, name]["bits"] else ""
