@@ -114,17 +114,17 @@ class Bound:
         if not places:
             return places is None
         made = {at: (place, make) for at, place, make in self._made}
-        boxes = {at: getattr(make, "__self__", None) for at, (_, make) in made.items() if at in places}
-        if len(boxes) < len(places) or not all(isinstance(box, Box) for box in boxes.values()):
+        if any(at not in made for at in places):
             return False
         template: list[Any] = []
         where: dict[int, int] = {}
         maps: list[Any] = []
         for at, value in enumerate(self._template):
             where[at] = len(template)
-            if at in boxes:
+            if at in places:
                 place, over = made.pop(at)
-                maps.append((where[at], place, {}, over, places[at]))
+                whole = isinstance(getattr(over, "__self__", None), Box)
+                maps.append((where[at], place, whole, {}, over, places[at]))
                 template += [None, *places[at](arguments[at])[1:]]
             else:
                 template.append(value)
@@ -193,13 +193,13 @@ class Bound:
 class Flat(NamedTuple):
     """The arguments of a launch with descriptors as Triton 3.6's C launcher takes them: of each a tensor map, shape and strides.
 
-    A map follows from an address; the rest is that of the `Box`.  template, as_given, made: as of `Bound`.  maps: (where, what of
-    a call, those of known addresses, what makes a descriptor, what makes a map of it)."""
+    A map follows from an address; the rest is that of the argument's `Box`.  template, as_given, made: as of `Bound`.  maps:
+    (where, what of a call, whether that is the tensor, those of known addresses, what makes a descriptor, what a map of it)."""
 
     template: list[Any]
     as_given: tuple[tuple[int, int], ...]
     made: tuple[tuple[int, int, Callable[[Any], Any]], ...]
-    maps: tuple[tuple[int, int, dict[int, Any], Callable[[Any], Any], Callable[[Any], list[Any]]], ...]
+    maps: tuple[tuple[int, int, bool, dict[int, Any], Callable[[Any], Any], Callable[[Any], list[Any]]], ...]
 
     def arguments(self, given: tuple[Any, ...]) -> list[Any]:
         """`Bound.arguments`."""
@@ -208,13 +208,14 @@ class Flat(NamedTuple):
             arguments[at] = given[place]
         for at, place, make in self.made:
             arguments[at] = make(given[place])
-        for at, place, known, over, make in self.maps:
-            address = given[place].data_ptr()
+        for at, place, whole, known, over, make in self.maps:
+            one = given[place] if whole else over(given[place])
+            address = one.data_ptr() if whole else one.base.data_ptr()
             found = known.get(address)
             if found is None:
                 if len(known) >= MAPS:
                     known.clear()
-                found = known[address] = make(over(given[place]))[0]
+                found = known[address] = make(over(one) if whole else one)[0]
             arguments[at] = found
         return arguments
 

@@ -108,15 +108,20 @@ def test_a_profiler_sees_every_launch_of_a_bound_one(monkeypatch):
     assert len(ours) == 4 and len(seen) == 1 and isinstance(seen[0][0], TensorDescriptor)
 
 
-def test_what_is_no_box_is_left_to_the_launcher(monkeypatch):
+def test_a_descriptor_of_a_part_has_a_map_of_its_address(monkeypatch):
+    """As of a mask, whose booleans are bytes to TMA, or of scratch that holds several tensors."""
     plain, kept, theirs, ours = launchers(monkeypatch)
-    t = torch.zeros(256, 64, dtype=torch.bfloat16)
-    one = box(t, 64)
-    bound = bound_to(kept, monkeypatch, a=Slot("x", lambda x: one.over(x)), b=Slot("y", box(t, 32).over))
-    for _ in range(3):
+    tensors = [torch.zeros(320, 64, dtype=torch.bfloat16) for _ in range(2)]
+    one, other = box(tensors[0][:256], 64), box(tensors[0][:256], 32)
+    bound = bound_to(kept, monkeypatch, a=Slot("x", lambda x: one.over(x[64:])), b=Slot("y", other.over))
+    for t in tensors * 3:
         bound((t, t, t))
-        plain(*HEAD, one.over(t), 7, box(t, 32).over(t), t, 5)
+        plain(*HEAD, one.over(t[64:]), 7, other.over(t), t, 5)
     assert ours == theirs
+    del made[:]
+    for t in tensors:
+        bound((t, t, t))
+    assert not made
 
 
 def test_another_shape_at_the_same_address_has_a_map_of_its_own(monkeypatch):
@@ -136,7 +141,7 @@ def test_maps_are_forgotten_when_there_are_too_many(monkeypatch):
     for at in [*range(40), *range(40)]:
         bound((t[at : at + 64], t, t))
         assert ours[-1][len(HEAD)][0] == t[at].data_ptr()
-    assert len(bound._flat.maps[0][2]) <= 8
+    assert len(bound._flat.maps[0][3]) <= 8
 
 
 def test_launchers_without_descriptors_or_tma_stay_as_they_are():
