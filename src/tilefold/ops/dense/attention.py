@@ -94,10 +94,7 @@ def _near(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, key: An
     """The record of a call from that of other lengths, None if there is none to make it from.  Calls whose k and v are longer or
     shorter by a few keys share plan and launches: a token of generation is not planned anew.  Calls of any lengths share checks
     and compiled kernel."""
-    try:
-        lengths, family, alike = _keys_of_lengths(q, k, v, call, key)
-    except (AttributeError, IndexError, RuntimeError, TypeError):  # the checks say which argument is wrong
-        return None
+    lengths, family, alike = _keys_of_lengths(q, k, v, call, key)
     if lengths is not None:
         # else the step is new, or its lengths are cut in several ways
         near = records.CACHE.get(lengths) or cut_alike(lengths[:-1], lambda first: _plan_of_lengths(first, q, k, call))
@@ -125,7 +122,7 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, key: 
     """The record of this call's shapes and options, which checks everything."""
     made = _prepare(q, k, v, call)
     made.placed = call.packed is not None and on_host(q)
-    lengths, family, alike = (None,) * 3 if key is None else _keys_of_lengths(q, k, v, call, key)
+    lengths, family, alike = _keys_of_lengths(q, k, v, call, key)
     if lengths is not None and made.decoder is not None:
         remember_cut(lengths[:-1], made)
         if lengths not in records.CACHE:
@@ -136,10 +133,13 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, key: 
 
 def _keys_of_lengths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, key: Any) -> tuple[Any, Any, Any]:
     """The keys of calls that differ from this one in lengths alone: of a few keys more or less; else of any lengths, and of the
-    same tiles.  key: of the call."""
-    lengths = _key_of_lengths(q, k, v, call)
-    family = None if lengths is not None else _key_of_any_length(key, call)
-    return lengths, family, _key_of_tiles(family, q, k, call)
+    same tiles.  key: of the call, None if it has none."""
+    try:
+        lengths = _key_of_lengths(q, k, v, call)
+        family = None if lengths is not None else _key_of_any_length(key, call)
+        return lengths, family, _key_of_tiles(family, q, k, call)
+    except (AttributeError, IndexError, RuntimeError, TypeError):  # the checks say which argument is wrong
+        return None, None, None
 
 
 @functools.cache
