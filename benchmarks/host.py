@@ -1,28 +1,35 @@
 """What a call of small tensors costs the host, in microseconds, and by functions where asked.
 
-    PYTHONPATH=src python benchmarks/host.py [--only kvcache] [--profile] [--stages]
+    PYTHONPATH=src python benchmarks/host.py [--only kvcache] [--profile] [--stages] [--before ../before/src [--rounds 5]]
 
 With a GPU: the time until a call returns, beside torch's SDPA.  Without: CPU time of the thread, the least of many short runs,
 with plans for an H200 and the driver's launches left out, beside an autograd function that only allocates.  Rows that begin with
-"new" have lengths that no call had before.  --stages: what such a call spends in checks, problem, plan, binding and launch."""
+"new" have lengths that no call had before.  --before: the same of another checkout, in turns, and both beside SDPA.  --stages: by
+steps of a warm call, and by checks, problem, plan, binding and launch of a new length."""
 
 import argparse
 import cProfile
 import gc
 import itertools
+import os
 import pstats
+import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import triton
+import versions
 from torch.nn.functional import scaled_dot_product_attention
 
 import tilefold
 from tilefold import BlockIndex
 from tilefold.bench import timers
+from tilefold.ops import hopper, records
 
 Call = Callable[..., Any]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -153,16 +160,28 @@ def new_rows() -> dict[str, Call]:
         "new: kvcache": forward(over),
         "new: kvcache, pages": forward(in_pages),
         "new: sparse": forward(sparse),
+        "new: an autograd function alone": backward(lambda n, *qkv: Allocates.apply(*qkv)),
         "new: attention forward + backward": backward(dense, causal=True),
         "new: varlen forward + backward": backward(packed),
         "new: sparse forward + backward": backward(sparse),
     }
 
 
+def first(name: str, call: Call) -> Call:
+    """The call, made once: of a new length as in a new process, but for compiled kernels."""
+    if name.startswith("new"):
+        records.CACHE.clear()
+        for module in [module for at, module in sys.modules.items() if at.startswith("tilefold.plan")]:
+            for each in list(vars(module).values()):
+                getattr(each, "cache_clear", lambda: None)()
+    call()
+    return call
+
+
 def shortest(call: Call, calls: int = 20, runs: int = 100) -> float:
     """Microseconds."""
     if DEVICE == "cuda":
-        return timers.time_host(call, torch.cuda.synchronize, calls, runs // 4).low * 1e3
+        return timers.time_host(call, torch.cuda.synchronize, calls, max(2, runs // 4)).low * 1e3
     found = []
     gc.collect()
     gc.disable()
@@ -197,11 +216,47 @@ def stages(stats: Any, total: float) -> list[tuple[str, float]]:
     return [*found, ("else", total - sum(us for _, us in found))]
 
 
+def steps() -> dict[str, Call]:
+    """What a warm `attention` does, one by one; those of the launch by themselves, too."""
+    from tilefold.ops import launch
+    from tilefold.ops.bound import Flat
+    from tilefold.ops.call import Call, key_of
+    from tilefold.ops.dense.attention_parts import new_results
+    from tilefold.ops.watch import is_open
+
+    q, k, v = (draw(1, 128, 4, 64) for _ in range(3))
+    for _ in range(3):
+        tilefold.attention(q, k, v, causal=True)
+    call = Call(True, None, None, 0.0, "bshd")
+    key = "attention", key_of(q, k, v, call)
+    record = records.CACHE[key]
+    given = (q, k, v, *new_results(q, record.out_shape, record.lse_shape), call)
+    bound, one = record.bound, record.bound.launch
+    run, head, current_stream, middle = one._compiled
+    flat = isinstance(bound._flat, Flat)
+    make, start, drive = (bound._flat.arguments, one.flat, run.launch) if flat else (bound.arguments, one, run)
+    arguments = make(given)
+    whole = (*one.grid, current_stream(one.device), *head, *middle, *arguments, *one._tail)
+    return {
+        "Call": lambda: Call(True, None, None, 0.0, "bshd"),
+        "who watches": lambda: torch.compiler.is_compiling() or is_open(),
+        "key": lambda: key_of(q, k, v, call),
+        "lookup": lambda: records.CACHE.get(key),
+        "out and lse": lambda: new_results(q, record.out_shape, record.lse_shape),
+        "arguments": lambda: make(given),
+        "  work counter": lambda: hopper.WORK_COUNTER.make(q),
+        "launch": lambda: start(arguments),
+        "  hooks": launch._hooked,
+        "  device": lambda: launch.current_device(),
+        "  stream": lambda: current_stream(one.device),
+        "  driver": lambda: drive(*whole),
+    }
+
+
 def left_out() -> list[Any]:
     """What stands for the GPU."""
     from tilefold.ops import device as devices
     from tilefold.ops import launch
-    from tilefold.ops.backward.hopper_backward import Scratch
     from tilefold.ops.cache import kvcache
     from tilefold.ops.dense import attention
     from tilefold.ops.sparse import sparse
@@ -209,12 +264,15 @@ def left_out() -> list[Any]:
     from tilefold.plan.architecture import CUDA
     from tilefold.plan.device import device_named
 
-    ready = (lambda *args: None, (), lambda index: 0, ())
-
     def compiled(self: Any, args: Any) -> bool:
         self._key(args)  # as where a call of another shape has compiled it
-        self._compiled = ready
+        places = [(at + 13, None) for at, arg in enumerate(args) if hasattr(arg, "block_shape")]
+        run = launch.Mapped(nothing, places, lambda one, facts: [one, *one.shape, *one.strides]) if places else nothing
+        self._compiled = run, (None,) * 5, lambda index: 0, (None,) * 4
         return True
+
+    def nothing(*args: Any) -> None:
+        """What the driver does."""
 
     def giving(value: Any) -> Callable[..., Any]:
         return lambda *args: value
@@ -228,7 +286,7 @@ def left_out() -> list[Any]:
         (launch.Launch, "_first", compiled),
         (launch.Launch, "found", compiled),
         (launch, "current_device", giving(0)),
-        (Scratch, "made", lambda self, device: torch.empty(self.shape, dtype=self.dtype, device=device)),
+        (tilefold.api, "mode_for", giving(False)),  # which reads offsets that lie on the host
         (torch.cuda, "current_device", giving(0)),
         (torch.cuda, "is_current_stream_capturing", giving(False)),
         (triton.runtime.driver, "_active", mock.Mock(get_current_stream=giving(0))),
@@ -236,24 +294,50 @@ def left_out() -> list[Any]:
     return [mock.patch.object(owner, name, new) for owner, name, new in in_place]
 
 
+def sampler(name: str, call: Call) -> Callable[[], float]:
+    runs = 20 if not name.startswith("new") else 12 if DEVICE == "cuda" else 3  # LENGTHS are enough for ten rounds
+    return lambda: shortest(call, runs=runs)
+
+
+def beside(before: Path, names: list[str], rounds: int) -> None:
+    """Both versions in turns, and the latter beside SDPA."""
+    here, jobs = Path(tilefold.__file__).parents[1], 0 if DEVICE == "cpu" else os.cpu_count() or 1
+    of = min if DEVICE == "cpu" else statistics.median
+    found = versions.compare([before, here], names, rounds, min(8, jobs), __file__, of)
+    for name, (_, after) in found.items():
+        peer = "SDPA" + (", grad" if ", grad" in name else " forward + backward" if "backward" in name else "")
+        if peer in found and name != peer:
+            print(f"{name:36} {after / found[peer][1]:6.2f} of {peer}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="rows whose name holds this")
     parser.add_argument("--profile", action="store_true", help="where the time goes, by functions")
-    parser.add_argument("--stages", action="store_true", help="where the time of a new shape goes, by stages")
+    parser.add_argument("--stages", action="store_true", help="where the time goes, by steps and stages")
+    parser.add_argument("--before", type=Path, help="src of the version to compare with")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sort", choices=("tottime", "cumtime"), default="tottime")
     parser.add_argument("--lines", type=int, default=25)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     for patch in left_out() if DEVICE == "cpu" else []:
         patch.start()
-    for name, call in rows().items():
-        if options.only not in name:
-            continue
-        call()
+    calls = rows()
+    if options.worker:
+        made = {name: lambda name=name: first(name, calls[name]) for name in calls}
+        return versions.worker(made, sampler, bits=DEVICE == "cuda")
+    names = [name for name in calls if options.only in name]
+    if options.before:
+        beside(options.before, names, options.rounds)
+    for name in names if options.profile or options.stages or not options.before else []:
+        call = first(name, calls[name])
         found = shortest(call, runs=20 if name.startswith("new") else 100)
-        print(f"{name:32} {found:8.1f}", flush=True)
-        if options.profile or options.stages:
+        print(f"{name:36} {found:8.1f}", flush=True)
+        if options.stages and name == "attention":
+            print("".join(f"    {step:32} {shortest(one):8.2f}\n" for step, one in steps().items()), end="")
+        if options.profile or (options.stages and name.startswith("new")):
             gc.disable()
             with cProfile.Profile() as profile:
                 for _ in range(1000):
@@ -261,7 +345,7 @@ def main() -> None:
             gc.enable()
             stats = pstats.Stats(profile)
             if options.stages:
-                print("".join(f"    {stage:28} {us:8.1f}\n" for stage, us in stages(stats, found)), end="")
+                print("".join(f"    {stage:32} {us:8.1f}\n" for stage, us in stages(stats, found)), end="")
             else:
                 stats.sort_stats(options.sort).print_stats(options.lines)
 

@@ -1,24 +1,26 @@
 """Two checkouts of tilefold beside each other on one GPU, in turns: did a change make a kernel or a call slower?
 
-    python benchmarks/versions.py ../before/src src --what forward backward sparse host [--only D128] [--rounds 7]
+    python benchmarks/versions.py ../before/src src --what forward backward sparse [--only D128] [--rounds 7]
 
-Each version runs in a process of its own and measures when it is told to, so both meet the same clocks.  A row of a kernel is GPU
-time (replays of a CUDA graph), a row of `host` is the time until a call returns.  Both make their inputs from one seed; the last
-column says whether their results are equal to the bit."""
+Each version runs in a process of its own and measures when it is told to, so both meet the same clocks.  A row is GPU time
+(replays of a CUDA graph); for the time until a call returns see `host.py --before`.  Both make their inputs from one seed; the
+last column says whether their results are equal to the bit."""
 
 import argparse
 import hashlib
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 Call = Callable[[], Any]
-KINDS = ("forward", "backward", "sparse", "host")
+Sampler = Callable[[str, Call], Callable[[], float]]  # of a row's name and call: what measures it, in microseconds
+KINDS = ("forward", "backward", "sparse")
 
 # name, batch, seq, query heads, KV heads, head dim, options
 DENSE: tuple[tuple[str, int, int, int, int, int, dict[str, Any]], ...] = (
@@ -140,19 +142,10 @@ def sparse_rows() -> dict[str, Callable[[], Call]]:
     return rows | {f"sparse {s:.0f} % {p}": lambda s=s, p=p: elsewhere(s, p) for p in PLACES for s in SPARSITIES}
 
 
-def host_rows() -> dict[str, Callable[[], Call]]:
-    import host
-
-    rows = host.rows()
-    return {f"host {name}": lambda name=name: rows[name] for name in rows}
-
-
 def rows_of(kinds: list[str]) -> dict[str, Callable[[], Call]]:
     rows: dict[str, Callable[[], Call]] = {}
     for kind in kinds:
-        if kind == "host":
-            rows |= host_rows()
-        elif kind == "sparse":
+        if kind == "sparse":
             rows |= sparse_rows()
         else:
             backward = kind == "backward"
@@ -169,27 +162,28 @@ def digest(results: Any) -> str:
     return found.hexdigest()[:16]
 
 
-def worker() -> None:
-    """Answers lines of stdin: a request {"prepare": row} or {"sample": row}."""
-    import torch
-
+def kernel_sampler(name: str, call: Call) -> Callable[[], float]:
     from tilefold.bench import timers
 
-    rows = rows_of(list(KINDS))
+    if name.endswith("backward"):
+        return lambda: statistics.median(timers.queued_samples(call, 4)) * 1e3
+    graph = timers.graph_sampler([call], 2, 6.0)
+    return lambda: statistics.median(graph()) * 1e3
+
+
+def worker(rows: Mapping[str, Callable[[], Call]], sampler: Sampler, bits: bool = True) -> None:
+    """Answers lines of stdin: a request {"prepare": row} or {"sample": row}.  bits: a digest of the results, too."""
+    import torch
+
     samplers: dict[str, Callable[[], float]] = {}
     for line in sys.stdin:
         request = json.loads(line)
         try:
             if name := request.get("prepare"):
                 call = rows[name]()
-                answer: Any = {"bits": digest(call())}
-                if name.startswith("host"):
-                    samplers[name] = lambda call=call: timers.time_host(call, torch.cuda.synchronize, 60, 3).ms * 1e3
-                elif name.endswith("backward"):
-                    samplers[name] = lambda call=call: statistics.median(timers.queued_samples(call, 4)) * 1e3
-                else:
-                    graph = timers.graph_sampler([call], 2, 6.0)
-                    samplers[name] = lambda graph=graph: statistics.median(graph()) * 1e3
+                results = call()
+                answer: Any = {"bits": digest(results) if bits else ""}
+                samplers[name] = sampler(name, call)
             elif name := request.get("forget"):
                 answer = {"us": samplers.pop(name, None) and 0.0}
                 torch.cuda.empty_cache()
@@ -201,11 +195,11 @@ def worker() -> None:
 
 
 class Version:
-    """One checkout's process."""
+    """One checkout's process; script: what it runs, as a worker."""
 
-    def __init__(self, source: Path) -> None:
+    def __init__(self, source: Path, script: str = __file__) -> None:
         environment = os.environ | {"PYTHONPATH": f"{source.resolve()}:{os.environ.get('PYTHONPATH', '')}"}
-        self.process = subprocess.Popen([sys.executable, __file__, "--worker"], env=environment, text=True,
+        self.process = subprocess.Popen([sys.executable, script, "--worker"], env=environment, text=True,
                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
 
     def ask(self, request: dict[str, str]) -> None:
@@ -229,10 +223,10 @@ def prepare(versions: list[Version], names: list[str]) -> dict[tuple[int, str], 
     return {(i, name): version.answer() for i, version in enumerate(versions) for name in names}
 
 
-def compile_first(sources: list[Path], names: list[str], jobs: int) -> None:
+def compile_first(sources: Sequence[Path], names: Sequence[str], jobs: int, script: str) -> None:
     """Fills Triton's cache by many processes, so that the two that measure wait for no compiler."""
     per = max(1, jobs // len(sources))
-    helpers = [(Version(source), names[n::per]) for source in sources for n in range(min(per, len(names)))]
+    helpers = [(Version(source, script), names[n::per]) for source in sources for n in range(min(per, len(names)))]
     for helper, some in helpers:
         for name in some:
             helper.ask({"prepare": name})
@@ -241,6 +235,44 @@ def compile_first(sources: list[Path], names: list[str], jobs: int) -> None:
         for _ in range(2 * len(some)):
             helper.answer()
         helper.process.kill()
+
+
+def compare(
+    sources: Sequence[Path],
+    names: Sequence[str],
+    rounds: int,
+    jobs: int = 0,
+    script: str = __file__,
+    of: Callable[[Sequence[float]], float] = statistics.median,
+) -> dict[str, tuple[float, float]]:
+    """Measures rows by both versions in turns, prints and returns them.  jobs: processes that compile before; of: the samples."""
+    if jobs:
+        compile_first(sources, names, jobs, script)
+    versions = [Version(source, script) for source in sources]
+    found = {}
+    print(f"{'us':36} {'before':>9} {'after':>9} {'ratio':>6}  bits", flush=True)
+    for name in names:
+        prepared = prepare(versions, [name])
+        if errors := [
+            f"{'before' if i == 0 else 'after'}: {a['error']}" for (i, _), a in prepared.items() if "error" in a
+        ]:
+            print(f"{name:36} {'; '.join(errors)}", flush=True)
+            continue
+        samples: tuple[list[float], list[float]] = ([], [])
+        for turn in range(rounds):
+            for i in (0, 1) if turn % 2 == 0 else (1, 0):
+                versions[i].ask({"sample": name})
+                samples[i].append(versions[i].answer().get("us", math.nan))
+        before, after = found[name] = of(samples[0]), of(samples[1])
+        equal = "equal" if prepared[0, name]["bits"] == prepared[1, name]["bits"] else "DIFFER"
+        bits = equal if prepared[0, name]["bits"] else ""
+        print(f"{name:36} {before:9.1f} {after:9.1f} {after / before:6.3f}  {bits}", flush=True)
+        for version in versions:
+            version.ask({"forget": name})
+            version.answer()
+    for version in versions:
+        version.process.kill()
+    return found
 
 
 def main() -> None:
@@ -255,33 +287,11 @@ def main() -> None:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        return worker()
+        return worker(rows_of(list(KINDS)), kernel_sampler)
     if len(options.sources) != 2:
         parser.error("two source folders: before and after")
     names = [name for name in rows_of(options.what) if options.only in name]
-    compile_first(options.sources, names, options.jobs)
-    versions = [Version(source) for source in options.sources]
-    print(f"{'us':28} {'before':>9} {'after':>9} {'ratio':>6}  bits", flush=True)
-    for name in names:
-        prepared = prepare(versions, [name])
-        if errors := [
-            f"{'before' if i == 0 else 'after'}: {a['error']}" for (i, _), a in prepared.items() if "error" in a
-        ]:
-            print(f"{name:28} {'; '.join(errors)}", flush=True)
-            continue
-        samples: tuple[list[float], list[float]] = ([], [])
-        for turn in range(options.rounds):
-            for i in (0, 1) if turn % 2 == 0 else (1, 0):
-                versions[i].ask({"sample": name})
-                samples[i].append(versions[i].answer()["us"])
-        before, after = (statistics.median(x) for x in samples)
-        equal = "equal" if prepared[0, name]["bits"] == prepared[1, name]["bits"] else "DIFFER"
-        print(f"{name:28} {before:9.1f} {after:9.1f} {after / before:6.3f}  {equal}", flush=True)
-        for version in versions:
-            version.ask({"forget": name})
-            version.answer()
-    for version in versions:
-        version.process.kill()
+    compare(options.sources, names, options.rounds, options.jobs)
 
 
 if __name__ == "__main__":

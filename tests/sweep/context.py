@@ -175,14 +175,16 @@ def kernels_reached() -> dict[str, int]:
     """Launches by kernel since the first call, which begins to count them."""
     from tilefold.ops.launch import Launch
 
-    if not hasattr(Launch.__call__, "counts"):
-        call = Launch.__call__
-
+    def counting(call: Any) -> Any:
         def counted(self: Any, args: Any) -> None:
             name = self.fn.__name__
             _REACHED[name] = _REACHED.get(name, 0) + 1
             call(self, args)
 
         counted.counts = True  # type: ignore[attr-defined]
-        Launch.__call__ = counted  # type: ignore[method-assign]
+        return counted
+
+    if not hasattr(Launch.__call__, "counts"):
+        for way in ("__call__", "flat"):
+            setattr(Launch, way, counting(getattr(Launch, way)))
     return _REACHED

@@ -66,7 +66,7 @@ class Bound:
     there, so that kernels share a table.  A parameter without a value is what a call gives by its name; KeyError names one that
     nobody gives."""
 
-    __slots__ = ("_as_given", "_made", "_rest", "_slots", "_template", "_values", "launch", "names")
+    __slots__ = ("_as_given", "_flat", "_made", "_rest", "_slots", "_template", "_values", "launch", "names")
 
     def __init__(self, launch: "Launch", given: Sequence[str], values: Mapping[str, Any]) -> None:
         self.launch = launch
@@ -93,10 +93,44 @@ class Bound:
         # what stands behind all that a call gives, where that comes first, in its order and as it is: then nothing is filled in
         in_order = not made and as_given == [(i, i) for i in range(len(given))]
         self._rest: list[Any] | None = self._template[len(given) :] if in_order else None
+        self._flat: Flat | bool | None = None if made else False
 
     def __call__(self, given: tuple[Any, ...]) -> None:
         """Launch for a call that gives these."""
-        self.launch(self.arguments(given))
+        flat = self._flat
+        if flat is False:
+            self.launch(self.arguments(given))
+        elif isinstance(flat, Flat) and self.launch.warm:
+            self.launch.flat(flat.arguments(given))
+        else:
+            arguments = self.arguments(given)
+            self.launch(arguments)
+            # many lengths come once: only the second call makes what is for all later ones
+            self._flat = True if flat is None else self._flattened(arguments) if flat is True else flat
+
+    def _flattened(self, arguments: list[Any]) -> "Flat | bool":
+        """The launch as the driver takes it; True: not yet, False: never."""
+        places = self.launch.maps
+        if not places:
+            return places is None
+        made = {at: (place, make) for at, place, make in self._made}
+        if any(at not in made for at in places):
+            return False
+        template: list[Any] = []
+        where: dict[int, int] = {}
+        maps: list[Any] = []
+        for at, value in enumerate(self._template):
+            where[at] = len(template)
+            if at in places:
+                place, over = made.pop(at)
+                whole = isinstance(getattr(over, "__self__", None), Box)
+                maps.append((where[at], place, whole, {}, over, places[at]))
+                template += [None, *places[at](arguments[at])[1:]]
+            else:
+                template.append(value)
+        as_given = tuple([(where[at], place) for at, place in self._as_given])
+        others = tuple([(where[at], place, make) for at, (place, make) in made.items()])
+        return Flat(template, as_given, others, tuple(maps))
 
     def arguments(self, given: tuple[Any, ...]) -> list[Any]:
         """The kernel's run-time arguments, in its order."""
@@ -138,21 +172,55 @@ class Bound:
         makes: dict[int, Any] = {}
         for name, value in values.items():
             at = places.get(name)
-            if at is None:
+            if at is None or (value == template[at] and at not in self._slots):
                 continue
             if (type(value) is Slot) != (at in self._slots):
                 raise KeyError(f"{self.launch.fn.__name__} has no parameter {name!r} that is the same in all calls")
             if type(value) is Slot:
                 makes[at] = value.make
-            elif value != template[at]:
+            else:
                 alike = alike and self.launch.alike(at, template[at], value)
                 template[at] = value
         made._made = (
             tuple([(at, place, makes.get(at, make)) for at, place, make in self._made]) if makes else self._made
         )
         made._rest = None if self._rest is None else template[len(self.names) - len(self._rest) :]
+        made._flat = None if self._made else False
         made.launch = self.launch if grid is None and alike else self.launch.on_grid(grid, alike)
         return made
+
+
+class Flat(NamedTuple):
+    """The arguments of a launch with descriptors as Triton 3.6's C launcher takes them: of each a tensor map, shape and strides.
+
+    A map follows from an address; the rest is that of the argument's `Box`.  template, as_given, made: as of `Bound`.  maps:
+    (where, what of a call, whether that is the tensor, those of known addresses, what makes a descriptor, what a map of it)."""
+
+    template: list[Any]
+    as_given: tuple[tuple[int, int], ...]
+    made: tuple[tuple[int, int, Callable[[Any], Any]], ...]
+    maps: tuple[tuple[int, int, bool, dict[int, Any], Callable[[Any], Any], Callable[[Any], list[Any]]], ...]
+
+    def arguments(self, given: tuple[Any, ...]) -> list[Any]:
+        """`Bound.arguments`."""
+        arguments = self.template.copy()
+        for at, place in self.as_given:
+            arguments[at] = given[place]
+        for at, place, make in self.made:
+            arguments[at] = make(given[place])
+        for at, place, whole, known, over, make in self.maps:
+            one = given[place] if whole else over(given[place])
+            address = one.data_ptr() if whole else one.base.data_ptr()
+            found = known.get(address)
+            if found is None:
+                if len(known) >= MAPS:
+                    known.clear()
+                found = known[address] = make(over(one) if whole else one)[0]
+            arguments[at] = found
+        return arguments
+
+
+MAPS = 1024  # of a descriptor; tensors that lie elsewhere in every call begin anew
 
 
 @functools.cache
@@ -195,7 +263,9 @@ class Box:
     def over(self, tensor: torch.Tensor) -> Any:
         """The descriptor of `tensor`, whose base has to be 16-byte aligned."""
         descriptor = object.__new__(self._kind)
-        descriptor.__dict__.update(self._fields, base=tensor)
+        fields = descriptor.__dict__
+        fields.update(self._fields)
+        fields["base"] = tensor
         return descriptor
 
 
@@ -216,13 +286,13 @@ def _attribute(of: str, path: str) -> Slot:
     return Slot(of, operator.attrgetter(path))
 
 
-def strides_named(letter: str, strides: Sequence[int], dims: Sequence[str]) -> dict[str, int]:
+def strides_named(letter: str, strides: Sequence[int], dims: str | tuple[str, ...]) -> dict[str, int]:
     """The values of stride_qb, stride_qm, stride_qh for ("q", strides, "bmh"); of a packed tensor the last two."""
-    return dict(zip(_stride_names(letter, tuple(dims[-len(strides) :])), strides, strict=True))
+    return dict(zip(_stride_names(letter, dims[-len(strides) :]), strides, strict=True))
 
 
 @functools.cache
-def _stride_names(letter: str, dims: tuple[str, ...]) -> tuple[str, ...]:
+def _stride_names(letter: str, dims: str | tuple[str, ...]) -> tuple[str, ...]:
     return tuple(f"stride_{letter}{dim}" for dim in dims)
 
 

@@ -13,7 +13,7 @@ import torch
 from ..errors import Unsupported
 from ..types import Layout
 from .bound import Box, Slot
-from .dense.attention_parts import describe_box, head_strides
+from .dense.attention_parts import describe_box, sequence_strides
 from .device import stream_of
 
 Made = TypeVar("Made")
@@ -51,9 +51,11 @@ def box_of(t: torch.Tensor, layout: Layout, rows: int, columns: int = 64, heads:
     if heads == 1:
         return describe_box(t, layout, rows, columns, *descriptor((1, 1, rows, columns), t.dtype))
     box = (1, 1, rows // heads, heads, columns)
-    b, n, h = head_strides(t, layout)
-    length, all_heads = (t.shape[1], t.shape[2]) if layout == "bshd" else (t.shape[2], t.shape[1])
-    shape = [t.shape[0], all_heads // heads, length, heads, t.shape[-1]]
+    b, n, h = sequence_strides(t, layout)
+    batch, length, all_heads = (1, *t.shape[:2]) if t.dim() == 3 else t.shape[:3]
+    if layout == "bhsd":
+        length, all_heads = all_heads, length
+    shape = [batch, all_heads // heads, length, heads, t.shape[-1]]
     row = -(-t.shape[-1] // 8) * 8  # the stride of a dimension of size 1 means nothing and may be invalid
     strides = [row if size == 1 else stride for size, stride in zip(shape, (b, heads * h, n, h), strict=False)]
     return Box(t, shape, [*strides, 1], list(box), *descriptor(box, t.dtype))
@@ -87,7 +89,7 @@ def work_counter(device: torch.device) -> torch.Tensor:
     One per stream, since launches on one stream follow one another.  A captured graph may be replayed beside anything else, so
     each captured launch has its own, set to 0 by the graph itself.  So has one inside an operator: a compiled region may run in
     a graph's memory pool, in which nothing may be kept."""
-    if device.type == "meta" or _PLACE.operator or torch.cuda.is_current_stream_capturing():
+    if _PLACE.operator or torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
     key = device.index, stream_of()(device.index)
     found = _COUNTERS.get(key)
@@ -96,7 +98,7 @@ def work_counter(device: torch.device) -> torch.Tensor:
     return found
 
 
-WORK_COUNTER = Slot("q", lambda t: work_counter(t.device))
+WORK_COUNTER = Slot("q", lambda t: t.new_zeros(1, dtype=torch.int32) if t.is_meta else work_counter(t.device))
 """The counter as an argument by name."""
 
 

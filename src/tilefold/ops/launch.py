@@ -96,6 +96,26 @@ class Launch:
             self._compiled = found[0]
         return found is not None
 
+    def flat(self, args: Sequence[Any]) -> None:
+        """`__call__` of a `warm` launch with `maps`, of the arguments behind them."""
+        run, head, current_stream, middle = self._compiled
+        if current_device() == self.device:
+            run.launch(*self.grid, current_stream(self.device), *head, *middle, *args, *self._tail)
+        else:
+            with torch.cuda.device(self.device):
+                run.launch(*self.grid, current_stream(self.device), *head, *middle, *args, *self._tail)
+
+    @property
+    def maps(self) -> dict[int, Callable[[Any], list[Any]]] | None:
+        """What makes the driver's arguments of each descriptor, by its place; empty: nothing does; None: not known yet."""
+        if self._compiled is None:
+            return None
+        run, head, _, middle = self._compiled
+        first = len(self.grid) + 1 + len(head) + len(middle)
+        return (
+            {at - first: functools.partial(run.made, facts) for at, facts in run.places} if type(run) is Mapped else {}
+        )
+
     @property
     def warm(self) -> bool:
         """Whether the next launch reuses the compiled kernel: then pointers may be given as addresses, too."""
@@ -217,33 +237,28 @@ def args_functions(args: Sequence[Any]) -> list[Any]:
 class Mapped:
     """Triton 3.6's C launcher of a kernel with descriptors, for which it takes tensor maps.
 
-    A map follows from an address, a shape and strides.  Triton makes it in every launch; here it is made once.
+    Triton makes the maps in every launch; so does this, for the first calls of a `Bound`, which keeps them for all later ones.
 
     places: (index among the launcher's arguments, what the kernel knows of the descriptor), in order."""
 
-    __slots__ = ("known", "launch", "make", "places")
-    LIMIT = 2048  # maps of all shapes; tensors that lie elsewhere in every call begin anew
+    __slots__ = ("launch", "make", "places")
 
     def __init__(self, launch: Any, places: Sequence[tuple[int, Any]], make: Callable[[Any, Any], list[Any]]) -> None:
         self.launch, self.make, self.places = launch, make, tuple(places)[::-1]
-        self.known: dict[Any, Any] = {}  # -> what the launcher takes, and the lists whose ids are in the key
+
+    def made(self, facts: Any, descriptor: Any) -> list[Any]:
+        """What the launcher takes for a descriptor: its map, shape and strides."""
+        return self.make(descriptor, facts)
 
     def __call__(self, *args: Any) -> None:
         given = list(args)
         for at, facts in self.places:  # the last first: the others stay where they are
-            one = args[at]
-            key = at, one.base.data_ptr(), id(one.shape), id(one.strides)
-            found = self.known.get(key)
-            if found is None:
-                if len(self.known) >= self.LIMIT:
-                    self.known.clear()
-                found = self.known[key] = self.make(one, facts), one.shape, one.strides
-            given[at : at + 1] = found[0]
+            given[at : at + 1] = self.make(args[at], facts)
         self.launch(*given)
 
 
 def mapped(launch: Any) -> Any:
-    """Triton 3.6's launcher with maps that are kept; as it is where it takes no descriptors, or is none that is known here."""
+    """Triton 3.6's launcher as one that `Launch` knows; as it is where it takes no descriptors, or is none that is known here."""
     from triton.backends.nvidia import driver
 
     code = getattr(launch, "__code__", None)

@@ -115,7 +115,7 @@ class Operation:
                 found = records.CACHE.get(key := (self.prepare.operation, self.prepare.key_of(*args)))
             except (AttributeError, RuntimeError, TypeError):  # the checks say which argument is wrong
                 return self.first(*args)
-            if found is None:
+            if found is None and (found := self.prepare.near_at(key, args)) is None:
                 return self.first(*args, key=key)
             if (way := found.ways[torch.is_grad_enabled()]) is not None:
                 return way(found, *args)
@@ -148,9 +148,11 @@ class Operation:
             refuse_transforms(self.name)
             return self.transformed.apply(None, bare, *fixed, *more)
         found = self.gradient.ready(*args)  # type: ignore[union-attr]
+        alone = not more and not any(t is not None for t in fixed[len(self.arguments.places) :])
+        way = self._with_gradient_alone if alone else self._with_gradient
         if kept:
-            found.ways[True] = self._with_gradient
-        return self._with_gradient(found, *args)
+            found.ways[True] = way
+        return way(found, *args)
 
     def plain(self, args: tuple[Any, ...], kept: bool, key: Any = None) -> Any:
         """The results of an eager call that nobody watches; kept: those of its key all come this way; key: as of `first`."""
@@ -163,7 +165,13 @@ class Operation:
 
     def _with_gradient(self, found: Any, *args: Any) -> Any:
         """The results of an eager call, with a node of autograd; found: the call's record, None without one."""
-        bare, fixed, more = self.arguments.take(args)
+        return self._applied(found, args, *self.arguments.take(args))
+
+    def _with_gradient_alone(self, found: Any, *args: Any) -> Any:
+        """The same of a call whose records hold no tensors."""
+        return self._applied(found, args, *self.arguments.alone(args))
+
+    def _applied(self, found: Any, args: tuple[Any, ...], bare: list[Any], fixed: Any, more: Any) -> Any:
         if found is not None:
             args = self.arguments.prepared_with(args, bare, found)
         return self.function.apply(args, bare, *fixed, *more)
@@ -224,15 +232,18 @@ class Operation:
             ctx.save_for_backward(*kept, *inputs[2:])
 
         def backward(ctx: Any, *grads: Any) -> Any:
-            back: list[Any] = [None] * len(ctx.needs_input_grad)
+            needs = ctx.needs_input_grad[2:]
+            back: list[Any] = [None] * len(needs)
             if all(grad is None for grad in grads):
-                return tuple(back)
-            places = self._places(arguments.count_of(ctx.bare, gradient.mods))
-            wanted = tuple([ctx.needs_input_grad[2 + at] for at in places])
+                return None, None, *back
+            alone = len(needs) == len(arguments.places)
+            places = self.served if alone else self._places(arguments.count_of(ctx.bare, gradient.mods))
+            wanted = tuple([at < len(needs) and needs[at] for at in places])
             found = made(ctx.bare, wanted, *map(resolved, grads), *ctx.saved_tensors)
             for at, one in zip(places, found, strict=True):
-                back[2 + at] = one
-            return tuple(back)
+                if at < len(needs):
+                    back[at] = one
+            return None, None, *back
 
         def make(bare: Any, wanted: tuple[bool, ...], *tensors: Any) -> Any:
             grads, results, inputs = tensors[:count], tensors[count : 2 * count], tensors[2 * count :]

@@ -115,7 +115,7 @@ def refuse_transforms(what: str) -> None:
 def resolved(grad: Any) -> Any:
     """A gradient, or None, whose memory holds its numbers: autograd may hand over a lazy negation or conjugate, which no kernel
     sees."""
-    return grad if grad is None else grad.resolve_neg().resolve_conj()
+    return grad.resolve_neg().resolve_conj() if grad is not None and (grad.is_neg() or grad.is_conj()) else grad
 
 
 def is_watched(tensors: Iterable[Any]) -> bool:

@@ -15,8 +15,10 @@ from tilefold.ops.call import Call, result_shapes, sizes_of, window_of
 from tilefold.ops.dense import attention
 from tilefold.ops.dense.attention_hopper import bind
 from tilefold.ops.dense.attention_parts import problem_of
+from tilefold.ops.source import Packed
 from tilefold.plan import AttentionProblem, DecodePlan, device_named, plan_attention
 from tilefold.plan.backward.attention_backward import plan_attention_backward
+from tilefold.plan.backward.attention_backward_packed import order_of
 from tilefold.plan.dense.forward import lengths_alike, plan_forward, shared_by_tiles
 
 DEVICE = "h200"
@@ -29,8 +31,15 @@ def made(n, m, heads, dim, layout):
     ]
     if layout == "bhsd":
         shapes = [(b, h, rows, d) for b, rows, h, d in shapes]
+    if layout == "packed":
+        shapes = [shape[1:] for shape in shapes]
     q, k, v, out, dout = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
-    return (q, k, v, out), dout, torch.empty(2, heads[0], n, device="meta")
+    return (q, k, v, out), dout, torch.empty(*[2] * (layout != "packed"), heads[0], n, device="meta")
+
+
+def packed(longest, causal=True):
+    cu = torch.empty(4, dtype=torch.int32, device="meta")
+    return Call(causal=causal, source=Packed(cu, cu, *longest))
 
 
 @pytest.fixture
@@ -58,7 +67,7 @@ def on_sm_90(monkeypatch):
 
 def both(tensors, dout, lse, call, dlse=None):
     """The bound backward pass of a call, as `attention` finds it."""
-    prepared = backward.differentiable(*tensors[:3], call)
+    prepared = attention.prepare(*tensors[:3], call)
     return backward._bound(prepared, tensors, (dout, lse, dlse), call, False, ())
 
 
@@ -95,8 +104,25 @@ def test_the_launches_are_those_of_a_call_of_its_own(lengths, dim, causal, heads
     monkeypatch.setattr(records, "CACHE", {})
     own = both(*given, call)
     assert len(on_sm_90) > count and own.plan.kernel == backward.HOPPER
-    assert again.plan == own.plan != near.plan
+    assert again.first is not near.first
     assert told(again, *given, call) == told(own, *given, call)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize(("tokens", "pairs"), [((3000, 3777), False), ((30_010, 30_010), True)])
+def test_packed_launches_are_those_of_a_call_of_its_own(tokens, pairs, causal, on_sm_90, monkeypatch):
+    """Of any tokens of all sequences, as long as items for dq have as many tiles."""
+    for more, plans in (((5, 7), 1), ((70, 5), 1), ((20_000, 0), 1 + pairs)):
+        monkeypatch.setattr(records, "CACHE", {})
+        on_sm_90.clear()
+        for extra in ((0, 0), more):
+            call = packed([1030 + n % 4 for n in extra], causal)
+            given = made(*[n + add for n, add in zip(tokens, extra, strict=True)], (8, 2), 128, "packed")
+            again = both(*given, call)
+        assert len(on_sm_90) == plans
+        monkeypatch.setattr(records, "CACHE", {})
+        assert told(again, *given, call) == told(both(*given, call), *given, call)
+        assert again.plan.kernel == backward.HOPPER
 
 
 def test_other_differences_of_lengths_are_planned_anew(on_sm_90):
@@ -129,14 +155,18 @@ def test_what_is_no_length_is_bound_anew(on_sm_90):
     heads=st.sampled_from([(1, 1), (4, 1), (16, 4), (32, 32), (7, 1), (64, 8)]),
     dim=st.sampled_from([64, 128, 256]),
     batch=st.integers(1, 9),
-    causal=st.booleans(),
+    sides=st.sampled_from(
+        [(False, (-1, -1)), (True, (-1, -1)), (False, (100, 0)), (True, (300, -1)), (False, (5, 4000))]
+    ),
     deterministic=st.booleans(),
     equal=st.booleans(),
+    tokens=st.none() | st.tuples(st.integers(1, 40_000), st.integers(1, 40_000)),
 )
-def test_tiles_decide_the_plan(seq_q, seq_k, more, heads, dim, batch, causal, deterministic, equal):
-    """Of the kernel that keeps dS, where queries and keys grow alike."""
+def test_tiles_decide_the_plan(seq_q, seq_k, more, heads, dim, batch, sides, deterministic, equal, tokens):
+    """Of the kernel that keeps dS, where queries and keys grow alike; of a packed batch also the order of its work."""
     seq_k, device = seq_q if equal else seq_k, device_named(DEVICE)
-    problem = AttentionProblem(batch, seq_q, seq_k, *heads, dim, dim, causal=causal)
+    sides = sides if tokens or sides[1] == (-1, -1) else (True, (-1, -1))
+    problem = AttentionProblem(batch, seq_q, seq_k, *heads, dim, dim, "bfloat16", *sides, tokens is not None)
     other = replace(problem, seq_q=max(1, seq_q + more), seq_k=max(1, seq_k + more))
     group, forward = heads[0] // heads[1], plan_forward(problem, device)
     alike = lengths_alike(seq_q, seq_k, group)
@@ -144,10 +174,15 @@ def test_tiles_decide_the_plan(seq_q, seq_k, more, heads, dim, batch, causal, de
         return
     if isinstance(forward, DecodePlan) or not shared_by_tiles(forward):
         return
-    if other.seq_k - other.seq_q != seq_k - seq_q or (2 * seq_q >= seq_k) != (2 * other.seq_q >= other.seq_k):
+    shifted = other.seq_k - other.seq_q != seq_k - seq_q
+    if not tokens and (shifted or (2 * seq_q >= seq_k) != (2 * other.seq_q >= other.seq_k)):
         return
     plan = plan_attention_backward(problem, device, deterministic=deterministic)
     if plan.kernel != backward.HOPPER or plan.queries_at_once:
         return
     own = plan_attention_backward(other, device, deterministic=deterministic)
     assert plan.alike(other, (), lambda: own) == own
+    if tokens:
+        assert order_of(problem, device, plan.keys_at_once, *tokens) == order_of(
+            other, device, own.keys_at_once, *tokens
+        )

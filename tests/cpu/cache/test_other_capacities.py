@@ -7,7 +7,7 @@ import torch
 from tilefold.ops import records
 from tilefold.ops.bound import stand_in
 from tilefold.ops.cache import kvcache
-from tilefold.ops.call import Call, key_of
+from tilefold.ops.call import Call
 from tilefold.ops.dense import attention
 from tilefold.ops.faults import watch_of
 from tilefold.ops.source import UNSCALED, Cache, Scales
@@ -58,7 +58,7 @@ SORTS = {make.__name__: make for make in (in_one_piece, of_one_sequence, shared,
 
 
 def prepared(q, k, v, call, check=False):
-    return kvcache._prepare.__wrapped__(q, k, v, call, check, kvcache._key(q, k, v, call, check))
+    return kvcache._prepare(q, k, v, call, check)
 
 
 def told(decoder, q, k, v, call):
@@ -131,11 +131,8 @@ def test_attention_of_one_query(keys, monkeypatch):
         q, k, v, _ = in_one_piece(n)
         return q, k, v, Call()
 
-    def record(q, k, v, call):
-        return attention.prepare.__wrapped__(q, k, v, call, key_of(q, k, v, call))
-
-    near, given = record(*made(keys[0])), made(keys[1])
-    again, own = record(*given), attention._prepare(*given)
+    near, given = attention.prepare(*made(keys[0])), made(keys[1])
+    again, own = attention.prepare(*given), attention._prepare(*given)
     assert again.plan == own.plan != near.plan and str(again.plan) == str(own.plan)
     assert (again.out_shape, again.lse_shape, again.problem) == (own.out_shape, own.lse_shape, own.problem)
     assert told(again.decoder, *given) == told(own.decoder, *given)

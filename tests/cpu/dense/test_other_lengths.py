@@ -36,10 +36,6 @@ def family_of(q, k, v, call):
     return _key_of_any_length(key_of(q, k, v, call), call)
 
 
-def prepared(q, k, v, call):
-    return attention.prepare.__wrapped__(q, k, v, call, key_of(q, k, v, call))
-
-
 def record(q, k, v, call, portable=False):
     """(the plan, the record of a call of its own) on an H200; portable: by pointers, or by boxes, of which Triton specialises
     strides."""
@@ -117,13 +113,13 @@ def test_lengths_of_the_same_tiles_are_not_planned_again(sort, lengths, monkeypa
     monkeypatch.setattr(attention.records, "CACHE", {})
     monkeypatch.setattr(attention, "_prepare", lambda q, k, v, call: record(q, k, v, call)[1])
     first, second = (made(n + 7 * bool(options.get("packed")), **options) for n in lengths)
-    near = prepared(*first[:3], Call(causal=causal, **first[3]))
+    near = attention.prepare(*first[:3], Call(causal=causal, **first[3]))
     q, k, v, more = second
     call = Call(causal=causal, **more)
     plan, own = record(q, k, v, call)
     monkeypatch.setattr(attention, "_prepare", None)
     monkeypatch.setattr(attention, "_plan_of_lengths", None)
-    again = prepared(q, k, v, call)
+    again = attention.prepare(q, k, v, call)
     assert again.plan == plan and str(again.plan) == str(plan) and again.plan.problem != near.plan.problem
     assert (again.out_shape, again.lse_shape) == (own.out_shape, own.lse_shape)
     assert again.bound.launch.grid == own.bound.launch.grid and again.shared is near.shared
@@ -192,10 +188,10 @@ def test_prepare_keeps_the_first_record(monkeypatch):
     monkeypatch.setattr(attention, "device_of", lambda *args: device)
     monkeypatch.setattr(attention, "_prepare", lambda *args: near)
     monkeypatch.setattr(attention.records, "CACHE", {})
-    assert prepared(q, k, v, call) is near
+    assert attention.prepare(q, k, v, call) is near
     monkeypatch.setattr(attention, "_prepare", None)
     q, k, v, more = made(1501)
-    found = prepared(q, k, v, Call(**more))
+    found = attention.prepare(q, k, v, Call(**more))
     assert found.plan.problem == replace(plan.problem, seq_q=1501, seq_k=1501) and found is not near
 
 
@@ -230,4 +226,4 @@ def test_lengths_of_the_decode_kernel_have_a_record_of_their_own(monkeypatch):
     monkeypatch.setattr(attention, "device_of", lambda *args: device_named("h200"))
     monkeypatch.setattr(attention.records, "CACHE", {family_of(q, k, v, Call(**more)): near})
     monkeypatch.setattr(attention, "_prepare", lambda *args: SimpleNamespace(bound=None, decoder="decoder"))
-    assert prepared(q, k, v, Call(source=steps)).decoder == "decoder"
+    assert attention.prepare(q, k, v, Call(source=steps)).decoder == "decoder"

@@ -5,9 +5,10 @@ import torch
 
 from cases import arguments_of
 from tilefold.ops import records
+from tilefold.ops.bound import stand_in
 from tilefold.ops.call import Call, key_of
 from tilefold.ops.source import Lists
-from tilefold.ops.sparse import sparse
+from tilefold.ops.sparse import sparse, sparse_backward, sparse_backward_hopper
 from tilefold.plan import device_named
 
 
@@ -44,17 +45,13 @@ def test_the_record_is_that_of_a_call_of_its_own(options, lengths, monkeypatch):
     monkeypatch.setattr(sparse, "device_of", lambda *args: device_named("h200"))
     monkeypatch.setattr("tilefold.ops.hopper.bound_or_none", lambda kind, bind, *_: bind())
     monkeypatch.setattr(records, "CACHE", {})
-
-    def prepare(q, k, v, call):
-        return sparse.prepare.__wrapped__(q, k, v, call, key_of(q, k, v, call))
-
-    near = prepare(*made(*lengths[0], **options))
+    near = sparse.prepare(*made(*lengths[0], **options))
     for others in lengths[1:]:
         given = made(*others, **options)
         own = sparse._prepare(*given)
         with monkeypatch.context() as alone:
             alone.setattr(sparse, "_prepare", None)
-            again = prepare(*given)
+            again = sparse.prepare(*given)
         assert near.plan.kernel == again.plan.kernel == "sparse_forward_hopper" and again.bound is not near.bound
         assert (again.plan, again.out_shape, again.lse_shape, again.scale) == (
             own.plan,
@@ -66,6 +63,47 @@ def test_the_record_is_that_of_a_call_of_its_own(options, lengths, monkeypatch):
         assert again.bound.launch.grid == own.bound.launch.grid
         assert again.bound.launch.keywords == own.bound.launch.keywords
         assert arguments_of(again, *given) == arguments_of(own, *given)
+
+
+def bound_backward(q, k, v, call):
+    """(The bound backward pass of a call, what its launches are given, descriptors by what they say)."""
+    out, kv_blocks, blocks = torch.empty_like(q), -(-call.lists.seq_k // call.lists.block_k), call.lists.indices.shape
+    indices = torch.empty(*blocks[:2], kv_blocks, blocks[2], dtype=torch.int32, device="meta")
+    turned = call.lists._replace(indices=indices, counts=indices[..., 0].contiguous())
+    lse = torch.empty(2, blocks[1], call.lists.seq_q, device="meta")
+    bound = sparse_backward._bound(sparse.prepare(q, k, v, call), (q, k, v, out, lse), out, None, call, turned)
+    places, *scratch = [stand_in(dtype) for dtype in (torch.int32, *[one.dtype for one in bound.buffers])]
+    given = (q, k, v, out, lse, out, None, call, turned, places, *scratch)
+    found = [(tuple(one.shape), one.dtype) for one in bound.buffers]
+    for one in (bound.statistics, bound.places, bound.main):
+        found += [one.launch.grid, one.launch.keywords, one.launch.fn]
+        for a in one.arguments(given):
+            boxed = hasattr(a, "block_shape")
+            found.append(
+                {**a.__dict__, "base": a.base.shape} if boxed else tuple(a.shape) if hasattr(a, "shape") else a
+            )
+    return bound, found
+
+
+@pytest.mark.parametrize("options", [{}, {"layout": "bhsd"}, {"blocks": (128, 128)}, {"heads": 2}])
+def test_the_backward_pass_is_that_of_a_call_of_its_own(options, monkeypatch):
+    for module in (sparse, sparse_backward):
+        monkeypatch.setattr(module, "device_of", lambda *args: device_named("h200"))
+    monkeypatch.setattr("tilefold.ops.hopper.bound_or_none", lambda kind, bind, *_: bind())
+    monkeypatch.setattr(sparse_backward_hopper, "chosen_or_none", lambda plan, given, kind, bind, *_: bind())
+    monkeypatch.setattr(records, "CACHE", {})
+    planned = []
+    plan_of = sparse_backward._plan
+    monkeypatch.setattr(sparse_backward, "_plan", lambda *args: planned.append(args) or plan_of(*args))
+    lengths = (1000, 1900), (1770, 1777), (1769, 1780), (1770, 1777 + 128), (1765, 1780)
+    for (n, m), times in zip(lengths, (1, 2, 2, 3, 3), strict=True):
+        q, k, v, call = made(n, m, **options)
+        bound, again = bound_backward(q, k, v, call)
+        assert len(planned) == times and bound.places.launch.grid[0] > 0
+        with monkeypatch.context() as alone:
+            alone.setattr(records, "CACHE", {})
+            assert again == bound_backward(q, k, v, call)[1]
+        planned.pop()
 
 
 def test_what_is_no_length_has_a_key_of_its_own():

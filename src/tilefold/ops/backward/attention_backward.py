@@ -7,7 +7,7 @@ import torch
 
 from ...errors import DtypeError
 from ..bound import Bound
-from ..call import Call, facts_of, is_plain, window_of
+from ..call import Call, facts_of, window_of
 from ..dense import attention
 from ..dense.attention_parts import band_of, kind_of, option_values, side_of
 from ..device import device_of, interpreting
@@ -37,7 +37,6 @@ Gradients = tuple[torch.Tensor | None, ...]  # of q, k, v, bias, sinks and the t
 GIVEN = ("Q", "K", "V", "DOut", "Lse2", "Delta", "DQ", "DK", "DV", "DBias", "DSinks", "call")
 """What a call gives to the portable kernels."""
 SINK_ROWS = 1024
-FORWARD = attention.HOPPER_KERNEL
 HOPPER, REDUCE = "attention_backward_hopper", "attention_backward_reduce"
 
 
@@ -63,12 +62,8 @@ def differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
         score_slope(call.score_mod, call.score_grad)
         if asked[3]:
             loads_of_call(call, asked[3])
-        plan, alike = None, _alike(prepared, call)
-        if prepared.planned is not None and (alike is None or (alike, asked) not in prepared.shared):
-            plan = backward_plan_of(prepared.problem, call, q, asked[1], asked[3])
-            if alike is not None and plan.kernel == HOPPER and not plan.queries_at_once:
-                prepared.shared[alike, asked] = plan
-        prepared.backward[asked] = plan
+        if prepared.planned is not None:
+            prepared.backward[asked] = backward_plan_of(prepared.problem, call, q, asked[1], asked[3])
     return prepared
 
 
@@ -184,42 +179,50 @@ def _bound(
     key = facts_of(dout), facts_of(tensors[3]), given, with_bias, call.deterministic, loads
     found: DenseBound | GluonBound | SpansBound | None = prepared.backward.get(key)
     if found is None:
-        from ...plan.backward.attention_backward import plan_attention_backward
-
-        asked = "planned", with_bias, call.deterministic, loads
-        scale, plan, alike = prepared.scale, prepared.backward.get(asked), _alike(prepared, call)
-        shared = None
-        if alike is not None:
-            at = 2 if call.layout == "bhsd" else 1
-            sides = [(side_of(facts, at), facts[2][at]) for facts in key[:2]]
-            shared = alike, *sides, given and given[3:], *key[3:]
-            near, old = prepared.shared.get(shared), prepared.shared.get((alike, asked))
-            if near is not None:
-                own = old.alike(prepared.problem, (), lambda: plan)  # all of its fields
-                found = prepared.backward[key] = near.of_lengths(own, tensors, dout, call)
-                return found
-        with without_collector():
-            if plan is None:  # nobody asked `differentiable`
-                plan = backward_plan_of(prepared.problem, call, tensors[0], with_bias, loads)
-            if plan.kernel in (HOPPER, REDUCE):
-                found = _bind_gluon(scale, tensors, beside, call, plan)
-                if found is None:
-                    plan = plan_attention_backward(plan.problem, plan.device, plan.bias, portable=True)
-            found = prepared.backward[key] = found or _bind(scale, tensors, dout, call, plan, loads)
-        if (alike, asked) in prepared.shared and hasattr(found, "of_lengths"):
-            prepared.shared[shared] = found
+        alike = _key_of_tiles(prepared, tensors, call, key)
+        near = None if alike is None else prepared.shared.get(alike)
+        found = None if near is None else near.of_lengths(tensors, dout, call)
+        if found is None:
+            with without_collector():
+                found = _bound_anew(prepared, tensors, beside, call, with_bias, loads)
+            if alike is not None and found.plan.kernel == HOPPER and not found.plan.queries_at_once:
+                prepared.shared[alike] = found
+        prepared.backward[key] = found
     return found
 
 
-def _alike(prepared: Any, call: Call) -> Any:
-    """What is the same of calls whose lengths make the same tiles in the forward pass exactly if they do in the backward pass of
-    the kernel that keeps dS; None for other calls."""
-    if call.packed is not None or prepared.bound is None or not is_plain(call):
+def _bound_anew(
+    prepared: Any, tensors: Any, beside: Any, call: Call, with_bias: bool, loads: tuple[int, ...]
+) -> "DenseBound | GluonBound | SpansBound":
+    """`_bound` of a call that is like none before."""
+    from ...plan.backward.attention_backward import plan_attention_backward
+
+    plan = prepared.backward.get(("planned", with_bias, call.deterministic, loads))
+    if plan is None:  # nobody asked `differentiable`
+        plan = backward_plan_of(prepared.problem, call, tensors[0], with_bias, loads)
+    found: GluonBound | SpansBound | None = None
+    if plan.kernel in (HOPPER, REDUCE):
+        found = _bind_gluon(prepared.scale, tensors, beside, call, plan)
+        if found is None:
+            plan = plan_attention_backward(plan.problem, plan.device, plan.bias, portable=True)
+    return found or _bind(prepared.scale, tensors, beside[0], call, plan, loads)
+
+
+def _key_of_tiles(prepared: Any, tensors: tuple[torch.Tensor, ...], call: Call, key: Any) -> Any:
+    """What is the same of calls that make the same tiles in the forward pass exactly if they do in the backward pass of the
+    kernel that keeps dS, whose tiles are of 64 tokens; None for other calls.  key: of `_bound`."""
+    if prepared.shared is None:
         return None
-    if getattr(prepared.plan, "kernel", "") != FORWARD:
-        return None
-    n = prepared.problem
-    return (n.seq_k - n.seq_q, 2 * n.seq_q >= n.seq_k) if n.sides in ((-1, -1), (-1, 0)) else None
+    at = 0 if call.packed is not None else 2 if call.layout == "bhsd" else 1
+    alike: tuple[Any, ...] = ()
+    if call.packed is None:
+        rows, keys = (t.shape[at] for t in tensors[:2])
+        if window_of(call.window, call.causal) not in ((-1, -1), (-1, 0)):
+            return None
+        alike = keys - rows, 2 * rows >= keys
+    dout, out, dlse, *others = key
+    sides = [(side_of(facts, at), facts[2][at]) for facts in (dout, out)]
+    return *alike, *sides, dlse and dlse[3:], *others
 
 
 def _bind_gluon(

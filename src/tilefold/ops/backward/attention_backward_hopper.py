@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 FENCED, HOLDING = (64, 256), (64,)
 GIVEN = (*SIDES, "Statistics", "Progress", "kept", "Partial", "DQ", "DK", "DV")
 """What a call gives to the launches: scratch is statistics, progress, the ring of dS, sums between KV splits."""
+WHOLE = (*SIDES, "Statistics", "Progress", "kept", "DQ", "DK", "DV")
+"""The same where there are no splits: statistics stand for sums, and are not read as such."""
 Tensors = tuple[torch.Tensor, ...]
 Sizes = tuple[int, int, int, int]  # rows of statistics, counters, rows of dS, fp32 numbers of sums between KV splits
 
@@ -47,11 +49,12 @@ def bound_launches(
     counters = 1 + 2 * rules.batches_of(n, *at_once)
     kept = rules.kept_bytes(n, plan.device, *at_once) // (UNIT * q.element_size())
     sizes = rows, counters, kept, rules.partial_bytes(n, plan.device, plan.keys_at_once) // 4
+    given, scratch = (GIVEN, scratch_of(sizes, q.dtype)) if sizes[3] else (WHOLE, scratch_of(sizes, q.dtype)[:3])
     return GluonBound(
         plan,
-        (*scratch_of(sizes, q.dtype), *gradients_of(tensors)),
-        statistics_bound(n, out, dout, call.layout, q_units, counters, GIVEN),
-        main_bound(plan, scale, tensors, (q, dout, k, v), call, sizes),
+        (*scratch, *gradients_of(tensors)),
+        statistics_bound(n, out, dout, call.layout, q_units, counters, given),
+        main_bound(plan, scale, tensors, (q, dout, k, v), call, sizes, given=given),
     )
 
 
@@ -76,12 +79,13 @@ def main_bound(
     sizes: Sizes,
     span: tuple[int, int] | tuple[None, None] = (None, None),
     split: bool = False,
+    given: tuple[str, ...] = GIVEN,
 ) -> Bound:
     """The kernel's launch.
 
     tensors: of the shapes of the gradients.  sides: q, dout, k and v as it reads them.  span: of a launch for some of the
     queries, as the kernel has it: rows of dk and dv that are written already, tiles of a head.  split: as if there were several
-    splits."""
+    splits.  given: what a call gives."""
     from ...plan.backward import attention_backward_hopper as rules
     from ..launch import Launch
 
@@ -100,6 +104,7 @@ def main_bound(
     values = {
         **boxed_sides(side_boxes(q, dout, k, v, call.layout)),
         "stat_desc": Slot("Statistics", statistics_box(sizes[0]).over),
+        "Partial": Slot("Partial" if "Partial" in given else "Statistics"),
         "ds_desc": Slot("kept", kept_box(sizes[2], tensors[0].dtype).over),
         "scale": scale,
         "seq_q": n.seq_q,
@@ -123,7 +128,7 @@ def main_bound(
         "written": span[0],
         "stat_tiles": span[1],
     }
-    return Bound(launch, GIVEN, values)
+    return Bound(launch, given, values)
 
 
 def _kernel(plan: "AttentionBackwardPlan") -> tuple[Any, dict[str, Any], int]:

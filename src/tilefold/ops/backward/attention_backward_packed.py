@@ -1,12 +1,13 @@
 """Binding of the Gluon kernel that makes the gradients of packed sequences on sm_90: scratch, descriptors, launches."""
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..bound import Bound, Slot, attribute, strides_named
+from ..bound import Bound, Slot, attribute
 from ..call import UNBOUNDED, Call, window_of
-from ..dense.attention_parts import head_strides, kind_of
+from ..dense.attention_parts import kind_of
 from .attention_backward_hopper import FENCED, HOLDING
 from .hopper_backward import (
     SIDES,
@@ -14,11 +15,11 @@ from .hopper_backward import (
     UNIT,
     GluonBound,
     Scratch,
-    boxed_sides,
     gradients_of,
     kept_box,
-    side_boxes,
+    packed_strides,
     statistics_box,
+    values_of_lengths,
 )
 
 if TYPE_CHECKING:
@@ -33,38 +34,70 @@ GIVEN = (*SIDES, "Statistics", "Progress", "Entries", "kept", "DQ", "DK", "DV")
 Tensors = tuple[torch.Tensor, ...]
 
 
+@dataclass(slots=True)
+class PackedBound(GluonBound):
+    """The launches of a backward pass; together: tiles of queries of an item for dq."""
+
+    together: int = 1
+
+    def of_lengths(self, tensors: Tensors, dout: torch.Tensor, call: Call) -> "PackedBound | None":
+        """The launches of a call of other tokens; None where items for dq have another number of tiles."""
+        order = _order_of(self.plan, tensors)
+        if order.together != self.together:
+            return None
+        values = values_of_lengths(tensors, dout, call) | _values(self.plan, order, tensors[0].dtype)
+        first = self.first.with_values(values, _first_grid(self.plan, order, tensors))
+        main = self.main.with_values(values, _main_grid(order))
+        return PackedBound(self.plan, _buffers(self.plan, order, tensors), first, main, None, order.together)
+
+
 def bound_launches(
     scale: float, tensors: Tensors, dout: torch.Tensor, call: Call, plan: "AttentionBackwardPlan"
-) -> GluonBound:
+) -> PackedBound:
     """The launches of this call under this plan; tensors: q, k, v, out."""
-    from ...plan.backward.attention_backward_packed import order_of
-
-    q, k, v, out = tensors
-    n = plan.problem
-    order = order_of(n, plan.device, plan.keys_at_once, q.shape[0], k.shape[0])
-    rows, kept = n.heads * order.q_places + 1, order.slots * n.group * order.width * UNIT
-    pieces, counters = order.keys + order.queries, 1 + 2 * order.blocks
-    q4, dout4, k4, v4 = (t.unsqueeze(0) for t in (q, dout, k, v))  # one sequence to TMA
+    q, k, v, _ = tensors
+    n, order = plan.problem, _order_of(plan, tensors)
     left, right = (UNBOUNDED if side < 0 else side for side in window_of(call.window, call.causal))
     values = {
-        **boxed_sides(side_boxes(q4, dout4, k4, v4, call.layout)),
-        "stat_desc": Slot("Statistics", statistics_box(rows).over),
-        "ds_desc": Slot("kept", kept_box(kept, q.dtype).over),
+        **values_of_lengths(tensors, dout, call),
+        **_values(plan, order, q.dtype),
         "CuQ": attribute("call", "source.cu_q", call.packed),
         "CuK": attribute("call", "source.cu_k", call.packed),
         "scale": scale,
         "batch": n.batch,
         "steps": (n.batch - 1).bit_length(),
-        "max_q": n.seq_q,
-        "max_k": n.seq_k,
-        "total_q": q.shape[0],
-        "total_k": k.shape[0],
         "heads": n.heads,
         "kv_heads": n.kv_heads,
         "group": n.group,
-        "q_places": order.q_places,
         "left": left,
         "right": right,
+        **packed_strides(g=q.shape, x=k.shape, y=v.shape),
+    }
+    first = _prepare(plan, order, tensors, dout)
+    main = _main(plan, order, call, q.device.index or 0)
+    buffers = _buffers(plan, order, tensors)
+    return PackedBound(plan, buffers, Bound(first, GIVEN, values), Bound(main, GIVEN, values), None, order.together)
+
+
+def _order_of(plan: "AttentionBackwardPlan", tensors: Tensors) -> "Order":
+    from ...plan.backward.attention_backward_packed import order_of
+
+    return order_of(plan.problem, plan.device, plan.keys_at_once, tensors[0].shape[0], tensors[1].shape[0])
+
+
+def _sizes(plan: "AttentionBackwardPlan", order: "Order") -> tuple[int, int, int]:
+    """Rows of statistics, counters, rows of dS."""
+    n = plan.problem
+    return n.heads * order.q_places + 1, 1 + 2 * order.blocks, order.slots * n.group * order.width * UNIT
+
+
+def _values(plan: "AttentionBackwardPlan", order: "Order", dtype: torch.dtype) -> dict[str, Any]:
+    """Values that differ with the order of the work."""
+    rows, counters, kept = _sizes(plan, order)
+    return {
+        "stat_desc": Slot("Statistics", statistics_box(rows).over),
+        "ds_desc": Slot("kept", kept_box(kept, dtype).over),
+        "q_places": order.q_places,
         "all_keys": order.keys,
         "all_queries": order.queries,
         "longest": order.longest,
@@ -76,36 +109,35 @@ def bound_launches(
         "no_tile": rows - 1,
         "nowhere": kept,
     }
-    for letter, t in (("o", out), ("d", dout), ("g", q.shape), ("x", k.shape), ("y", v.shape)):
-        for dims in ("mh", "nh"):  # of keys the kernels call a row m, and n
-            values |= strides_named(letter, head_strides(t, "bshd"), dims)
-    scratch = (
+
+
+def _buffers(plan: "AttentionBackwardPlan", order: "Order", tensors: Tensors) -> tuple[Scratch, ...]:
+    rows, counters, kept = _sizes(plan, order)
+    return (
         Scratch((rows * STATISTICS,), torch.float32),
         Scratch((counters,), torch.int32),
-        Scratch((pieces * ENTRY,), torch.int32),
-        Scratch((kept, UNIT), q.dtype),
-    )
-    return GluonBound(
-        plan,
-        (*scratch, *gradients_of(tensors)),
-        Bound(_prepare(plan, order, q, k, out, dout), GIVEN, values),
-        Bound(_main(plan, order, call, q.device.index or 0), GIVEN, values),
+        Scratch(((order.keys + order.queries) * ENTRY,), torch.int32),
+        Scratch((kept, UNIT), tensors[0].dtype),
+        *gradients_of(tensors),
     )
 
 
-def _prepare(
-    plan: "AttentionBackwardPlan",
-    order: "Order",
-    q: torch.Tensor,
-    k: torch.Tensor,
-    out: torch.Tensor,
-    dout: torch.Tensor,
-) -> "Launch":
+def _first_grid(plan: "AttentionBackwardPlan", order: "Order", tensors: Tensors) -> tuple[int, int, int]:
+    programs = plan.problem.heads * order.q_places + 1
+    programs += sum(-(-pieces // CHUNK) for pieces in (order.keys, order.queries))
+    return programs + sum(-(-t.shape[0] // UNIT) for t in tensors[:2]), 1, 1
+
+
+def _main_grid(order: "Order") -> tuple[int, int, int]:
+    return order.keys + order.queries, 1, 1
+
+
+def _prepare(plan: "AttentionBackwardPlan", order: "Order", tensors: Tensors, dout: torch.Tensor) -> "Launch":
     """The launch that comes first."""
     from ...kernels.backward.backward_packed import backward_packed
     from ..launch import Launch
 
-    n = plan.problem
+    n, out = plan.problem, tensors[3]
     constants = {
         "WIDE": max(out.stride(0), dout.stride(0)) * UNIT >= 1 << 31,
         "DIM": n.dim_v,
@@ -114,10 +146,8 @@ def _prepare(
         "ROWS": order.together * UNIT,
         "CHUNK": CHUNK,
     }
-    programs = n.heads * order.q_places + 1
-    programs += sum(-(-pieces // CHUNK) for pieces in (order.keys, order.queries))
-    programs += sum(-(-t.shape[0] // UNIT) for t in (q, k))
-    return Launch(backward_packed, (programs, 1, 1), constants, {"num_warps": 4}, q.device.index or 0)
+    grid = _first_grid(plan, order, tensors)
+    return Launch(backward_packed, grid, constants, {"num_warps": 4}, out.device.index or 0)
 
 
 def _main(plan: "AttentionBackwardPlan", order: "Order", call: Call, device: int) -> "Launch":
@@ -138,4 +168,4 @@ def _main(plan: "AttentionBackwardPlan", order: "Order", call: Call, device: int
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
     }
     options = {"num_warps": plan.keys.num_warps, "maxnreg": REGISTERS}
-    return Launch(attention_backward_packed, (order.keys + order.queries, 1, 1), constants, options, device)
+    return Launch(attention_backward_packed, _main_grid(order), constants, options, device)

@@ -42,23 +42,17 @@ class Scratch(NamedTuple):
 class GluonBound:
     """The launches of a backward pass, one behind the other."""
 
-    plan: Any
+    plan: Any  # of the call, or of one that makes the same tiles
     buffers: tuple[Scratch, ...]  # scratch, then dq, dk and dv
     first: Bound
     main: Bound
     last: Bound | None = None
 
-    def of_lengths(self, plan: Any, tensors: Tensors, dout: torch.Tensor, call: Call) -> "GluonBound":
-        """The launches of a call that differs in its lengths, which make the same tiles; plan: its own."""
-        (q, k, v, out), n = tensors, plan.problem
-        values = {
-            "seq_q": n.seq_q,
-            "seq_k": n.seq_k,
-            **boxed_sides(side_boxes(q, dout, k, v, call.layout)),
-            **side_strides(call.layout, g=q.shape, x=k.shape, y=v.shape, o=out, d=dout),
-        }
+    def of_lengths(self, tensors: Tensors, dout: torch.Tensor, call: Call) -> "GluonBound | None":
+        """The launches of a call that differs in its lengths, which make the same tiles; None if they are others."""
+        values = values_of_lengths(tensors, dout, call)
         first, main = self.first.with_values(values), self.main.with_values(values)
-        return GluonBound(plan, (*self.buffers[:-3], *gradients_of(tensors)), first, main)
+        return GluonBound(self.plan, (*self.buffers[:-3], *gradients_of(tensors)), first, main)
 
     def scratch(self, device: Any) -> Tensors:
         """New tensors for all of them."""
@@ -84,6 +78,27 @@ class GluonBound:
         if not self.first.found(given):
             in_background(lambda: self.first.compile(given))  # 0.3 s while the other one takes 2
         self.main.compile(given)
+
+
+def values_of_lengths(tensors: Tensors, dout: torch.Tensor, call: Call) -> dict[str, Any]:
+    """Values that differ with the lengths of a call, among those that make the same tiles; tensors: q, k, v, out."""
+    q, k, v, out = tensors
+    values: dict[str, Any] = boxed_sides(side_boxes(q, dout, k, v, call.layout))
+    if call.packed is not None:
+        values |= {"max_q": call.packed.max_q, "max_k": call.packed.max_k, "total_q": q.shape[0], "total_k": k.shape[0]}
+        return values | packed_strides(o=out, d=dout)
+    at = 2 if call.layout == "bhsd" else 1
+    values |= {"seq_q": q.shape[at], "seq_k": k.shape[at]}
+    return values | side_strides(call.layout, g=q.shape, x=k.shape, y=v.shape, o=out, d=dout)
+
+
+def packed_strides(**sides: torch.Tensor | tuple[int, ...]) -> dict[str, int]:
+    """`side_strides` of packed tensors; of keys the kernels call a row m, and n."""
+    made: dict[str, int] = {}
+    for letter, t in sides.items():
+        row, head = head_strides(t, "bshd")
+        made |= {f"stride_{letter}m": row, f"stride_{letter}n": row, f"stride_{letter}h": head}
+    return made
 
 
 def gradients_of(tensors: Tensors, keys: torch.dtype | None = None) -> tuple[Scratch, Scratch, Scratch]:

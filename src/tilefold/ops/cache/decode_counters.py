@@ -51,7 +51,7 @@ def counters(number: int, device: torch.device) -> torch.Tensor:
         return torch.zeros(number, dtype=torch.int32, device=device) if found is None else found
     stream = stream_of()(index)  # torch makes an object of it, in every call
     held = slab.streams.get(stream)
-    if held is None or held.shape[0] < number:
+    if held is None or held.numel() < number:
         torch.cuda.current_stream(device).wait_event(slab.ready)  # other streams are to find zeros
         held = slab.take(max(number, 1024))
         if held is None:

@@ -112,20 +112,29 @@ def _key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: b
     return key_of(q, k, v, call), k.data_ptr() == v.data_ptr(), type(check) is Watch
 
 
-@recorded("attention_kvcache", _key, keyed=True)
+def _near(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: bool | Watch, key: Any
+) -> Prepared | None:
+    """The record of a call from that of one with another number of keys; None if there is none."""
+    family = _key_of_any_capacity(key, call)
+    if family is None:
+        return None
+    capacity = _capacity(k, call)
+    near: Prepared | None = cut_alike(family, lambda p: _plan_again(p, call, capacity))
+    if near is None:
+        return None
+    decoder = cast("Decoder", near.decoder).grown(k, v, call, capacity)
+    table = cache_of(call).block_table
+    most = {"seq_k": capacity} if table is None else {"max_pages": table.shape[1]}
+    return replace(near, sizes={**near.sizes, **most, "capacity": capacity}, decoder=decoder)
+
+
+@recorded("attention_kvcache", _key, _near)
 def _prepare(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: bool | Watch, key: Any = None
 ) -> Prepared:
-    """The record of this call's shapes and options, which checks everything; of other numbers of keys, what depends on them."""
-    family = _key_of_any_capacity(key, call)
-    capacity = 0 if family is None else _capacity(k, call)
-    near: Prepared | None = None if family is None else cut_alike(family, lambda p: _plan_again(p, call, capacity))
-    if near is not None:
-        decoder = cast("Decoder", near.decoder).grown(k, v, call, capacity)
-        table = cache_of(call).block_table
-        most = {"seq_k": capacity} if table is None else {"max_pages": table.shape[1]}
-        return replace(near, sizes={**near.sizes, **most, "capacity": capacity}, decoder=decoder, ways=no_ways())
-    made = _prepared(q, k, v, call, check)
+    """The record of this call's shapes and options, which checks everything."""
+    made, family = _prepared(q, k, v, call, check), _key_of_any_capacity(key, call)
     if family is not None and isinstance(made.decoder, Decoder):
         remember_cut(family, made)
     return made

@@ -90,49 +90,56 @@ def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Step 
     return step_of(q, k, v, call, prepare(q, k, v, call)) if call.packed is None else None
 
 
-@recorded("attention", key_of, keyed=True)
-def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, key: Any = None) -> Prepared:
-    """The record of this call's shapes and options, which checks everything.  Calls whose k and v are longer or shorter by a few
-    keys share plan and launches: a token of generation is not planned anew.  Calls of any lengths share checks and compiled
-    kernel."""
-    made = _prepared(q, k, v, call, key)
-    made.placed = call.packed is not None and on_host(q)
+def _near(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, key: Any) -> Prepared | None:
+    """The record of a call from that of other lengths, None if there is none to make it from.  Calls whose k and v are longer or
+    shorter by a few keys share plan and launches: a token of generation is not planned anew.  Calls of any lengths share checks
+    and compiled kernel."""
+    lengths, family, alike = _keys_of_lengths(q, k, v, call, key)
+    if lengths is not None:
+        # else the step is new, or its lengths are cut in several ways
+        near = records.CACHE.get(lengths) or cut_alike(lengths[:-1], lambda first: _plan_of_lengths(first, q, k, call))
+        return _grown(near, q, k, v, call) if near else None
+    if (near := records.CACHE.get(alike)) is not None:
+        return _of_the_same_tiles(near, q, k, v, call)
+    other = records.CACHE.get(family)
+    made = None if other is None else _of_other_lengths(other, q, k, v, call)
+    return None if made is None else _share(made, None, alike)
+
+
+def _share(made: Prepared, family: Any, alike: Any) -> Prepared:
+    """The record, which is there from here on for calls of these keys, where it serves them."""
+    if isinstance(made.bound, Bound):
+        if family is not None:
+            remember(records.CACHE, family, made)
+        if alike is not None and _rules().shared_by_tiles(made.planned):
+            made.shared = {}
+            remember(records.CACHE, alike, made)
     return made
 
 
-def _prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, key: Any) -> Prepared:
-    """`prepare` of a call whose key is new, None if it has none."""
-    lengths = near = family = alike = made = None
+@recorded("attention", key_of, _near)
+def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, key: Any = None) -> Prepared:
+    """The record of this call's shapes and options, which checks everything."""
+    made = _prepare(q, k, v, call)
+    made.placed = call.packed is not None and on_host(q)
+    lengths, family, alike = _keys_of_lengths(q, k, v, call, key)
+    if lengths is not None and made.decoder is not None:
+        remember_cut(lengths[:-1], made)
+        if lengths not in records.CACHE:
+            held = _rules().plan_holds(made.problem, made.decoder.plan.device)
+            remember(records.CACHE, lengths, held and made)
+    return _share(made, family, alike)
+
+
+def _keys_of_lengths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, key: Any) -> tuple[Any, Any, Any]:
+    """The keys of calls that differ from this one in lengths alone: of a few keys more or less; else of any lengths, and of the
+    same tiles.  key: of the call, None if it has none."""
     try:
         lengths = _key_of_lengths(q, k, v, call)
-        if lengths is None:
-            family = _key_of_any_length(key, call)
-            alike = _key_of_tiles(family, q, k, call)
-            near = records.CACHE.get(alike)
-        else:
-            near = records.CACHE.get(lengths)
+        family = None if lengths is not None else _key_of_any_length(key, call)
+        return lengths, family, _key_of_tiles(family, q, k, call)
     except (AttributeError, IndexError, RuntimeError, TypeError):  # the checks say which argument is wrong
-        pass
-    if near and alike is not None:
-        return _of_the_same_tiles(near, q, k, v, call)
-    if lengths is not None and not near:  # the step is new, or its lengths are cut in several ways
-        near = cut_alike(lengths[:-1], lambda first: _plan_of_lengths(first, q, k, call))
-    if near:
-        return _grown(near, q, k, v, call)
-    if family is not None and (other := records.CACHE.get(family)) is not None:
-        made = _of_other_lengths(other, q, k, v, call)
-    if made is None:
-        made = _prepare(q, k, v, call)
-        if family is not None and isinstance(made.bound, Bound):
-            remember(records.CACHE, family, made)
-        if lengths is not None and made.decoder is not None:
-            remember_cut(lengths[:-1], made)
-            if lengths not in records.CACHE:
-                held = _rules().plan_holds(made.problem, made.decoder.plan.device)
-                remember(records.CACHE, lengths, held and made)
-    if alike is not None and isinstance(made.bound, Bound) and _rules().shared_by_tiles(made.planned):
-        remember(records.CACHE, alike, made)
-    return made
+        return None, None, None
 
 
 @functools.cache
@@ -215,9 +222,8 @@ def _of_the_same_tiles(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torc
     values = values_of_lengths(q, k, v, call, old, shapes[0], lengths)
     bound = near.bound.with_values(values, None if call.packed is None else grid_of(old, values["items"]))
     plan = functools.partial(_rules().plan_alike, old, *lengths)
-    return Prepared(
-        plan, shapes[0], shapes[1], near.scale, near.softcap, bound, near.mods, keep=near.keep, shared=near.shared
-    )
+    return Prepared(plan, shapes[0], shapes[1], near.scale, near.softcap, bound, near.mods, None, near.keep,
+                    shared=near.shared, placed=near.placed, ways=near.ways)  # fmt: skip
 
 
 def _plan_of_lengths(near: Prepared, q: torch.Tensor, k: torch.Tensor, call: Call) -> Any:
@@ -236,7 +242,8 @@ def _grown(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ca
     problem = near.problem.of_lengths(*_lengths_of(q, k, call))
     plan = functools.partial(_rules().plan_forward, problem, near.decoder.plan.device)
     decoder = near.decoder.grown(k, v, call, problem.seq_k)
-    return Prepared(plan, near.out_shape, near.lse_shape, near.scale, near.softcap, None, near.mods, decoder, near.keep)
+    return Prepared(plan, near.out_shape, near.lse_shape, near.scale, near.softcap, None, near.mods, decoder, near.keep,
+                    ways=near.ways)  # fmt: skip
 
 
 def _bind_again(
@@ -257,7 +264,8 @@ def _bind_again(
             return None
         values, grid = _values_of_lengths(q, k, v, call, plan, sizes, near.scale, shapes[0]), plan.grid
     bound = near.bound.with_values(values, grid)
-    return Prepared(plan, *shapes, near.scale, near.softcap, bound, near.mods, keep=near.keep)
+    return Prepared(plan, *shapes, near.scale, near.softcap, bound, near.mods, None, near.keep, placed=near.placed,
+                    ways=near.ways)  # fmt: skip
 
 
 def _is_wide(q: torch.Tensor, call: Call, plan: "AttentionPlan") -> bool:

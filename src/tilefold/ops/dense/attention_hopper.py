@@ -78,8 +78,7 @@ def values_of_lengths(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, plan: "AttentionPlan", out_shape: tuple[int, ...],
     lengths: tuple[int, int],
 ) -> dict[str, Any]:  # fmt: skip
-    """Values that differ with the lengths of a call; plan: of these, or of others that make the same tiles.  A packed batch is
-    one sequence to TMA."""
+    """Values that differ with the lengths of a call; plan: of these, or of others that make the same tiles."""
     n = plan.problem
     pack = rules.packed_heads(n, plan.options)
     blocks, items = -(-lengths[0] * pack // plan.block_m), plan.grid[0]
@@ -88,7 +87,6 @@ def values_of_lengths(
         blocks = q.shape[0] // plan.block_m + n.batch
         items = blocks * n.heads
         values["total_q"] = q.shape[0]
-        q, k, v = (t.unsqueeze(0) for t in (q, k, v))
     for name, t, rows, heads in (("q", q, 64, pack), ("k", k, plan.block_n, 1), ("v", v, plan.block_n, 1)):
         columns = 64 if rules.width_of(t.shape[-1]) % 64 == 0 else 32
         values[f"{name}_desc"] = Slot(name, box_of(t, call.layout, rows, columns, heads).over)

@@ -61,7 +61,9 @@ class Prepared:
     decoder: Any = None  # the decode kernel's launches, instead of `bound`, where plan is a DecodePlan
     keep: tuple[Any, ...] = field(default=())  # objects whose id is part of the key
     backward: dict[Any, Any] = field(default_factory=dict)  # bound backward passes of this call
-    shared: dict[Any, Any] = field(default_factory=dict)  # backward passes of calls whose lengths make the same tiles
+    shared: dict[Any, Any] | None = (
+        None  # backward passes of calls whose lengths make the same tiles, where these are shared
+    )
     placed: bool = False  # what says where sequences lie is read first: it costs nothing there
     ways: Ways = field(default_factory=no_ways)
 
@@ -93,11 +95,10 @@ def new_results(
 @functools.lru_cache(maxsize=1024)
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a contiguous tensor."""
-    strides, size = [], 1
-    for n in shape[::-1]:
-        strides.append(size)
-        size *= n or 1
-    return tuple(strides[::-1])
+    strides = [1] * len(shape)
+    for at in range(len(shape) - 1, 0, -1):
+        strides[at - 1] = strides[at] * (shape[at] or 1)
+    return tuple(strides)
 
 
 def problem_of(
@@ -207,18 +208,20 @@ def sequence_strides(t: torch.Tensor | tuple[int, ...], layout: Layout) -> tuple
 
 
 def describe_box(t: torch.Tensor, layout: Layout, rows: int, block_d: int, *kind: Any) -> "Box":
-    """The descriptor of [B, H, N, D]; kind: as of Box.  The stride of a dimension of size 1 means nothing and may be invalid:
-    use one row's."""
-    if layout == "bshd":
+    """The descriptor of [B, H, N, D]; kind: as of Box.  A packed batch is one sequence to TMA.  The stride of a dimension of size
+    1 means nothing and may be invalid: use one row's."""
+    if t.dim() == 3:
+        (length, heads, dim), (stride_n, stride_h, _), batch, stride_b = t.shape, t.stride(), 1, 0
+    elif layout == "bshd":
         (batch, length, heads, dim), (stride_b, stride_n, stride_h, _) = t.shape, t.stride()
     else:
         (batch, heads, length, dim), (stride_b, stride_h, stride_n, _) = t.shape, t.stride()
     if batch == 1 or heads == 1 or length == 1:
         step = 16 // t.element_size()
         row = -(-dim // step) * step
-        stride_b, stride_h, stride_n = (
-            row if n == 1 else s for n, s in ((batch, stride_b), (heads, stride_h), (length, stride_n))
-        )
+        stride_b = row if batch == 1 else stride_b
+        stride_h = row if heads == 1 else stride_h
+        stride_n = row if length == 1 else stride_n
     return Box(t, [batch, heads, length, dim], [stride_b, stride_h, stride_n, 1], [1, 1, rows, block_d], *kind)
 
 

@@ -75,17 +75,19 @@ def _check_placement(k: torch.Tensor, total_q: int, call: Call) -> None:
         check_pages(call.paged, k.shape[0], page_size, call.lists.seq_k)
 
 
-@recorded("sparse_attention", key_of, keyed=True)
-def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, key: Any = None) -> Prepared:
-    """The record of this call's shapes and options; checks everything the first time they are seen, but for lengths the first
-    time."""
-    refuse_invariant("sparse attention", "its tiles follow the lists of blocks", call.numerics)
+def _near(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, *others: Any, key: Any) -> Prepared | None:
+    """The record of a call from that of other lengths; None if there is none.  others: as of `key_of`."""
     family = _key_of_any_length(key, call)
-    found = None if family is None else _of_other_lengths(family, q, k, v, call)
-    if found is None:
-        found = _prepare(q, k, v, call)
-        if family is not None and getattr(found.plan, "kernel", "") == HOPPER_KERNEL:
-            remember(records.CACHE, family, found)
+    return None if family is None else _of_other_lengths(family, q, k, v, call)
+
+
+@recorded("sparse_attention", key_of, _near)
+def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, key: Any = None) -> Prepared:
+    """The record of this call's shapes and options; checks everything."""
+    refuse_invariant("sparse attention", "its tiles follow the lists of blocks", call.numerics)
+    found, family = _prepare(q, k, v, call), _key_of_any_length(key, call)
+    if family is not None and getattr(found.plan, "kernel", "") == HOPPER_KERNEL:
+        remember(records.CACHE, family, found)
     found.placed = on_host(q)
     return found
 
@@ -130,8 +132,12 @@ def _of_other_lengths(family: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Te
     n = problem.attention
     shapes = result_shapes(call, {"batch": n.batch, "seq_q": n.seq_q, "heads": n.heads, "dim_v": n.dim_v})
     bound = first.bound.with_values(*values_of_lengths(q, k, v, call, plan, shapes[0]))
-    made = Prepared(plan, *shapes, first.scale, first.mods, bound, None, first.keep)
-    return made if near is not None or alike is None else remember(records.CACHE, alike, made)
+    made = Prepared(plan, *shapes, first.scale, first.mods, bound, None, first.keep, placed=first.placed,
+                    ways=first.ways)  # fmt: skip
+    if alike is None:
+        return made
+    made.shared = {} if near is None else near.shared
+    return made if near is not None else remember(records.CACHE, alike, made)
 
 
 def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:

@@ -9,10 +9,12 @@ from ...errors import DtypeError, Unsupported
 from ..backward.backward_parts import ROWS, boxes, delta_bound, readable, score_slope, side_strides, slopes_of, tiled
 from ..bound import Bound, attribute, meta
 from ..call import facts_of
+from ..dense.attention_parts import side_of
 from ..device import device_of, interpreting
 from ..first_call import without_collector
 from ..operator import differentiable, first_derivative
 from ..serve import BoundFunction, function_at, plan_at
+from ..source import Lists
 from ..watch import resolved, wants_gradient
 from . import sparse, sparse_backward_hopper
 from .sparse_call import check_unchanged, versions_of
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     from ...plan.sparse.sparse import SparsePlan
     from ...plan.sparse.sparse_backward import SparseBackwardPlan
     from ..call import Call
-    from ..source import Lists
     from .sparse_backward_hopper import HopperBound
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -32,28 +33,28 @@ GIVEN = ("Q", "K", "V", "DOut", "Lse2", "Delta", "DQ", "DK", "DV", "call", "turn
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: "Call", transposed: "Callable[[], Lists]"
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: "Call", transposed: "Callable[[], Lists]", found: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if wants_gradient((q, k, v)):  # not if only functorch watches: then the backward pass says so
+    if found is None and wants_gradient((q, k, v)):  # not if only functorch watches: then the backward pass says so
         check_differentiable(q, k, v, call)
-    return sparse.forward(q, k, v, call)
+    return sparse.run(found or sparse.prepare(q, k, v, call), q, k, v, call)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     ctx.save_for_backward(*inputs[:3], *output)
-    ctx.call, ctx.transposed = inputs[3:]
+    ctx.call, ctx.transposed, ctx.found = inputs[3:]
     ctx.versions = versions_of(ctx.call)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     if dout is None and dlse is None:
-        return None, None, None, None, None
+        return (None,) * 6
     q, k, v, out, lse = ctx.saved_tensors
     check_unchanged(ctx.call, ctx.versions)
     dout, dlse = torch.zeros_like(out) if dout is None else resolved(dout), resolved(dlse)
-    rest = ctx.call, ctx.transposed(), ctx.needs_input_grad[:3]
-    return *_gradient(q, k, v, out, lse, dout, dlse, *rest), None, None
+    rest = ctx.call, ctx.transposed(), ctx.needs_input_grad[:3], ctx.found
+    return *_gradient(q, k, v, out, lse, dout, dlse, *rest), None, None, None
 
 
 def _refuse(ctx: Any, *gradients: Any) -> Any:
@@ -65,21 +66,26 @@ DIFFERENTIABLE, TRANSFORMED = differentiable(_attend, _keep, _differentiate)
 _gradient = first_derivative("sparse_attention", lambda *given: backward(given[:5], *given[5:]), _refuse)
 
 
-def check_differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: "Call") -> None:
-    """Everything that would stop the backward pass, found before the forward pass is launched; Unsupported names a part of the
-    call whose derivative nobody gave."""
+def differentiated(found: Any, q: Any, k: Any, v: Any, call: "Call", transpose: "Callable[[], Any]") -> Any:
+    """(out, lse) of a call that has this record, with a node of autograd."""
+    return DIFFERENTIABLE.apply(q, k, v, call, lambda: Lists.of(transpose()), found)
+
+
+def check_differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: "Call") -> Any:
+    """The call's record, after everything that would stop the backward pass, before the forward pass is launched; Unsupported
+    names a part of the call whose derivative nobody gave."""
     score_slope(call.score_mod, call.score_grad)
     prepared = sparse.prepare(q, k, v, call)
     if prepared.plan is not None:
         _plan(prepared, call, q)
+    return prepared
 
 
 def backward_plan_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: "Call") -> "SparseBackwardPlan":
     """The plan that the backward pass of a call with queries follows; Unsupported for a call that has none."""
     if call.paged is not None:
         raise Unsupported("attention over pages has no backward pass, so direction='backward' has no plan")
-    check_differentiable(q, k, v, call)
-    prepared = sparse.prepare(q, k, v, call)
+    prepared = check_differentiable(q, k, v, call)
     plan = _plan(prepared, call, q)
     if plan.kernel == HOPPER_KERNEL and call.backward_plan is None:
         from ...kernels import hopper
@@ -96,12 +102,13 @@ def backward(
     call: "Call",
     transposed: "Lists",
     wanted: tuple[bool, ...] = (True, True, True),
+    found: Any = None,
 ) -> Gradients:
     """(dq, dk, dv), each shaped like its tensor and contiguous, None where not wanted; saved: q, k, v, out, lse of the
-    forward pass; dout like out, dlse like lse or None."""
+    forward pass; dout like out, dlse like lse or None; found: the call's record, if somebody has it."""
     q, k, v, out, lse = saved
     score_slope(call.score_mod, call.score_grad)
-    prepared = sparse.prepare(q, k, v, call)
+    prepared = found or sparse.prepare(q, k, v, call)
     if prepared.plan is None:
         made = (
             torch.zeros(t.shape, dtype=t.dtype, device=t.device) if w else None
@@ -151,16 +158,41 @@ def _bound(
     key = *(None if t is None else facts_of(t) for t in given), *map(id, hooks)
     found: Launches | HopperBound | None = prepared.backward.get(key)
     if found is None:
-        with without_collector():
-            plan = _plan(prepared, call, saved[0])
-            if plan.kernel == HOPPER_KERNEL:
-                found = sparse_backward_hopper.bind(prepared.scale, saved, dout, call, transposed, plan)
-                if found is None:  # after a warning: this Triton cannot make it
-                    plan = _plan(prepared, call, saved[0], portable=True)
-            found = found or _bind(prepared, saved, dout, call, transposed, plan)
+        alike = _key_of_tiles(prepared, call, key)
+        if (near := None if alike is None else prepared.shared.get(alike)) is not None:
+            found = near.of_lengths(saved, dout, call)
+        else:
+            with without_collector():
+                found = _bound_anew(prepared, saved, dout, call, transposed)
+            if alike is not None and not isinstance(found, Launches):
+                prepared.shared[alike] = found
         prepared.backward[key] = found
         prepared.keep += hooks
     return found
+
+
+def _bound_anew(
+    prepared: Any, saved: tuple[Any, ...], dout: torch.Tensor, call: "Call", transposed: "Lists"
+) -> "Launches | HopperBound":
+    """`_bound` of a call that is like none before."""
+    plan, found = _plan(prepared, call, saved[0]), None
+    if plan.kernel == HOPPER_KERNEL:
+        found = sparse_backward_hopper.bind(prepared.scale, saved, dout, call, transposed, plan)
+        if found is None:  # after a warning: this Triton cannot make it
+            plan = _plan(prepared, call, saved[0], portable=True)
+    return found or _bind(prepared, saved, dout, call, transposed, plan)
+
+
+def _key_of_tiles(prepared: Any, call: "Call", key: Any) -> Any:
+    """What is the same of calls that make the same tiles in the forward pass exactly if they do in the backward pass; None for
+    other calls.  key: of `_bound`."""
+    if prepared.shared is None:
+        return None
+    dout, out, dlse, *turned = key
+    at, lists = 2 if call.layout == "bhsd" else 1, call.lists
+    strides = [None if t is None else t.stride() for t in lists[:4]]
+    sides = [(side_of(facts, at), facts[2][at]) for facts in (dout, out)]
+    return -(-lists.seq_k // lists.block_k), *strides, *sides, dlse and dlse[3:], *turned
 
 
 def _plan(prepared: Any, call: "Call", q: torch.Tensor, portable: bool = False) -> "SparseBackwardPlan":

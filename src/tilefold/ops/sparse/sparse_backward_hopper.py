@@ -8,11 +8,14 @@ from ..backward.backward_parts import side_strides
 from ..backward.hopper_backward import (
     STATISTICS,
     UNIT,
+    Scratch,
     boxed_sides,
+    gradients_of,
     kept_box,
     side_boxes,
     statistics_bound,
     statistics_box,
+    values_of_lengths,
 )
 from ..bound import Bound, Slot, stand_in, strides_named
 from ..hopper import chosen_or_none
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
     from ..source import Lists
 
 ENTRIES = 128  # of a list, that one step of list_places looks up
-GIVEN = ("Q", "K", "V", "Out", "Lse", "DOut", "DLse", "call", "turned", "Statistics", "Progress", "Places", "kept", "DQ", "DK",
+GIVEN = ("Q", "K", "V", "Out", "Lse", "DOut", "DLse", "call", "turned", "Places", "Statistics", "Progress", "kept", "DQ", "DK",
          "DV")  # fmt: skip
 """What a call gives to the three kernels: its tensors, and what `scratch` makes."""
 Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -32,14 +35,18 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class HopperBound(NamedTuple):
-    """The launches of a backward pass, and the sizes of its scratch."""
+    """The launches of a backward pass."""
 
     statistics: Bound
     places: Bound
     main: Bound
-    rows: int  # of the statistics
-    kept_rows: int
-    counters: int  # of what has been drawn and done
+    buffers: tuple[Scratch, ...]  # statistics, what has been drawn and done, slots for dS; then dq, dk and dv
+
+    def of_lengths(self, saved: Saved, dout: torch.Tensor, call: "Call") -> "HopperBound":
+        """The launches of a call that differs in its lengths, which make the same tiles, over lists that lie alike."""
+        values = values_of_lengths(saved[:4], dout, call)
+        statistics, main = self.statistics.with_values(values), self.main.with_values(values)
+        return HopperBound(statistics, self.places, main, (*self.buffers[:-3], *gradients_of(saved)))
 
 
 def bind(
@@ -56,7 +63,7 @@ def bind(
         return bound_launches(scale, saved, dout, call, transposed, plan)
 
     def compile(bound: HopperBound) -> None:
-        kinds = torch.float32, torch.int32, torch.int32, *[saved[0].dtype] * 4
+        kinds = torch.int32, *[one.dtype for one in bound.buffers]
         bound.main.compile((*saved, dout, None, call, transposed, *map(stand_in, kinds)))
 
     return chosen_or_none(plan, call.backward_plan, "block-sparse", made, compile, "its backward pass")
@@ -71,7 +78,7 @@ def run(
     transposed: "Lists",
 ) -> Tensors:
     """(dq, dk, dv), contiguous."""
-    made = scratch(bound, saved, transposed, saved[0].device)
+    made = scratch(bound, transposed, saved[0].device)
     given = (*saved, dout, dlse, call, transposed, *made)
     bound.statistics(given)
     bound.places(given)
@@ -79,16 +86,11 @@ def run(
     return made[4:]
 
 
-def scratch(bound: HopperBound, saved: Saved, transposed: "Lists", device: Any) -> Tensors:
-    """Statistics, progress, places, slots for dS; then dq, dk and dv."""
+def scratch(bound: HopperBound, transposed: "Lists", device: Any) -> Tensors:
+    """Places, and then what `buffers` says."""
     turned = transposed.indices
-    return (
-        torch.empty(bound.rows * STATISTICS, dtype=torch.float32, device=device),
-        torch.empty(bound.counters, dtype=torch.int32, device=device),
-        torch.empty_strided(turned.shape, turned.stride(), dtype=torch.int32, device=device),
-        torch.empty(bound.kept_rows, UNIT, dtype=saved[0].dtype, device=device),
-        *(torch.empty(t.shape, dtype=t.dtype, device=device) for t in saved[:3]),
-    )
+    places = torch.empty_strided(turned.shape, turned.stride(), dtype=torch.int32, device=device)
+    return places, *[one.made(device) for one in bound.buffers]
 
 
 # ---------------------------------------------------------------- the first time
@@ -176,9 +178,12 @@ def bound_launches(
         statistics_bound(n, out, dout, layout, q_units, counters, GIVEN, lists, per),
         Bound(places, GIVEN, {**lists, **of_places}),
         Bound(main, GIVEN, {**lists, **strides, **of_main}),
-        rows,
-        kept_rows,
-        counters,
+        (
+            Scratch((rows * STATISTICS,), torch.float32),
+            Scratch((counters,), torch.int32),
+            Scratch((kept_rows, UNIT), q.dtype),
+            *gradients_of(saved),
+        ),
     )
 
 
@@ -190,6 +195,6 @@ def example_launch(
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """(kernel, args, kwargs) of a part ("statistics", "places" or "main") on tensors without memory, to compile ahead."""
     bound = bound_launches(1.0, saved, dout, call, transposed, plan)
-    made = scratch(bound, saved, transposed, "meta")
+    made = scratch(bound, transposed, "meta")
     of_part: Bound = getattr(bound, part)
     return of_part.example((*saved, dout, saved[4], call, transposed, *made))

@@ -71,7 +71,7 @@ def bind(
 def values_of_lengths(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, plan: "SparsePlan", out_shape: tuple[int, ...]
 ) -> tuple[dict[str, Any], tuple[int, int, int]]:
-    """Values that differ with the lengths of a call, and the grid; a packed batch is one sequence to TMA."""
+    """Values that differ with the lengths of a call, and the grid."""
     from ...plan.sparse.sparse_hopper import box_rows
 
     problem, n = plan.problem, plan.problem.attention
@@ -81,8 +81,7 @@ def values_of_lengths(
         blocks = q.shape[0] // problem.block_q + n.batch
         items = n.heads * blocks
     keys = box_rows(problem)
-    boxes = {name: box_of(t if call.packed is None else t.unsqueeze(0), call.layout, rows) for name, t, rows in
-             (("q", q, 64), ("k", k, keys), ("v", v, keys))}  # fmt: skip
+    boxes = {name: box_of(t, call.layout, rows) for name, t, rows in (("q", q, 64), ("k", k, keys), ("v", v, keys))}
     lists = list_values(call)
     values = {
         **{f"{name}_desc": Slot(name, box.over) for name, box in boxes.items()},

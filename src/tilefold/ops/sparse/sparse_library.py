@@ -90,9 +90,18 @@ class SparseOperation(Operation):
             return self.plain((q, k, v, call), whole is call and not is_open(), key)
         refuse_tangents({"q": q, "k": k, "v": v, **args})
         refuse_gradients(args.items(), "q, k and v")
-        from .sparse_backward import DIFFERENTIABLE, TRANSFORMED  # here: `import tilefold` stays light
+        from .sparse_backward import (
+            TRANSFORMED,
+            check_differentiable,
+            differentiated,
+        )  # here: `import tilefold` stays light
 
-        return (TRANSFORMED if transformed else DIFFERENTIABLE).apply(q, k, v, call, lambda: Lists.of(transpose()))
+        if transformed:
+            return TRANSFORMED.apply(q, k, v, call, lambda: Lists.of(transpose()), None)
+        found = check_differentiable(q, k, v, call)
+        if whole is call and not is_open():
+            found.ways[True] = differentiated
+        return differentiated(found, q, k, v, call, transpose)
 
 
 SPARSE = SparseOperation(

@@ -30,6 +30,9 @@ class Prepared:
     merge: Any = None  # of what TO_MERGE names
     keep: tuple[Any, ...] = field(default=())
     backward: dict[Any, Any] = field(default_factory=dict)  # bound backward passes of this call
+    shared: dict[Any, Any] | None = (
+        None  # backward passes of calls whose lengths make the same tiles, where these are shared
+    )
     mixed: dict[Any, Any] = field(default_factory=dict)  # launches that also mix in another branch
     placed: bool = False  # what says where blocks and sequences lie is read first: it costs nothing there
     ways: Ways = field(default_factory=no_ways)
