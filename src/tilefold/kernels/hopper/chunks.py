@@ -4,10 +4,9 @@ Both kernels have the same bits: softmax, merge and end are its functions, on ti
 first one, by the same wgmma, whose accumulators give a thread the same elements of a row.  What a row does not see is multiplied
 by 1 and adds 0.  docs/invariance.md."""
 
-from ...device.state import LOG2E, state_finish, state_weights
+from ...device.state import LOG2E, state_weights
 from ..cache.attention_invariant import merge_next
 from .gluon import gl, jit
-from .parts import store_accumulator
 
 
 @jit

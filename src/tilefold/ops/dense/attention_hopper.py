@@ -119,7 +119,7 @@ def _constants(plan: "AttentionPlan") -> dict[str, Any]:
         "POLYNOMIAL": rules.polynomial_of(plan.options),
         "CONSUMER_REGISTERS": rules.REGISTERS[consumers][1],
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
-        "CHUNK": rules.CHUNK_KEYS // plan.block_n if "invariant" in plan.options else 0,
+        "CHUNK": rules.CHUNK_KEYS // plan.block_n if rules.INVARIANT in plan.options else 0,
     }
 
 
