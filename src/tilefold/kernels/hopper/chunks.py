@@ -17,13 +17,14 @@ def first_chunk(config):
 
 
 @jit
-def first_total(config, acc, Sinks, stride_sinks, head):
+def first_total(softmax, acc, head):
     """The state (O, m, l) before the first chunk: nothing, or the sink of each row's head."""
-    ROW: gl.constexpr = gl.SliceLayout(1, config.OUT)
+    ROW: gl.constexpr = gl.SliceLayout(1, softmax.config.OUT)
+    PACK: gl.constexpr = softmax.config.PACK
     m, l = gl.full([64], float("-inf"), gl.float32, ROW), gl.zeros([64], gl.float32, ROW)
-    if Sinks is not None:
-        heads = head * config.PACK + gl.arange(0, 64, layout=ROW) % config.PACK
-        m = gl.load(Sinks + heads.to(gl.int64) * stride_sinks).to(gl.float32) * LOG2E
+    if softmax.Sinks is not None:
+        heads = head * PACK + gl.arange(0, 64, layout=ROW) % PACK
+        m = gl.load(softmax.Sinks + heads.to(gl.int64) * softmax.stride_sinks).to(gl.float32) * LOG2E
         l = gl.where(m == float("-inf"), 0.0, 1.0)
     return acc[0], m, l
 

@@ -68,7 +68,7 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
         acc = zero_output(config)
         if CHUNK:
             m, l = first_chunk(config)
-            total = first_total(config, acc, softmax.Sinks, softmax.stride_sinks, work.head)
+            total = first_total(softmax, acc, work.head)
         else:
             m, l = softmax.begin(nothing, work.head)
         stage = k.stage(t)  # of V, too: both rings have as many slots
