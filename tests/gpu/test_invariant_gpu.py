@@ -136,7 +136,8 @@ def test_graphs_and_compiled_functions():
 
     right = call(q, k, v)
     with no_waiting():
-        assert same(right, call(q, k, v))
+        again = call(q, k, v)
+    assert same(right, again)
     assert same(right, torch.compile(call, fullgraph=True)(q, k, v))
     graph, kept = captured(lambda: call(q, k, v))
     graph.replay()

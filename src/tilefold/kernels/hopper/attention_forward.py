@@ -21,6 +21,7 @@ Source: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), sections 3.1 and 
 """
 
 from ...device.ranges import WINDOW
+from .chunks import make_totals
 from .config import Config, Problem
 from .consumer import consume
 from .epilogue import Epilogue
@@ -94,7 +95,7 @@ def attention_forward_hopper(
     mask_tiles = make_mod_pipeline(mask_desc, mask_b, mask_h, MASK, KEYS, MASK_SLOTS, CONSUMERS)
     mods = ScoreMods(scale, cap, Slopes, slope_b, slope_h, bias_tiles, mask_tiles, SOFTCAP, mask, None,
                      (score_mods, mask_mods))  # fmt: skip
-    softmax = Softmax(Sinks, stride_sinks, config, POLYNOMIAL, SKIP, LAZY)
+    softmax = Softmax(Sinks, stride_sinks, config, POLYNOMIAL, SKIP, LAZY, make_totals(config))
     epilogue = Epilogue(Out, Lse, stride_ob, stride_om, stride_oh, problem, config, COLUMNS)
     turns = PingPong(PING_PONG, CONSUMERS)
     fence_async_shared()

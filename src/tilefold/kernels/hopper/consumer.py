@@ -10,7 +10,7 @@ KV tiles go from left to right: those that the diagonal cuts come last.  A consu
 nothing.
 """
 
-from .chunks import first_chunk, first_total, merge_chunk, step_of_chunk
+from .chunks import first_chunk, first_total, keep_chunk, merge_chunk, step_of_chunk
 from .gluon import gl, jit, opaque, schedule_fence, wgmma_wait
 from .pipeline import Stage
 from .products import add_output, issue_output, issue_scores, rescale_output, wait_output, zero_output
@@ -68,7 +68,7 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
         acc = zero_output(config)
         if CHUNK:
             m, l = first_chunk(config)
-            total = first_total(softmax, acc, work.head)
+            total = first_total(softmax, CID, acc, work.head)
         else:
             m, l = softmax.begin(nothing, work.head)
         stage = k.stage(t)  # of V, too: both rings have as many slots
@@ -140,7 +140,7 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
                 m_next, worst = softmax.update(part, m, worst)
             if CHUNK:
                 if anew:
-                    total = merge_chunk(config, total, acc, m_chunk, l_chunk)
+                    total = keep_chunk(softmax, CID, total, acc, m_chunk, l_chunk)
                     acc = zero_output(config)
             if config.LATE:
                 k.release(ahead)
@@ -164,7 +164,7 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
             work = scheduler.work(opaque(item))
             row = work.block * (config.CONSUMERS * 64) + CID * 64
         if CHUNK:
-            acc_0, m, l = merge_chunk(config, total, acc, m, l)
+            acc_0, m, l = merge_chunk(softmax, CID, total, acc, m, l)
             epilogue.store_total(acc_0, m, l, work, row)
         elif mods.scales is None:
             epilogue.store(acc, m, l, work, row)

@@ -49,7 +49,7 @@ BARRIER_BYTES = 704  # barriers, the mailbox, overflow flags, and what the compi
 RESERVED_BYTES = 1024  # of an SM's shared memory, for each program
 MAX_PACKED = 64  # rows of a warpgroup
 MOD_SLOTS = {1: 2, 2: 2, 4: 1}  # buffers of a warpgroup for tiles of a bias or mask, by bytes an element
-INVARIANT_KEYS, CHUNK_KEYS = 64, 1024  # of a tile, of a chunk: numerics="invariant"
+INVARIANT_KEYS, CHUNK_KEYS = 128, 1024  # of a tile, of a chunk: numerics="invariant"
 RING_BYTES = 256  # barriers of such a ring, and what its boxes leave free
 MOD_BYTES = {"bias": 4, "mask": 2}  # what an element of a tile takes in all of its buffers, at most
 
@@ -139,7 +139,7 @@ def hopper_few(problem: AttentionProblem, device: Device) -> str | None:
     rows, used = tile.block_m, problem.seq_q * packed_heads(problem, options)
     if 2 * used < rows:
         return f"only {used} of the {rows} rows of a block would be used"
-    blocks, programs = hopper_grid(problem, tile, options)[0], hopper_programs(problem, tile, device)
+    blocks, programs = hopper_grid(problem, tile, options)[0], hopper_programs(problem, tile, device, options)
     if 2 * blocks >= programs:
         return None
     pairs = ", two programs each" if programs > device.sms else ""
@@ -210,18 +210,19 @@ def hopper_grid(problem: AttentionProblem, tile: Tile, options: tuple[str, ...])
     return (-(-problem.seq_q * pack // tile.block_m) * problem.batch * problem.heads // pack, 1, 1)
 
 
-def hopper_shared_bytes(problem: AttentionProblem, tile: Tile) -> int:
-    """Shared memory of a program (bytes): Q, the rings of K and V, those of a bias and of a mask, barriers."""
+def hopper_shared_bytes(problem: AttentionProblem, tile: Tile, options: tuple[str, ...] = ()) -> int:
+    """Shared memory of a program (bytes): Q, the rings of K and V, those of a bias and of a mask, barriers; sums of chunks."""
     qk, v = width_of(problem.dim_qk), width_of(problem.dim_v)
     held = (tile.block_m * qk + tile.num_stages * tile.block_n * (qk + v)) * problem.itemsize
-    return held + _mod_bytes(problem, tile.block_m, tile.block_n) + BARRIER_BYTES
+    totals = tile.block_m * v * 4 if INVARIANT in options else 0
+    return held + totals + _mod_bytes(problem, tile.block_m, tile.block_n) + BARRIER_BYTES
 
 
-def hopper_programs(problem: AttentionProblem, tile: Tile, device: Device) -> int:
+def hopper_programs(problem: AttentionProblem, tile: Tile, device: Device, options: tuple[str, ...] = ()) -> int:
     """Programs of a launch that draws its blocks, but for those without one: one an SM, or two of one warpgroup each where an
     SM's shared memory holds both (their registers, 128 of 256 threads at launch, fit)."""
     room = device.smem_per_sm // 2 - RESERVED_BYTES
-    pair = consumers_of(tile) == 1 and hopper_shared_bytes(problem, tile) <= room
+    pair = consumers_of(tile) == 1 and hopper_shared_bytes(problem, tile, options) <= room
     return device.sms * (2 if pair else 1)
 
 
@@ -259,7 +260,7 @@ def hopper_violation(
     if blocks > MAX_GRID:
         return "grid", f"grid needs {blocks} blocks of queries, a launch counts at most {MAX_GRID}"
     fixed = {"num_warps": 4, "maxnreg": None}
-    return tile_fault(KERNEL, tile, fixed, hopper_shared_bytes(problem, tile), device)
+    return tile_fault(KERNEL, tile, fixed, hopper_shared_bytes(problem, tile, options), device)
 
 
 def _option_fault(problem: AttentionProblem, tile: Tile, options: tuple[str, ...]) -> str | None:
@@ -308,8 +309,14 @@ def _lazy_fault(problem: AttentionProblem, options: tuple[str, ...]) -> str | No
 def invariant_tile(problem: AttentionProblem, device: Device) -> tuple[Tile, tuple[str, ...]]:
     """The tile and the versions for numerics="invariant": the rows that others have, in tiles of INVARIANT_KEYS."""
     usual = hopper_tile(problem, device)
-    stages = 3 if consumers_of(usual) == 1 else 4
-    tile = Tile(usual.block_m, INVARIANT_KEYS, usual.num_warps, stages)
+    pair = (
+        usual.block_m == 64 and width_of(problem.dim_v) <= 64
+    )  # else two programs leave no room for the sums of chunks
+    room = device.smem_per_sm // 2 - RESERVED_BYTES if pair else device.smem_per_block
+    for stages in (4, 3, 2):
+        tile = Tile(64 if pair else 128, INVARIANT_KEYS, usual.num_warps, stages)
+        if hopper_shared_bytes(problem, tile, (INVARIANT,)) <= room:
+            break
     kept = (name for name in hopper_options(problem, tile) if name in ("turns", "late", "pack"))
     return tile, (INVARIANT, "fence", *kept)
 
