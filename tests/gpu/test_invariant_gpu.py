@@ -6,14 +6,72 @@ import torch
 
 import tilefold
 from cases import judge, qkv, rand, same
-from cases.device import DEVICE, captured, no_waiting
+from cases.device import DEVICE, SM_90, captured, no_waiting
 from cases.invariant import WAYS, draw
 from tilefold import reference
+from tilefold.plan import AttentionPlan, DecodeProblem, InvariantPlan, plan_invariant
 from tilefold.quant import quantize_weight
 
 pytestmark = pytest.mark.no_poison
 BF16 = torch.bfloat16
 KINDS, SEEDS = 16, 21  # compilations; draws of each in each way
+
+
+LENGTHS = [(2500, 2500), (1024, 1024), (1023, 2047), (1025, 2049), (700, 3071), (129, 1), (300, 6145)]
+SEEN = {"all": {}, "causal": {"causal": True}, "window": {"window": (700, 0)}, "sides": {"window": (130, 77)}}
+
+
+def on_one_kernel(plan):
+    """The plan of the same call by attention_invariant alone."""
+    assert isinstance(plan, AttentionPlan), plan
+    assert plan.kernel == "attention_forward_hopper"
+    return plan_invariant(DecodeProblem(plan.problem, equal=not plan.problem.varlen), plan.device)
+
+
+@SM_90
+@pytest.mark.parametrize("seen", SEEN)
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_prompts_by_two_kernels(dim, dtype, seen):
+    """Blocks of 64, 128 and 192 rows, packed heads, sinks: the kernel for sm_90 has the bits of the portable one."""
+    for i, (seq_q, seq_k) in enumerate(LENGTHS):
+        for batch, heads, kv_heads in ((2, 16, 4), (9, 14, 2), (1, 64, 64)):
+            q, k, v = qkv(batch, seq_q, seq_k, heads, kv_heads, dim, None, dtype, DEVICE)
+            asked = {"numerics": "invariant", **SEEN[seen]}
+            if i % 2:
+                asked["sinks"] = rand(heads, device=DEVICE)
+            plan = tilefold.attention_plan(q, k, v, **asked)
+            if isinstance(plan, InvariantPlan):  # few rows for a whole device
+                assert batch * seq_q * heads < 66 * 192
+                continue
+            got, one = (
+                tilefold.attention(q, k, v, plan=p, return_lse=True, **asked) for p in (None, on_one_kernel(plan))
+            )
+            assert same(got, one), (dim, dtype, seen, seq_q, seq_k, heads, plan.tile)
+
+
+@SM_90
+@pytest.mark.parametrize("seen", SEEN)
+@pytest.mark.parametrize(("dim", "dtype"), [(64, torch.float16), (128, BF16)])
+def test_packed_prompts_by_two_kernels(dim, dtype, seen):
+    """Each sequence of a packed batch alone, over a cache, by the other kernel."""
+    each = [(1, 1), (64, 1024), (1000, 1000), (0, 5), (1025, 1025), (65, 3000), (2047, 2048), (700, 700)]
+    asked = {"numerics": "invariant", "return_lse": True, **SEEN[seen]}
+    parts = [[t[0] for t in qkv(1, *pair, 8, 2, dim, None, dtype, DEVICE)] for pair in each]
+    q, k, v = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    cu = [
+        torch.tensor([0, *torch.tensor(side).cumsum(0)], dtype=torch.int32, device=DEVICE)
+        for side in zip(*each, strict=True)
+    ]
+    at = tilefold.attention_plan(q, k, v, cu_seqlens_q=cu[0], cu_seqlens_k=cu[1], max_seqlen_q=2047, max_seqlen_k=3000,
+                                 numerics="invariant", **SEEN[seen])  # fmt: skip
+    assert at.kernel == "attention_forward_hopper"
+    out, lse = tilefold.attention_varlen(q, k, v, *cu, 2047, 3000, **asked)
+    for (n, _), mine, begin in zip(each, parts, cu[0].tolist()[:-1], strict=True):
+        if n == 0:
+            continue
+        alone = tilefold.attention_kvcache(*(t[None] for t in mine), **asked)
+        assert same((out[begin : begin + n], lse[:, begin : begin + n]), (alone[0][0], alone[1][0])), (n, seen)
 
 
 @pytest.mark.parametrize("kind", range(KINDS))
@@ -78,7 +136,8 @@ def test_graphs_and_compiled_functions():
 
     right = call(q, k, v)
     with no_waiting():
-        assert same(right, call(q, k, v))
+        again = call(q, k, v)
+    assert same(right, again)
     assert same(right, torch.compile(call, fullgraph=True)(q, k, v))
     graph, kept = captured(lambda: call(q, k, v))
     graph.replay()

@@ -133,7 +133,7 @@ class Run(Launch):
 
     lengths: of each sequence, (queries, keys); several make a packed batch."""
 
-    bits, bias, mask, tile_slots, outside, scales = 16, 0, 0, (0, 0), False, None
+    bits, bias, mask, tile_slots, outside, scales, chunk = 16, 0, 0, (0, 0), False, None, 0
     transposed: tuple[object, ...] = ()
 
     def __init__(self, seed, kind, lengths, heads, group, slots, dims=(128, 128), consumers=2, turns=False, late=False, keys=128,
@@ -314,7 +314,7 @@ class Run(Launch):
         problem = names["Problem"](self.seq_q, self.seq_k, self.heads, self.group, *offsets, self.first[0][-1])
         config = types.SimpleNamespace(DTYPE=None, DIM_V=self.dims[1], KEYS=self.keys, CONSUMERS=n, PACK=self.pack,
                                        VARLEN=self.varlen, FENCE=True, LATE=self.fold_late, SCORES=None,
-                                       PROBS_REST=None, OUTSIDE=self.outside,
+                                       PROBS_REST=None, OUTSIDE=self.outside, CHUNK=self.chunk,
                                        RELOCATE=not self.varlen)  # fmt: skip
         counter = names["WorkCounter"](None, self.items)
         tiles = names["TileScheduler"](
@@ -370,6 +370,44 @@ class Listed(Run):
 
     def kv_tile(self, sequence, head, block, j):
         return self.listed[block if self.shared else head * self.q_blocks + block][j]
+
+
+class Total(Accumulator):
+    """The state of all chunks so far: the numbers of the tiles behind them."""
+
+    def __init__(self, columns, ends):
+        super().__init__(columns)
+        self.ends = ends
+
+
+class Chunked(Run):
+    """A launch in chunks of `chunk` tiles from a sequence's first key, each merged once, before the next begins."""
+
+    def __init__(self, *args, chunk, **options):
+        super().__init__(*args, **options)
+        self.chunk = chunk
+
+    def more(self):
+        return {
+            "first_chunk": lambda config: (Anything(), Anything()),
+            "first_total": lambda *args: (Total(self.dims[1], []),),
+            "step_of_chunk": lambda config, s, m, l, scale: (s, m, l, Anything()),
+            "merge_chunk": self.merge,
+            "keep_chunk": self.merge,
+            "state_finish": lambda acc, m, l: (acc, Anything()),
+            "store_each": lambda lse, value, rows, live, *rest: self.store_lse(lse, None, None, rows, live, None, *rest),
+            "store_accumulator": self.store_total,
+        }  # fmt: skip
+
+    def merge(self, softmax, consumer, total, acc, m, l):
+        place = self.place(self.local.item)
+        return Total(self.dims[1], [*total[0].ends, self.kv_tile(*place, self.local.tiles["v", 0])]), m, l
+
+    def store_total(self, out, acc, rows, *rest):
+        first, end = self.kv_tile(*self.place(self.local.item), 0), acc.ends[-1]
+        if acc.ends != [*(j for j in range(first + 1, end) if j % self.chunk == 0), end]:
+            self.wrong(f"tiles from {first} on are merged at {acc.ends}, in chunks of {self.chunk}")
+        self.store(out, acc, None, None, rows, self.dims[1])
 
 
 class Eight(Run):

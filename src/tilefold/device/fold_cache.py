@@ -10,7 +10,7 @@ from .cache import fetch_cache, fetch_pairs
 from .fold import shape_scores
 from .product import add_product
 from .ranges import WINDOW
-from .state import LOG2E, state_step, state_weights
+from .state import LOG2E, state_step, state_weights, state_weights_slowly
 
 
 @triton.jit
@@ -19,11 +19,11 @@ def fold_cache_tiles(
     band, NEXT: tl.constexpr, LOCATE: tl.constexpr, KIND: tl.constexpr, EDGE: tl.constexpr, EMULATE: tl.constexpr,
     QUANT: tl.constexpr, SHARED: tl.constexpr, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr, DIM_K: tl.constexpr, DIM_REST:
     tl.constexpr,
-    DIM_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_V: tl.constexpr,
+    DIM_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_V: tl.constexpr, SLOWLY: tl.constexpr,
 ):  # fmt: skip
     """Fold tiles lo..hi into state = (acc, m, l) -> (state, ahead of tile hi); q [M, BLOCK_K], rest [M, BLOCK_REST] q's columns
     past DIM_K (not read if BLOCK_REST = 0).  SHARED: V is K's first DIM_K columns, and they are loaded once.  PAIRS: V is bytes
-    in pairs; state = (acc of the even columns, m, l, acc of the odd ones)."""
+    in pairs; state = (acc of the even columns, m, l, acc of the odd ones).  SLOWLY: by state_weights_slowly."""
     if PAIRS:
         acc, m, l, odd = state
     else:
@@ -45,7 +45,10 @@ def fold_cache_tiles(
         if PAIRS:
             # [N, BLOCK_V / 2]
             v_even, v_odd = fetch_pairs(v_side, rows, live, q, EDGE, QUANT, DIM_V, BLOCK_V)
-            p, alpha, m, l = state_weights(m, l, s, unit)
+            if SLOWLY:
+                p, alpha, m, l = state_weights_slowly(m, l, s, unit)
+            else:
+                p, alpha, m, l = state_weights(m, l, s, unit)
             p = p.to(v_even.dtype)
             acc = add_product(p, v_even, acc * alpha[:, None])
             odd = add_product(p, v_odd, odd * alpha[:, None])
@@ -55,7 +58,11 @@ def fold_cache_tiles(
                 v = k
             else:
                 v = fetch_cache(v_side, rows, live, q, EDGE, EMULATE, QUANT, DIM_V, BLOCK_V)
-            acc, m, l = state_step(acc, m, l, s, v, unit, None)
+            if SLOWLY:
+                p, alpha, m, l = state_weights_slowly(m, l, s, unit)
+                acc = add_product(p.to(v.dtype), v, acc * alpha[:, None])
+            else:
+                acc, m, l = state_step(acc, m, l, s, v, unit, None)
     if PAIRS:
         return (acc, m, l, odd), ahead
     else:
@@ -68,7 +75,7 @@ def fold_cache_range(
     band, NEXT: tl.constexpr, LOCATE: tl.constexpr, KIND: tl.constexpr, EMULATE: tl.constexpr, QUANT: tl.constexpr,
     SHARED: tl.constexpr, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr, DIM_K: tl.constexpr, DIM_REST: tl.constexpr, DIM_V:
     tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_V: tl.constexpr, SLOWLY: tl.constexpr = False,
 ):  # fmt: skip
     """Edge, interior, edge: the tiles of a range as device.ranges gives it."""
     lo, full_lo, full_hi, hi = tiles
@@ -77,13 +84,13 @@ def fold_cache_range(
         state, ahead = fold_cache_tiles(
             q, rest, state, ahead, lo, full_lo, place, scale, source, k_side, rest_side, v_side, score_mods, mask_mods, band,
             NEXT, LOCATE, KIND, True, EMULATE, QUANT, SHARED, PAIRS, BLOCK_N, DIM_K, DIM_REST,
-            DIM_V, BLOCK_K, BLOCK_REST, BLOCK_V)  # fmt: skip
+            DIM_V, BLOCK_K, BLOCK_REST, BLOCK_V, SLOWLY)  # fmt: skip
     state, ahead = fold_cache_tiles(
         q, rest, state, ahead, full_lo, full_hi, place, scale, source, k_side, rest_side, v_side, score_mods, mask_mods, band,
         NEXT, LOCATE, KIND, False, EMULATE, QUANT, SHARED, PAIRS, BLOCK_N, DIM_K, DIM_REST,
-        DIM_V, BLOCK_K, BLOCK_REST, BLOCK_V)  # fmt: skip
+        DIM_V, BLOCK_K, BLOCK_REST, BLOCK_V, SLOWLY)  # fmt: skip
     state, ahead = fold_cache_tiles(
         q, rest, state, ahead, full_hi, hi, place, scale, source, k_side, rest_side, v_side, score_mods, mask_mods, band,
         NEXT, LOCATE, KIND, True, EMULATE, QUANT, SHARED, PAIRS, BLOCK_N, DIM_K, DIM_REST,
-        DIM_V, BLOCK_K, BLOCK_REST, BLOCK_V)  # fmt: skip
+        DIM_V, BLOCK_K, BLOCK_REST, BLOCK_V, SLOWLY)  # fmt: skip
     return state

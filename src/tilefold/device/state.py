@@ -18,6 +18,7 @@ from .product import add_product
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+GROWTH = tl.constexpr(8.0)  # by how much (base 2) a row's maximum may pass m in state_weights_slowly
 
 
 @triton.jit
@@ -57,6 +58,19 @@ def state_weights(m, l, s, scale):
 
 
 @triton.jit
+def state_weights_slowly(m, l, s, scale):
+    """state_weights, where m follows a row's maximum only when that has grown by GROWTH: most factors alpha are 1, and weights
+    reach 2^GROWTH."""
+    top = tl.maximum(m, tl.max(s, 1) * scale)
+    m_new = tl.where(top - m > GROWTH, top, m)
+    anchor = state_anchor(m_new)
+    alpha = tl.exp2(m - anchor)
+    # [M, N]
+    p = tl.exp2(s * scale - anchor[:, None])
+    return p, alpha, m_new, l * alpha + tl.sum(p, 1)
+
+
+@triton.jit
 def state_step(acc, m, l, s, v, scale, factor):
     """Fold one tile: scores s [M, N] (-inf where masked) and values v [N, D]; scale > 0 turns s into base 2.
     factor [M, N], or None, is upon what probabilities weigh values with, not upon their sum."""
@@ -75,6 +89,16 @@ def state_merge(acc_a, m_a, l_a, acc_b, m_b, l_b):
     a = tl.exp2(m_a - anchor)
     b = tl.exp2(m_b - anchor)
     return acc_a * a[:, None] + acc_b * b[:, None], m, l_a * a + l_b * b
+
+
+@triton.jit
+def merge_next(acc, m, l, acc_b, m_b, l_b):
+    """The state of all chunks up to one more: state_merge with its roundings written down, so that each kernel has the same."""
+    top = tl.maximum(m, m_b)
+    anchor = state_anchor(top)
+    a = tl.exp2(m - anchor)
+    b = tl.exp2(m_b - anchor)
+    return tl.fma(acc, tl.broadcast_to(a[:, None], acc.shape), acc_b * b[:, None]), top, tl.fma(l, a, l_b * b)
 
 
 @triton.jit

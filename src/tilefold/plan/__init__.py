@@ -3,7 +3,7 @@
 from tilefold.plan.backward.attention_backward import AttentionBackwardPlan, plan_attention_backward
 from tilefold.plan.cache.decode import DecodePlan, DecodeProblem, plan_decode
 from tilefold.plan.cache.dispatch import POLICIES, SplitDecision, plan_splits
-from tilefold.plan.cache.invariant import InvariantPlan, plan_invariant
+from tilefold.plan.cache.invariant import InvariantPlan, plan_invariant, plan_prompt
 from tilefold.plan.cache.shared_prefix import PrefixProblem, SharedPrefixPlan, plan_shared_prefix
 from tilefold.plan.cost import Bound, Cost, attention_cost, bound, live_pairs
 from tilefold.plan.dense.attention import AttentionPlan, Buffer, Rejected, plan_attention
@@ -52,6 +52,7 @@ __all__ = [
     "plan_decode",
     "plan_forward",
     "plan_invariant",
+    "plan_prompt",
     "plan_shared_prefix",
     "plan_sparse",
     "plan_sparse_backward",

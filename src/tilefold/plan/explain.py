@@ -140,7 +140,7 @@ def _grid(plan: AttentionPlan) -> str:
     if plan.device.backend == "interpreter":
         return f"{made}, run one after the other."
     if plan.kernel == HOPPER:
-        resident = hopper_programs(problem, plan.tile, plan.device)
+        resident = hopper_programs(problem, plan.tile, plan.device, plan.options)
         running, sms = min(resident, programs), plan.device.sms
         each = "one" if running <= sms else "two" if running == 2 * sms else "up to two"
         drawing = f"{counted(running, 'program')}, {each} per SM"

@@ -17,7 +17,7 @@ def power_function():
 
 
 def softmax_of(sinks=None, stride=None, pack=1, skip=False, **more):
-    config = types.SimpleNamespace(PACK=pack, SCORES=None, PROBS=None, DTYPE=None, BITS=16)
+    config = types.SimpleNamespace(PACK=pack, SCORES=None, PROBS=None, DTYPE=None, BITS=16, CHUNK=0)
     made = class_of(arrays(), softmax, "Softmax", **CONSTANTS, **more)
     return made(sinks, stride, config, 16, skip, False)
 

@@ -14,7 +14,7 @@ import pytest
 from simulated import Barrier, Memory, Turn, backward_dense, backward_packed, backward_sparse, matmul
 from simulated.backward import CAUSAL, FULL, WINDOW
 from simulated.backward_reduce import Run as Reduce
-from simulated.forward import Changed, Eight, Listed, Run
+from simulated.forward import Changed, Chunked, Eight, Listed, Run
 from simulated.sparse_forward import Run as Sparse
 from tilefold.kernels.hopper import backward_scheduler
 
@@ -168,6 +168,15 @@ def test_packed_heads():
 def test_packed(version, programs):
     Run(6, CAUSAL, PACKED, 2, 1, 2, **version)(programs)
     Run(7, FULL, [(0, 0), (0, 7), (30, 129)], 2, 2, 2, **version)(programs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chunk", [1, 3])
+@pytest.mark.parametrize("version", [{"turns": True}, {"consumers": 3, "turns": True}, {"consumers": 1}], ids=str)
+def test_chunks(version, chunk, kind):
+    """numerics="invariant": each is merged once, where it ends among the sequence's keys, whatever the rows see of it."""
+    for seed, lengths in enumerate([[(400, 900)], [(300, 100)], PACKED]):
+        Chunked(seed, kind, lengths, 4, 2, 2, keys=64, chunk=chunk, **version)(2)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,7 +14,7 @@ from ...device.fold_cache import fold_cache_range
 from ...device.grid import let_next_kernel_start, wait_for_previous_kernel
 from ...device.queries import load_queries, rows_of_item, store_results
 from ...device.ranges import band_of_sequence, part_of_range, range_of_queries
-from ...device.state import LOG2E, state_anchor, state_init
+from ...device.state import LOG2E, merge_next, state_init
 from ...device.tile import widen
 from ...device.work import extent_of_sequence
 
@@ -22,16 +22,6 @@ RUNTIME = ["scale", "max_q", "capacity", "more", "kv_heads", "group", "left", "r
            "stride_sinks", "stride_tb", "stride_lb", "stride_lh", "stride_ksp", "stride_ksh", "stride_vsp",
            "stride_vsh"]  # fmt: skip
 UNROLLED = tl.constexpr(4)  # chunks of a step of merge_chunks: their loads wait for none of the sums
-
-
-@triton.jit
-def merge_next(acc, m, l, acc_b, m_b, l_b):
-    """The state of all chunks up to one more: state_merge with its roundings written down, so that each kernel has the same."""
-    top = tl.maximum(m, m_b)
-    anchor = state_anchor(top)
-    a = tl.exp2(m - anchor)
-    b = tl.exp2(m_b - anchor)
-    return tl.fma(acc, tl.broadcast_to(a[:, None], acc.shape), acc_b * b[:, None]), top, tl.fma(l, a, l_b * b)
 
 
 @triton.jit
@@ -151,7 +141,7 @@ def attention_invariant(
             q, rest, state, mine, place, unit, source, k_side, r_side, v_side, score_mods, mask_mods, band,
             next_none if PAGE == 0 else (next_page if ONE else next_pages),
             locate_run if PAGE == 0 else (locate_in_page if ONE else locate_in_pages), KIND, EMULATE, QUANT, SHARED, PAIRS,
-            BLOCK_N, DIM_K, DIM_REST, DIM_V, BLOCK_K, BLOCK_REST, BLOCK_V)  # fmt: skip
+            BLOCK_N, DIM_K, DIM_REST, DIM_V, BLOCK_K, BLOCK_REST, BLOCK_V, True)  # fmt: skip
         acc_c = state[0]
         if PAIRS:
             acc_c = tl.interleave(acc_c, state[3])

@@ -21,6 +21,7 @@ Source: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), sections 3.1 and 
 """
 
 from ...device.ranges import WINDOW
+from .chunks import make_totals
 from .config import Config, Problem
 from .consumer import consume
 from .epilogue import Epilogue
@@ -50,6 +51,7 @@ def attention_forward_hopper(
     FENCE: gl.constexpr, LATE: gl.constexpr, PING_PONG: gl.constexpr, POLYNOMIAL: gl.constexpr,
     SKIP: gl.constexpr, LAZY: gl.constexpr, BIAS: gl.constexpr, MASK: gl.constexpr, BIAS_SLOTS: gl.constexpr,
     MASK_SLOTS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    CHUNK: gl.constexpr,
 ):  # fmt: skip
     """q_desc [B, H, Sq, D] with boxes [1, 1, 64, panel], k_desc, v_desc [B, H/group, Sk, D] with boxes [1, 1, KEYS, panel]; a
     panel is 64 columns, or 32 where 64 do not divide the width.  Out [B, Sq, H, COLUMNS] by strides, Lse [B, H, Sq] natural.
@@ -85,7 +87,7 @@ def attention_forward_hopper(
     k = make_pipeline(k_desc, SLOTS, KEYS, DIM_QK, CONSUMERS)
     v = make_pipeline(v_desc, SLOTS, KEYS, DIM_V, CONSUMERS)
     problem = Problem(seq_q, seq_k, heads, group, CuQ, CuK, batch, total_q)
-    config = Config(q_desc.dtype, DIM_V, KEYS, CONSUMERS, PACK, VARLEN, FENCE, LATE)
+    config = Config(q_desc.dtype, DIM_V, KEYS, CONSUMERS, PACK, VARLEN, FENCE, LATE, CHUNK=CHUNK)
     counter = WorkCounter(Counter, items)
     scheduler = TileScheduler(problem, counter, mailbox, overflow, q_blocks, CONSUMERS * 64, VARLEN, NUMBERED)
     mask = Mask(left, right, KIND, CONSUMERS * 64, KEYS, PACK, Lists, lists_b, lists_h, lists_q)
@@ -93,7 +95,7 @@ def attention_forward_hopper(
     mask_tiles = make_mod_pipeline(mask_desc, mask_b, mask_h, MASK, KEYS, MASK_SLOTS, CONSUMERS)
     mods = ScoreMods(scale, cap, Slopes, slope_b, slope_h, bias_tiles, mask_tiles, SOFTCAP, mask, None,
                      (score_mods, mask_mods))  # fmt: skip
-    softmax = Softmax(Sinks, stride_sinks, config, POLYNOMIAL, SKIP, LAZY)
+    softmax = Softmax(Sinks, stride_sinks, config, POLYNOMIAL, SKIP, LAZY, make_totals(config))
     epilogue = Epilogue(Out, Lse, stride_ob, stride_om, stride_oh, problem, config, COLUMNS)
     turns = PingPong(PING_PONG, CONSUMERS)
     fence_async_shared()

@@ -10,6 +10,7 @@ KV tiles go from left to right: those that the diagonal cuts come last.  A consu
 nothing.
 """
 
+from .chunks import first_chunk, first_total, keep_chunk, merge_chunk, step_of_chunk
 from .gluon import gl, jit, opaque, schedule_fence, wgmma_wait
 from .pipeline import Stage
 from .products import add_output, issue_output, issue_scores, rescale_output, wait_output, zero_output
@@ -39,6 +40,7 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
     OUTSIDE: gl.constexpr = config.OUTSIDE
     OWN: gl.constexpr = mask.OWN and not (mods.bias.ROWS or mods.mask.ROWS)  # their tiles have rings of their own
     REST: gl.constexpr = config.PROBS_REST
+    CHUNK: gl.constexpr = config.CHUNK
     q_tile = q.parts(Stage(CID, 0))
     inner = mods.inner_scale()
     scale_of_all = mods.scale_of_softmax()
@@ -63,8 +65,12 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
         key = walk.tile(entry) * config.KEYS
         scale = mods.scale_of_tile(scale_of_all, work)
         slope = mods.slope(nothing, work)
-        m, l = softmax.begin(nothing, work.head)
         acc = zero_output(config)
+        if CHUNK:
+            m, l = first_chunk(config)
+            total = first_total(softmax, CID, acc, work.head)
+        else:
+            m, l = softmax.begin(nothing, work.head)
         stage = k.stage(t)  # of V, too: both rings have as many slots
         k.wait(stage)
         turns.wait(CID)
@@ -74,7 +80,10 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
         k.release(stage)
         s = mods.apply(s, inner, slope, t, work, row, key, walk.partial(entry), CID, True)
         s = mask.apply(s, work, row, key)
-        p, m, l, alpha = softmax.step(s, m, l, scale)
+        if CHUNK:
+            p, m, l, alpha = step_of_chunk(config, s, m, l, scale)
+        else:
+            p, m, l, alpha = softmax.step(s, m, l, scale)
         if OUTSIDE:
             before = alpha  # the factor of O when the product of these probabilities is added
         if LAZY:
@@ -110,6 +119,13 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
                     s = mask.cut(s, work, row, key)
                     m_next = softmax.check(s, m_next, scale)
                 p_next, m, l, alpha, part = softmax.step_lazily(s, m, m_next, l, scale)
+            elif CHUNK:
+                s = mask.apply(s, work, row, key)
+                anew = key % (CHUNK * config.KEYS) == 0
+                m_chunk, l_chunk = m, l
+                m = gl.where(anew, float("-inf"), m)
+                l = gl.where(anew, 0.0, l)
+                p_next, m, l, alpha = step_of_chunk(config, s, m, l, scale)
             else:
                 s = mask.apply(s, work, row, key)
                 p_next, m, l, alpha = softmax.step(s, m, l, scale)
@@ -122,6 +138,10 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
                 acc = wait_output(o_flying)
             if LAZY:
                 m_next, worst = softmax.update(part, m, worst)
+            if CHUNK:
+                if anew:
+                    total = keep_chunk(softmax, CID, total, acc, m_chunk, l_chunk)
+                    acc = zero_output(config)
             if config.LATE:
                 k.release(ahead)
             v.release(stage)
@@ -143,7 +163,10 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
         if config.RELOCATE:
             work = scheduler.work(opaque(item))
             row = work.block * (config.CONSUMERS * 64) + CID * 64
-        if mods.scales is None:
+        if CHUNK:
+            acc_0, m, l = merge_chunk(softmax, CID, total, acc, m, l)
+            epilogue.store_total(acc_0, m, l, work, row)
+        elif mods.scales is None:
             epilogue.store(acc, m, l, work, row)
         else:
             epilogue.store(acc, m, l, work, row, mods.scales.of_values(work))

@@ -1,8 +1,9 @@
 """The end of a query tile: where its rows of the result and of the logarithms of the sums lie, and their stores."""
 
+from ...device.state import state_finish
 from .config import Config, Problem
 from .gluon import aggregate, constexpr_function, gl, jit
-from .parts import reciprocal, store_accumulator, store_lse
+from .parts import reciprocal, store_accumulator, store_each, store_lse
 
 
 @aggregate
@@ -35,6 +36,18 @@ class Epilogue:
         self._store_columns(out, acc[0], l, factor, rows, self.COLUMNS)
         if len(acc) == 2:
             self._store_columns(out + WIDE, acc[1], l, factor, rows, self.COLUMNS - WIDE)
+
+    @jit
+    def store_total(self, acc, m, l, work, row):
+        """The same of numerics="invariant", by attention_invariant's own division; m, l [64] in acc's layout."""
+        PACK: gl.constexpr = self.config.PACK
+        rows = work.seq_q * PACK - row
+        out, lse = state_finish(acc + 0.0, m, l)  # + 0.0: a zero has one sign
+        store_each(self._lse(work, row), lse, rows, rows, PACK, work.seq_q)
+        COLUMNS: gl.constexpr = None if self.COLUMNS >= acc.shape[1] else self.COLUMNS
+        store_accumulator(
+            self._out(work, row), out, rows, self.stride_m, self.config.DTYPE, COLUMNS, PACK, self.stride_h
+        )
 
     @jit
     def store_live(self, made, m, l, work, row, live):

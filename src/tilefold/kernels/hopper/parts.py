@@ -141,8 +141,13 @@ def reciprocal(l, ROW: gl.constexpr):
 def store_lse(lse, m, l, rows, live, ROW: gl.constexpr, HEADS: gl.constexpr = 1, stride_h=0):
     """The logarithm of the row's sum, natural, to the first `rows` of 64 places at `lse`; -inf from row `live` on.  HEADS: as of
     store_accumulator."""
-    o_r = gl.arange(0, 64, layout=ROW)
-    value = (m + gl.log2(gl.convert_layout(gl.sum(l, 1), ROW))) * LN2
+    store_each(lse, (m + gl.log2(gl.convert_layout(gl.sum(l, 1), ROW))) * LN2, rows, live, HEADS, stride_h)
+
+
+@jit
+def store_each(lse, value, rows, live, HEADS: gl.constexpr, stride_h):
+    """A value [64] of each row, where store_lse has its own."""
+    o_r = gl.arange(0, 64, layout=value.type.layout)
     place = lse + o_r
     if HEADS > 1:
         place = lse + o_r // HEADS + (o_r % HEADS).to(gl.int64) * stride_h

@@ -58,13 +58,15 @@ class Softmax:
     POLYNOMIAL: gl.constexpr
     SKIP: gl.constexpr
     LAZY: gl.constexpr
+    totals: gl.shared_memory_descriptor | gl.constexpr  # see `chunks`, or None
     VOTE: gl.constexpr  # are warps left out of rescaling O all of whose factors are 1?
 
     @constexpr_function
-    def __init__(self, Sinks, stride_sinks, config, POLYNOMIAL, SKIP, LAZY):
+    def __init__(self, Sinks, stride_sinks, config, POLYNOMIAL, SKIP, LAZY, totals=None):
         self.Sinks, self.stride_sinks, self.config = field(Sinks), field(stride_sinks), config
+        self.totals = field(totals)
         self.POLYNOMIAL, self.SKIP, self.LAZY = gl.constexpr(POLYNOMIAL), gl.constexpr(SKIP), gl.constexpr(LAZY)
-        self.VOTE = gl.constexpr(SKIP or config.BITS == 8)
+        self.VOTE = gl.constexpr(SKIP or config.BITS == 8 or config.CHUNK > 0)
 
     @jit
     def begin(self, like, head):

@@ -52,6 +52,7 @@ from .attention_tiles import tiles_of
 
 if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays light
     from ...plan import AttentionPlan, AttentionProblem, DecodePlan, InvariantPlan
+    from ...plan.device import Device
 
 __all__ = [
     "example_call",
@@ -310,7 +311,8 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> P
     if (own := plan_at("attention", problem, device, call, call.plan)) is not None:
         bound = function_at("attention", q.device, own)
         return Prepared(own, out_shape, lse_shape, scale, softcap, bound, keep=hooks_of(call))
-    plan: Any = invariant_or_none(call, DecodeProblem(problem, equal=call.packed is None), device, call.plan)
+    rows = DecodeProblem(problem, equal=call.packed is None)
+    plan: Any = _prompt_or_none(call, problem, device) or invariant_or_none(call, rows, device, call.plan)
     if plan is None:
         plan = plan_forward(problem, device, portable=disabled()) if call.plan is None else call.plan
     if call.plan is not None:
@@ -325,10 +327,25 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> P
         found = bound_or_none("dense", made, lambda p: attention_hopper.compile(p, q, k, v, call), faults=faults)
         if found is not None:
             return found
+        if (fixed := invariant_or_none(call, rows, device, None)) is not None:
+            return _bind_decoder(q, k, v, call, sizes, scale, fixed, out_shape, lse_shape)
         plan = plan_attention(problem, device, portable=True)
         if faults:
             plan = plan.refusing(HOPPER_KERNEL, f"It does not compile with this score_mod or mask_mod: {faults[0]}.")
     return _bind(q, k, v, call, sizes, window, scale, softcap, plan, out_shape, lse_shape)
+
+
+def _prompt_or_none(call: Call, problem: "AttentionProblem", device: "Device") -> "AttentionPlan | None":
+    """The plan of many queries with numerics="invariant" by a dense kernel, or a given one of these bits; else None."""
+    from ...plan import plan_prompt
+    from ...plan.dense.attention_hopper import INVARIANT
+
+    if not is_invariant(call.numerics):
+        return None
+    if call.plan is not None:
+        return cast("AttentionPlan", call.plan) if INVARIANT in getattr(call.plan, "options", ()) else None
+    plan = "" if disabled() else plan_prompt(problem, device)
+    return None if isinstance(plan, str) else plan
 
 
 # ---------------------------------------------------------------- binding a plan to a call

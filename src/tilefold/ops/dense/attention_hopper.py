@@ -71,7 +71,7 @@ def bind(
 
 def grid_of(plan: "AttentionPlan", items: int) -> tuple[int, int, int]:
     """The programs that draw so many items."""
-    return min(rules.hopper_programs(plan.problem, plan.tile, plan.device), items), 1, 1
+    return min(rules.hopper_programs(plan.problem, plan.tile, plan.device, plan.options), items), 1, 1
 
 
 def values_of_lengths(
@@ -117,6 +117,7 @@ def _constants(plan: "AttentionPlan") -> dict[str, Any]:
         "POLYNOMIAL": rules.polynomial_of(plan.options),
         "CONSUMER_REGISTERS": rules.REGISTERS[consumers][1],
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
+        "CHUNK": rules.CHUNK_KEYS // plan.block_n if rules.INVARIANT in plan.options else 0,
     }
 
 

@@ -4,22 +4,32 @@ A row's bits follow from the keys of a tile, the keys of a chunk and the instruc
 dims and architecture alone (`constants_of`).  How many rows share a tile, how many programs share the chunks of a row and how
 many tiles are in flight follow the call, and move no bit."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from tilefold.errors import PlanError, Unsupported, ValueRangeError
 from tilefold.plan.cache.cached import MAX_SPLITS
 from tilefold.plan.cache.decode import CachePlan, DecodeProblem, require_dims
-from tilefold.plan.dense.attention import Rejected
+from tilefold.plan.dense.attention import AttentionPlan, Rejected, plan_attention
+from tilefold.plan.dense.attention_hopper import (
+    CHUNK_KEYS,
+    INVARIANT_KEYS,
+    hopper_few,
+    hopper_refusal,
+    hopper_unmeasured,
+    invariant_tile,
+    invariant_unserved,
+)
+from tilefold.plan.dense.attention_hopper import KERNEL as HOPPER
 from tilefold.plan.device import Device
 from tilefold.plan.limits import MAX_GRID, MAX_LENGTH, require_kernels
 from tilefold.plan.problem import AttentionProblem, next_power_of_two
 from tilefold.plan.words import counted
 
-__all__ = ["Constants", "InvariantPlan", "constants_of", "invariant_refusal", "plan_invariant"]
+__all__ = ["Constants", "InvariantPlan", "constants_of", "invariant_refusal", "plan_invariant", "plan_prompt"]
 
-CHUNK = 1024  # keys that are folded from nothing: what a program has at least while it decodes
+CHUNK = CHUNK_KEYS  # keys that are folded from nothing: what a program has at least while it decodes
 MOST_PART_BYTES = 1 << 28  # of the states of chunks; where they take more, a program has all chunks of its rows
 
 
@@ -167,7 +177,28 @@ def constants_of(problem: DecodeProblem, device: Device) -> Constants:
         return Constants(32, CHUNK, 16, 8)
     if problem.storage != "plain":  # products of 64 rows read shared memory, where bytes would have to be converted to
         return Constants(64 if width <= 128 else 32, CHUNK, 32, 4)
-    return Constants(64 if width <= 128 else 32, CHUNK, 64, 4)
+    return Constants(INVARIANT_KEYS if width <= 128 else 32, CHUNK, 64, 4)
+
+
+@lru_cache(maxsize=4096)
+def plan_prompt(problem: AttentionProblem, device: Device) -> AttentionPlan | str:
+    """The plan of many queries by the kernel for sm_90, which has the bits of attention_invariant there; else why it does not
+    serve, as a sentence."""
+    fixed = constants_of(DecodeProblem(problem), device)
+    why = hopper_refusal(problem, device) or invariant_unserved(problem) or hopper_unmeasured(problem)
+    if why or (why := hopper_few(problem, device)):
+        return why
+    assert (fixed.block_n, fixed.chunk, fixed.rows) == (INVARIANT_KEYS, CHUNK_KEYS, 64)
+    tile, options = invariant_tile(problem, device)
+    plan = plan_attention(problem, device).with_tile(
+        kernel=HOPPER, block_m=tile.block_m, block_n=tile.block_n, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        options=options,
+    )  # fmt: skip
+    reason = f"Tiles of {tile.block_n} keys and chunks of {fixed.chunk}, from a sequence's first key, as attention_invariant has."
+    other = Rejected(
+        "attention_invariant", "Has the same bits; it is the kernel of few queries, caches and changed scores."
+    )
+    return replace(plan, rule="invariant", reason=reason, evidence="No other plan has these bits.", rejected=(other,))
 
 
 @lru_cache(maxsize=4096)

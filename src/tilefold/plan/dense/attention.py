@@ -309,8 +309,10 @@ def _plan(
         cost = attention_cost(problem)
         return {
             "buffers": _buffers(problem),
-            "shared_bytes": hopper_shared_bytes(problem, tile) if hopper else shared_bytes(problem, device, tile),
-            "programs_per_sm": hopper_programs(problem, tile, device) // device.sms
+            "shared_bytes": hopper_shared_bytes(problem, tile, options)
+            if hopper
+            else shared_bytes(problem, device, tile),
+            "programs_per_sm": hopper_programs(problem, tile, device, options) // device.sms
             if hopper
             else programs_per_sm(problem, device, choice.kernel, tile),
             "cost": cost,

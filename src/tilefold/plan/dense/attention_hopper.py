@@ -12,6 +12,9 @@ from tilefold.plan.limits import MAX_GRID, Tile
 from tilefold.plan.problem import MAX_HEAD_DIM, AttentionProblem
 
 __all__ = [
+    "CHUNK_KEYS",
+    "INVARIANT",
+    "INVARIANT_KEYS",
     "KERNEL",
     "LISTS_FROM",
     "MAX_PACKED",
@@ -28,6 +31,8 @@ __all__ = [
     "hopper_tile",
     "hopper_unmeasured",
     "hopper_violation",
+    "invariant_tile",
+    "invariant_unserved",
     "lists_refusal",
     "packable_heads",
     "packed_heads",
@@ -44,6 +49,7 @@ BARRIER_BYTES = 704  # barriers, the mailbox, overflow flags, and what the compi
 RESERVED_BYTES = 1024  # of an SM's shared memory, for each program
 MAX_PACKED = 64  # rows of a warpgroup
 MOD_SLOTS = {1: 2, 2: 2, 4: 1}  # buffers of a warpgroup for tiles of a bias or mask, by bytes an element
+INVARIANT_KEYS, CHUNK_KEYS = 128, 1024  # of a tile, of a chunk: numerics="invariant"
 RING_BYTES = 256  # barriers of such a ring, and what its boxes leave free
 MOD_BYTES = {"bias": 4, "mask": 2}  # what an element of a tile takes in all of its buffers, at most
 
@@ -60,13 +66,14 @@ LAZY_FROM = {64: {"full": 2048, "causal": 2048, "window": 1536}, 128: {"full": 2
 PAIRS_UNTIL = 640  # keys up to which pairs win at a head dim of 128 under a causal mask
 POLYNOMIALS = tuple(f"polynomial {n}" for n in range(1, 17))
 LISTS_FROM = 1 << 20  # scores of a head from which on the tiles of a mask_mod or a mask are listed
-OPTIONS = ("fence", "late", "turns", "skip", "lazy", "tanh", "pack", "lists", "anew", *POLYNOMIALS)
+INVARIANT = "invariant"
+OPTIONS = ("fence", "late", "turns", "skip", "lazy", "tanh", "pack", "lists", "anew", INVARIANT, *POLYNOMIALS)
 """Versions of the kernel, all of the same results but for rounding. fence: the wait for a product stays behind the softmax;
 late: a tile's K is given back with its V; turns: the warpgroups issue their products in turns; skip: sums are rescaled only
 when a maximum has grown by 2^8; lazy, with skip: or a sum, and no maxima are looked for; tanh: softcap by the instruction;
 pack: the query heads of a KV head are rows of one block; lists: tiles that a mask_mod or a mask hides are left out, and the mod
 is not asked about those that it shows whole; the lists are kept until its args change, or, with anew, made in every call;
-polynomial n: n sixteenths of the exponentials on the FMA units."""
+polynomial n: n sixteenths of the exponentials on the FMA units. invariant: of other bits, those of attention_invariant."""
 
 
 def hopper_refusal(problem: AttentionProblem, device: Device) -> str | None:
@@ -132,7 +139,7 @@ def hopper_few(problem: AttentionProblem, device: Device) -> str | None:
     rows, used = tile.block_m, problem.seq_q * packed_heads(problem, options)
     if 2 * used < rows:
         return f"only {used} of the {rows} rows of a block would be used"
-    blocks, programs = hopper_grid(problem, tile, options)[0], hopper_programs(problem, tile, device)
+    blocks, programs = hopper_grid(problem, tile, options)[0], hopper_programs(problem, tile, device, options)
     if 2 * blocks >= programs:
         return None
     pairs = ", two programs each" if programs > device.sms else ""
@@ -203,18 +210,19 @@ def hopper_grid(problem: AttentionProblem, tile: Tile, options: tuple[str, ...])
     return (-(-problem.seq_q * pack // tile.block_m) * problem.batch * problem.heads // pack, 1, 1)
 
 
-def hopper_shared_bytes(problem: AttentionProblem, tile: Tile) -> int:
-    """Shared memory of a program (bytes): Q, the rings of K and V, those of a bias and of a mask, barriers."""
+def hopper_shared_bytes(problem: AttentionProblem, tile: Tile, options: tuple[str, ...] = ()) -> int:
+    """Shared memory of a program (bytes): Q, the rings of K and V, those of a bias and of a mask, barriers; sums of chunks."""
     qk, v = width_of(problem.dim_qk), width_of(problem.dim_v)
     held = (tile.block_m * qk + tile.num_stages * tile.block_n * (qk + v)) * problem.itemsize
-    return held + _mod_bytes(problem, tile.block_m, tile.block_n) + BARRIER_BYTES
+    totals = tile.block_m * v * 4 if INVARIANT in options else 0
+    return held + totals + _mod_bytes(problem, tile.block_m, tile.block_n) + BARRIER_BYTES
 
 
-def hopper_programs(problem: AttentionProblem, tile: Tile, device: Device) -> int:
+def hopper_programs(problem: AttentionProblem, tile: Tile, device: Device, options: tuple[str, ...] = ()) -> int:
     """Programs of a launch that draws its blocks, but for those without one: one an SM, or two of one warpgroup each where an
     SM's shared memory holds both (their registers, 128 of 256 threads at launch, fit)."""
     room = device.smem_per_sm // 2 - RESERVED_BYTES
-    pair = consumers_of(tile) == 1 and hopper_shared_bytes(problem, tile) <= room
+    pair = consumers_of(tile) == 1 and hopper_shared_bytes(problem, tile, options) <= room
     return device.sms * (2 if pair else 1)
 
 
@@ -252,7 +260,7 @@ def hopper_violation(
     if blocks > MAX_GRID:
         return "grid", f"grid needs {blocks} blocks of queries, a launch counts at most {MAX_GRID}"
     fixed = {"num_warps": 4, "maxnreg": None}
-    return tile_fault(KERNEL, tile, fixed, hopper_shared_bytes(problem, tile), device)
+    return tile_fault(KERNEL, tile, fixed, hopper_shared_bytes(problem, tile, options), device)
 
 
 def _option_fault(problem: AttentionProblem, tile: Tile, options: tuple[str, ...]) -> str | None:
@@ -267,6 +275,8 @@ def _option_fault(problem: AttentionProblem, tile: Tile, options: tuple[str, ...
     if "turns" in options and consumers_of(tile) == 1:
         return "turns need two warpgroups that fold, 64 queries a block make one"
     if "lazy" in options and (fault := _lazy_fault(problem, options)):
+        return fault
+    if INVARIANT in options and (fault := _invariant_fault(problem, tile, options)):
         return fault
     if "lists" in options and (fault := _lists_fault(problem)):
         return fault
@@ -294,6 +304,40 @@ def _lazy_fault(problem: AttentionProblem, options: tuple[str, ...]) -> str | No
     if {*problem.score_mods, *problem.mask_mods} - {"softcap"}:
         return "lazy takes a row's first tile for its scores' size, which a bias, a mask or ALiBi does not leave it"
     return None
+
+
+def invariant_tile(problem: AttentionProblem, device: Device) -> tuple[Tile, tuple[str, ...]]:
+    """The tile and the versions for numerics="invariant": the rows that others have, in tiles of INVARIANT_KEYS."""
+    usual = hopper_tile(problem, device)
+    pair = (
+        usual.block_m == 64 and width_of(problem.dim_v) <= 64
+    )  # else two programs leave no room for the sums of chunks
+    room = device.smem_per_sm // 2 - RESERVED_BYTES if pair else device.smem_per_block
+    for stages in (4, 3, 2):
+        tile = Tile(64 if pair else 128, INVARIANT_KEYS, usual.num_warps, stages)
+        if hopper_shared_bytes(problem, tile, (INVARIANT,)) <= room:
+            break
+    kept = (name for name in hopper_options(problem, tile) if name in ("turns", "late", "pack"))
+    return tile, (INVARIANT, "fence", *kept)
+
+
+def invariant_unserved(problem: AttentionProblem) -> str | None:
+    """Why the kernel has no version of the bits of attention_invariant for this problem, as a sentence, or None."""
+    n = problem
+    if n.score_mods or n.mask_mods:
+        return "it changes and masks scores in another order than attention_invariant"
+    if width_of(n.dim_qk) != n.block_qk or width_of(n.dim_v) != n.block_v or max(n.block_qk, n.block_v) > 128:
+        return "its tiles of these head dims have other widths or other keys than those of attention_invariant"
+    return None
+
+
+def _invariant_fault(problem: AttentionProblem, tile: Tile, options: tuple[str, ...]) -> str | None:
+    if why := invariant_unserved(problem):
+        return f"invariant is not served: {why}"
+    if tile.block_n != INVARIANT_KEYS:
+        return f"invariant has {INVARIANT_KEYS} keys a tile, got block_n={tile.block_n}"
+    others = {"skip", "lists", *POLYNOMIALS} & {*options}
+    return f"invariant excludes {min(others)}" if others else None
 
 
 def _pack_fault(problem: AttentionProblem) -> str | None:
