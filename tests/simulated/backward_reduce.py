@@ -311,8 +311,10 @@ class Run(Backward):
         pipe = names["ReducePipeline"]("q", "do", "k", "v", "stat", q, do, k, v, ds, statistics, *bars, config)
         lengths = names["Lengths"](self.seq_q, self.seq_k, -(-self.seq_q // 64), -(-self.seq_k // 64))
         mask = names["BackwardMask"](*BAND, self.kind)
-        scheduler = names["BlockScheduler"](lengths, self.heads, self.group, self.members, self.q_tiles, self.blocks,
-                                            self.heads_at_once, self.no_tile, mask, *self.lists, self.queries, self.ordered)  # fmt: skip
+        scheduler = names["BlockScheduler"](
+            lengths, self.heads, self.group, self.members, self.q_tiles, self.blocks, self.heads_at_once, self.no_tile, mask,
+            *self.lists, self.queries, self.ordered,
+        )  # fmt: skip
         place, done = (None, None) if self.members == self.group else ("sums", barriers(memory, done=(2, 1))[0])
         groups = names["GroupSums"](
             self.no_tile + 1, place, self.blocks, self.heads, self.group, self.members, done, config
