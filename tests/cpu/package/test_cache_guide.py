@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-GUIDES = Path(__file__).resolve().parents[3] / "docs" / "concepts"
+GUIDES = Path(__file__).resolve().parents[3] / "docs" / "explanation"
 
 
 def examples(name: str, device: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""docs/migrate.md: its examples run, what it says of other libraries is so, and what it calls refused is."""
+"""docs/guides/migrate.md: its examples run, what it says of other libraries is so, and what it calls refused is."""
 
 import importlib
 import itertools
@@ -19,7 +19,7 @@ from tilefold import reference
 from tilefold.compat.flash_attn import flash_attn_func
 from tilefold.compat.flash_attn.register import uninstall
 
-PAGE = (Path(__file__).parents[3] / "docs" / "migrate.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "guides" / "migrate.md").read_text(encoding="utf-8")
 pytestmark = pytest.mark.interpreter  # mods that were never in a file have no source to compile
 NEAR = {"atol": 2e-6, "rtol": 1e-5}
 

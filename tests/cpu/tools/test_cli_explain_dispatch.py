@@ -9,7 +9,7 @@ import pytest
 from cases.cli import command
 from tilefold.plan import AttentionProblem, Generation, SplitDecision, device_named, plan_splits, trace_generation
 
-PAGE = Path(__file__).parents[3] / "docs" / "concepts" / "dispatch.md"
+PAGE = Path(__file__).parents[3] / "docs" / "explanation" / "dispatch.md"
 H200 = device_named("h200")
 MODEL = ["--heads", "28", "--kv-heads", "4", "--dim", "128"]
 STEP = [*MODEL, "--q", "1", "--kv", "8192"]

@@ -11,7 +11,7 @@ from cases.cli import command, refused
 from tilefold.bench.decode.kv_memory import FILLED, MODELS, Workload, layouts_of, paging_gains
 from tilefold.errors import ValueRangeError
 
-PAGE = Path(__file__).parents[3] / "docs" / "concepts" / "paged_cache.md"
+PAGE = Path(__file__).parents[3] / "docs" / "explanation" / "paged_cache.md"
 SMALL = ("--layers", 2, "--kv-heads", 3, "--dim", 8, "--dim-v", 4, "--max-tokens", 100)
 
 
