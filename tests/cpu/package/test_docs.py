@@ -365,3 +365,47 @@ def test_a_page_outside_the_navigation_ends_the_build() -> None:
     levels = [*config.validation.nav.values(), *config.validation.links.values()]
     assert len(levels) == 7
     assert min(levels) >= logging.WARNING  # and of a warning a strict build fails
+
+
+READ = {"tutorials", "guides", "explanation"}
+
+
+def words(text: str) -> int:
+    """Words of a page, its code and tables included: what lies between spaces and has a letter or a digit."""
+    return sum(any(c.isalnum() for c in one) for one in text.split())
+
+
+def test_pages_are_short() -> None:
+    """A reader's pages; reference is looked up, records are for maintainers."""
+    assert words("| a | --- | 2 `x = 1` |") == 4
+    read = {page: words(page.read_text(encoding="utf-8")) for page in PAGES if set(page.relative_to(ROOT).parts) & READ}
+    assert len(read) > 50
+    assert not {page.name: count for page, count in read.items() if count > 1500}
+    assert sum(read.values()) <= 33_000
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    """Each file of docs once, in the part that is named as its folder; notebooks and the API are filled in."""
+    yaml = pytest.importorskip("yaml")
+    text = re.sub(r"!!python/\S+", "", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    (nav,) = (yaml.safe_load("nav:" + part.split("\nvalidation:")[0])["nav"] for part in text.split("\nnav:")[1:])
+
+    def leaves(part: Any) -> list[str]:
+        if isinstance(part, str):
+            return [part]
+        return [leaf for one in (part.values() if isinstance(part, dict) else part) for leaf in leaves(one)]
+
+    found = [leaf for leaf in leaves(nav) if leaf.endswith(".md")]
+    assert len(found) == len(set(found))
+    docs = ROOT / "docs"
+    there = {str(page.relative_to(docs)) for page in docs.rglob("*.md") if page.parent.name != "notebooks"}
+    assert set(found) - there == {"contributing.md", "changelog.md"}
+    assert there <= set(found)
+    folders = {
+        title: {leaf.split("/")[0] for leaf in leaves(one) if "/" in leaf}
+        for part in nav
+        for title, one in part.items()
+    }
+    kinds = ("Tutorials", "Guides", "Reference", "Explanation")
+    assert {kind: folders[kind] for kind in kinds} == {kind: {kind.lower()} for kind in kinds}
+    assert folders["Engineering records"] == {"performance"}
