@@ -224,6 +224,27 @@ def test_what_lies_in_a_record_deviates():
     assert not torch.equal(*grads) and torch.allclose(*grads)
 
 
+def test_roundings_that_cancel_in_all_draws_still_count():
+    """Two roundings of equal size, one error each for a whole row: among many rows some have opposite signs in every draw."""
+    x, rows = torch.full((2000, 1), 1.5).double() + 2.0**-12, torch.ones(1, 64).double()
+
+    def twice():
+        mode = Rounding.entered[-1] if Rounding.entered else None
+        narrowed = (lambda t: t) if mode is None else mode.narrowed
+        return (narrowed(x * 1.0) + narrowed(x * 1.0)) * rows
+
+    exact, one = twice(), 2.0**-8 / 3**0.5
+    alone = [Rounding(torch.bfloat16).again(draw) for draw in range(8)]
+    drawn = 0.0
+    for mode in alone:
+        with mode:
+            drawn = drawn + (twice() - exact).square() / 8
+    assert drawn.min() < 1e-8 < one**2 < drawn.mean(), "some rows cancel"
+    found = deviating(twice, torch.bfloat16) - exact
+    assert found.min() >= one * 0.999
+    assert found.max() <= 2 * one * 1.001
+
+
 def test_gradients_deviate_too():
     q, k, v = (rand(1, 20, 2, 16).double().requires_grad_() for _ in range(3))
     dout = rand(1, 20, 2, 16).double()
