@@ -403,16 +403,16 @@ def packed() -> str:
         place[next(f for f in range(4) if value >> 4 * f & 15), lane] = column
     parts = [text(16, 26, "a row of a block: 128 columns in 32 lanes of 16 bits", 13, weight="600")]
     shown = (0, 1, 2, 3, None, 30, 31)
-    for n, lane in enumerate(shown):
+    for n, number in enumerate(shown):
         x = 112 + 54 * n
-        if lane is None:
+        if number is None:
             parts += [text(x + 25, 98 + 28 * 1.5, "\N{HORIZONTAL ELLIPSIS}", 15, "middle")]
             continue
-        parts.append(text(x + 25, 54, f"lane {lane}", 12, "middle"))
+        parts.append(text(x + 25, 54, f"lane {number}", 12, "middle"))
         for field in range(4):
             y = 62 + 28 * field
             parts.append(box(x, y, 50, 26, SHADES[field], ' fill-opacity="0.45" stroke="currentColor"'))
-            parts.append(text(x + 25, y + 18, str(place[field, lane]), 13, "middle", mono=True))
+            parts.append(text(x + 25, y + 18, str(place[field, number]), 13, "middle", mono=True))
     for field in range(4):
         parts.append(text(16, 80 + 28 * field, f"bits {4 * field} to {4 * field + 3}", 12))
     parts.append(text(16, 196, "One shift and one mask give 32 neighbouring columns, in order: a slab.", 12))
