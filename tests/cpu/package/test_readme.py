@@ -94,7 +94,12 @@ def test_figures_are_those_of_the_results(start: str, family: str, case: str, pe
             ["| 64, 32 | 16384 x 1 | causal |"],
         ),
         ("decoding step", "performance/decode.md", "## Prediction", ["| B=1, N=8192 |", "| B=32, N=8192 |"]),
-        ("Qwen2-7B", "performance/lowbit_model.md", "## What it does to the speed", ["| bfloat16 | graph |", "| 4 bits | graph |"]),
+        (
+            "Qwen2-7B",
+            "performance/lowbit_model.md",
+            "## What it does to the speed",
+            ["| bfloat16 | graph |", "| 4 bits | graph |"],
+        ),
     ],
 )
 def test_figures_are_those_of_the_records(start: str, record: str, part: str, lines: list[str]) -> None:
