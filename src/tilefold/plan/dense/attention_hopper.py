@@ -49,7 +49,7 @@ BARRIER_BYTES = 704  # barriers, the mailbox, overflow flags, and what the compi
 RESERVED_BYTES = 1024  # of an SM's shared memory, for each program
 MAX_PACKED = 64  # rows of a warpgroup
 MOD_SLOTS = {1: 2, 2: 2, 4: 1}  # buffers of a warpgroup for tiles of a bias or mask, by bytes an element
-INVARIANT_KEYS, CHUNK_KEYS = 128, 1024  # of a tile, of a chunk: numerics="invariant"
+INVARIANT_KEYS, CHUNK_KEYS = 64, 1024  # of a tile, of a chunk: numerics="invariant"
 RING_BYTES = 256  # barriers of such a ring, and what its boxes leave free
 MOD_BYTES = {"bias": 4, "mask": 2}  # what an element of a tile takes in all of its buffers, at most
 
