@@ -4,7 +4,7 @@
     python examples/generate.py --model DIR --prompts FILE     # a local Qwen2 directory, one prompt a line
     python examples/generate.py --pages 24 --preempt swap      # too few pages: who came last gives its own back
 
-Needs `pip install "tilefold[cli,transformers]"`.  docs/generate.md explains what it prints."""
+Needs `pip install "tilefold[cli,transformers]"`.  docs/guides/generate.md explains what it prints."""
 
 import argparse
 import copy

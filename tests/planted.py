@@ -1,7 +1,7 @@
 """Faults that kernels could have, planted into results that are exact otherwise: what the limits have to catch, in every dtype.
 
 A fault is computed in fp64 and rounded once, so that nothing but the fault, and the least rounding there is, shows.
-`python tests/planted.py` prints the table of docs/limits.md."""
+`python tests/planted.py` prints the table of docs/performance/limits.md."""
 
 import math
 from collections.abc import Callable

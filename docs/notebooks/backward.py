@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Gradients from two numbers a row
 #
-# [The backward pass](../concepts/backward.md) needs no probabilities from the forward pass: the lse and delta, one number a
+# [The backward pass](../explanation/backward.md) needs no probabilities from the forward pass: the lse and delta, one number a
 # row each, are enough. Here every formula of that page is computed in fp64 and compared with torch's autograd, and at the
 # end the library's kernels are compared with the formulas.
 

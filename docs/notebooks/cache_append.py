@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Filling a cache and attending over it
 #
-# [KV caches](../concepts/cache_append.md): `kvcache_append` writes new keys and values into pages, `attention_kvcache`
+# [KV caches](../explanation/cache_append.md): `kvcache_append` writes new keys and values into pages, `attention_kvcache`
 # attends to what stands there, `attention_shared_prefix` reads what a batch shares only once.
 
 # %%

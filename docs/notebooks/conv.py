@@ -1,8 +1,9 @@
 # %% [markdown]
 # # A convolution is a matrix product
 #
-# [Convolution](../concepts/conv.md): rows are pixels of the result, columns its channels, and the sum runs over the filter's taps
-# and the input's channels. We write that matrix product by hand, then let the kernel do it without writing the left matrix.
+# [Convolution](../explanation/conv.md): rows are pixels of the result, columns its channels, and the sum runs over the filter's
+# taps and the input's channels. We write that matrix product by hand, then let the kernel do it without writing the left
+# matrix.
 
 # %%
 import os

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Finding a wrong kernel
 #
-# [Debugging kernels](../concepts/debugging.md): conditions on programs, printing inside a kernel, checks before a launch, and a
+# [Debugging kernels](../guides/debugging.md): conditions on programs, printing inside a kernel, checks before a launch, and a
 # kernel run under watch. The kernels here are wrong on purpose.
 
 # %%

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # When are the keys split?
 #
-# While a model generates, some steps launch one attention kernel and some launch two. [Dispatch](../concepts/dispatch.md)
+# While a model generates, some steps launch one attention kernel and some launch two. [Dispatch](../explanation/dispatch.md)
 # explains the rule of flash-attention 2 and ours. Both are pure functions here, so we can ask on any machine.
 
 # %%

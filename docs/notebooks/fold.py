@@ -1,7 +1,7 @@
 # %% [markdown]
 # # The fold, step by step
 #
-# [The fold](../concepts/fold.md) says that attention needs three things per row: the largest score `m`, the denominator `l`
+# [The fold](../explanation/fold.md) says that attention needs three things per row: the largest score `m`, the denominator `l`
 # and the numerator `acc`. Here we build the fold in plain torch, tile by tile, and compare it with the library's kernel.
 
 # %%

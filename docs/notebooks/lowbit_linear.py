@@ -1,8 +1,8 @@
 # %% [markdown]
 # # A model in few bits
 #
-# [Linear layers in few bits](../concepts/lowbit_linear.md): `tilefold.quantize` replaces the linear layers of a model in place.
-# We do it to a small one, read the report, save it and load it again.
+# [Linear layers in few bits](../explanation/lowbit_linear.md): `tilefold.quantize` replaces the linear layers of a model in
+# place. We do it to a small one, read the report, save it and load it again.
 
 # %%
 import os

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Masks that combine
 #
-# [Masks and scores as values](../concepts/masks.md): which query sees which key, made of parts by `&`, `|` and `~`.
+# [Masks and scores as values](../explanation/masks.md): which query sees which key, made of parts by `&`, `|` and `~`.
 
 # %%
 import os

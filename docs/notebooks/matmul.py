@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Matrix products: layouts, fusion, rounding
 #
-# [Matrix products](../concepts/matmul.md) with a bias and an activation in the same pass, without copies, and with one rounding
-# at the end.
+# [Matrix products](../explanation/matmul.md) with a bias and an activation in the same pass, without copies, and with one
+# rounding at the end.
 
 # %%
 import os

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Two halves make a whole
 #
-# [Merge](../concepts/merge.md): attention over two sets of keys can be put together from attention over each of them,
+# [Merge](../explanation/merge.md): attention over two sets of keys can be put together from attention over each of them,
 # exactly, if each result comes with its lse (the logarithm of its softmax denominator).
 
 # %%

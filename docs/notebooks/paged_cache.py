@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Pages, forks and copies on write
 #
-# [The paged KV cache](../concepts/paged_cache.md) owns the pages and decides whose page is whose. We fork a sequence, write
+# [The paged KV cache](../explanation/paged_cache.md) owns the pages and decides whose page is whose. We fork a sequence, write
 # into the fork, and see which pages are copied.
 
 # %%

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # One sequence on several GPUs, played in one process
 #
-# [Several GPUs](../concepts/parallel.md): each rank holds some of a sequence's tokens. Because attention over sets of keys
+# [Several GPUs](../explanation/parallel.md): each rank holds some of a sequence's tokens. Because attention over sets of keys
 # merges exactly, a ring can fold the keys in any order. Here one process plays all the ranks.
 
 # %%

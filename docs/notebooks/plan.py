@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Asking for a plan
 #
-# [The plan](../concepts/plan.md) of a call is a value that a pure function makes of a problem and a device. No tensor and no
+# [The plan](../explanation/plan.md) of a call is a value that a pure function makes of a problem and a device. No tensor and no
 # GPU is needed, so we can ask about any machine.
 
 # %%

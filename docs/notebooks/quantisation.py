@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Weights in few bits
 #
-# [Quantisation](../concepts/quantisation.md): a group of neighbouring weights shares a scale, and each weight becomes a small
+# [Quantisation](../explanation/quantisation.md): a group of neighbouring weights shares a scale, and each weight becomes a small
 # integer. How large is the error, what do groups cost, and how does another tool's file become the same record?
 
 # %%

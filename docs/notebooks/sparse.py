@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Lists of blocks
 #
-# [Block-sparse attention](../concepts/sparse.md): a list for each block of queries says which blocks of keys it attends. We
+# [Block-sparse attention](../explanation/sparse.md): a list for each block of queries says which blocks of keys it attends. We
 # start from a map of blocks and check that nothing else is different from dense attention with a mask.
 
 # %%

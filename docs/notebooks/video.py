@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Sparse video attention, stage by stage
 #
-# [The pipeline](../concepts/video.md) has five stages: coarse, select, index, fine, fuse. We run it on 256 tokens in blocks of
+# [The pipeline](../explanation/video.md) has five stages: coarse, select, index, fine, fuse. We run it on 256 tokens in blocks of
 # 64, look at what each stage made, and compute the formulas again in plain torch.
 
 # %%

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # The coarse branch: rows, scores, gates
 #
-# [The coarse branch](../concepts/video_coarse.md) turns every block of keys into one row and attends the rows. Here: how a row
+# [The coarse branch](../explanation/video_coarse.md) turns every block of keys into one row and attends the rows. Here: how a row
 # is made, what happens in a block that is not full, and what a gate is.
 
 # %%

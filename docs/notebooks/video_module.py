@@ -1,8 +1,8 @@
 # %% [markdown]
 # # The video module, from its start to a first step
 #
-# [`SparseVideoAttention`](../concepts/video_module.md) is self-attention for a (T, H, W) grid of tokens. We look at how it cuts
-# the grid into cubes, what it computes at the start, and what the first step of training changes.
+# [`SparseVideoAttention`](../explanation/video_module.md) is self-attention for a (T, H, W) grid of tokens. We look at how it
+# cuts the grid into cubes, what it computes at the start, and what the first step of training changes.
 
 # %%
 import os

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # How many blocks does a row need?
 #
-# [Selection](../concepts/video_select.md) keeps the fewest best blocks whose mass is enough. How much is enough follows from
+# [Selection](../explanation/video_select.md) keeps the fewest best blocks whose mass is enough. How much is enough follows from
 # how concentrated the row is, measured by its Gini coefficient.
 
 # %%

@@ -6,6 +6,7 @@ import posixpath
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import notebooks
 import pictures
@@ -29,11 +30,17 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     api = ["api/index.md", *({path: site_api.page_of(path)} for path in site_api.MODULES)]
     shown = re.findall(r"\]\((\w+)\.py\)", (notebooks.FOLDER / "README.md").read_text(encoding="utf-8"))  # in its order
     filled = {"API": api, "NOTEBOOKS": ["notebooks/README.md", *(f"notebooks/{name}.md" for name in shown)]}
-    config.nav = [
-        {title: filled.get(part, part) if isinstance(part, str) else part for title, part in one.items()}
-        for one in config.nav or []
-    ]
+    config.nav = _filled(config.nav, filled)
     return config
+
+
+def _filled(nav: Any, parts: dict[str, Any]) -> Any:
+    """The navigation with each name in `parts` replaced by what it stands for."""
+    if isinstance(nav, list):
+        return [_filled(one, parts) for one in nav]
+    if isinstance(nav, dict):
+        return {title: _filled(one, parts) for title, one in nav.items()}
+    return parts.get(nav, nav)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

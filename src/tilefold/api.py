@@ -89,11 +89,11 @@ def attention(
             fp32 tile [M, N] in natural units (scale applied), q_index [M, 1] and kv_index [1, N] are int32 and always inside
             the sequence, args is score_args followed by seq_q and seq_k.  Applied after softcap, ALiBi and bias, in this order.
         score_args: tuple of tensors (passed as pointers), ints and floats; other numbers compile nothing anew.  Floating tensors
-            that require a gradient get one (docs/concepts/masks.md), by addresses: what a mod loads from outside gives nothing.
+            that require a gradient get one (docs/reference/mods.md), by addresses: what a mod loads from outside gives nothing.
         mask_mod: as score_mod, but returns bool: true where the query sees the key.
         mask_args: as score_args, without gradients.  On sm_90 lists of the tiles that a mask_mod shows are kept until an argument
-            changes (docs/concepts/masks.md).  A tensor that changes where torch does not count it needs plans that make them in
-            every call: plan.with_tile(options=(*plan.options, "anew")), and
+            changes (docs/explanation/masks.md).  A tensor that changes where torch does not count it needs plans that make them
+            in every call: plan.with_tile(options=(*plan.options, "anew")), and
             backward_plan.with_tiles(options=dataclasses.replace(backward_plan.options, anew=True)).
         layout: "bshd" as above, or "bhsd" for [batch, heads, seq, dim] of q, k, v and out.  A ShapeError says so if all shapes
             fit the other one.
@@ -102,7 +102,7 @@ def attention(
             `DecodePlan` splits the keys, an `AttentionPlan` does not; numerics="invariant" follows an `InvariantPlan`.
             Inside torch.compile, pass score_mod, mask_mod, score_grad and the plans as `tilefold.constant(...)`, made outside.
         score_grad: as score_mod, but returns the derivative of the new score by the given one.  None: for gradients it is made of
-            the source of score_mod, if that is differentiable (docs/concepts/masks.md says what is).
+            the source of score_mod, if that is differentiable (docs/reference/mods.md says what is).
         backward_plan: an `AttentionBackwardPlan` to follow exactly in the backward pass, made by `attention_backward_plan`.
         dropout_p: probability, from 0 to less than 1, of dropping each weight of the softmax; those kept are divided by
             1 - dropout_p, as in flash_attn.  lse is that of all.  Give 0 when not training.

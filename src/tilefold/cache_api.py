@@ -276,7 +276,7 @@ def merge_attention(
         ShapeError, DtypeError, DeviceError, LayoutError, Unsupported: naming the argument; Unsupported if one requires a gradient
         while gradients are on.
 
-    Source: docs/concepts/merge.md; online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867)."""
+    Source: docs/explanation/merge.md; online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867)."""
     from .ops.cache import merge  # here: `import tilefold` stays light
 
     return merge.merge_attention(out_a, lse_a, out_b, lse_b)

@@ -72,7 +72,7 @@ def run_matmul(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, 
         z, size = z + given["bias"].detach().double(), size + given["bias"].detach().double().abs()
     y, slope, bend = acted(z, o["act"])
     unit = TF32 if o["tf32"] else 0.0
-    # e4m3: tensor cores add with about 14 bits; a 16-bit GELU is right to 5e-5 of the result and 1e-8 (docs/concepts/matmul.md)
+    # e4m3: tensor cores add with about 14 bits; a 16-bit GELU is right to 5e-5 of the result (docs/explanation/matmul.md)
     extra = (5e-5 * y.abs() + 1e-8 if o["act"] == "gelu" and out != torch.float32 else 0.0) + 8 * FP32 * z.abs() * (
         o["act"] != "none"
     )

@@ -157,7 +157,7 @@ def _list(console: Console) -> None:
     for column in table.columns[1:]:
         column.justify = "left"
     console.print(table)
-    console.print(Text("Measure one: tilefold ladder --rung flash. The course: docs/ladder/README.md.", style="dim"))
+    console.print(Text("Measure one: tilefold ladder --rung flash. The course: docs/tutorials/ladder/.", style="dim"))
 
 
 def _splits(text: str | None, rung: str) -> tuple[int, ...]:

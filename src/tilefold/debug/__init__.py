@@ -2,7 +2,7 @@
 
 `when`, `print_if` and `breakpoint_if` are called inside kernels; `check_tensors`, `check_kernel` and `checked` around them;
 `patch_interpreter` makes the interpreter faster. Set
-TRITON_INTERPRET=1 before triton is imported to have all of it (docs/concepts/debugging.md says what a compiled kernel leaves).
+TRITON_INTERPRET=1 before triton is imported to have all of it (docs/guides/debugging.md says what a compiled kernel leaves).
 """
 
 from tilefold.debug.checked import CheckedKernel, check_kernel, checked

@@ -31,7 +31,7 @@ def register(library: str = "transformers") -> None:
             `model.set_attn_implementation("tilefold")`; or "diffusers" (0.35 or newer), whose models change to it by
             `model.set_attention_backend("tilefold")`; or "torch" (2.11 or newer), where
             `torch.nn.attention.activate_flash_attention_impl("tilefold")` then makes it the flash attention of
-            scaled_dot_product_attention and varlen_attn (docs/compat/torch.md).
+            scaled_dot_product_attention and varlen_attn (docs/reference/torch.md).
 
     With transformers 5.23 its continuous batching takes the name too.  Calling it again does nothing more.
 

@@ -4,7 +4,7 @@
     ladder.naive.attention(q, k, v, causal=True)     # also profile, flash, split; paged takes a cache
     with ladder.counting() as counts: ...            # in the interpreter: bytes and FLOPs of what runs inside
 
-`tilefold ladder` is its command, docs/ladder/ its course."""
+`tilefold ladder` is its command, docs/tutorials/ladder/ its course."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -29,7 +29,7 @@ class Rung:
     @property
     def page(self) -> str:
         """Its page, from the checkout's root."""
-        return f"docs/ladder/{self.name}.md"
+        return f"docs/tutorials/ladder/{self.name}.md"
 
     @property
     def program(self) -> Any:

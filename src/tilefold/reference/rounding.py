@@ -1,7 +1,7 @@
 """What rounding may do to a result, from the problem alone: fp64 magnitudes, numbers of terms, the dtypes' roundoff.
 
 The computation runs in fp64 with errors in every operation, drawn as Higham and Mary model them (SIAM J. Sci. Comput. 41, 2019,
-A2815, and 42, 2020, A3427): independent, of mean 0.  docs/limits.md derives their sizes.
+A2815, and 42, 2020, A3427): independent, of mean 0.  docs/explanation/limits.md derives their sizes.
 
 * A result of roundoff u is off by u times the power of two below it at most, evenly.
 * A sum of n terms in fp32, as of a product, is off by u32 (0.541 n (s^2 / 3 + q / 6) / 3)^(1/2), one standard deviation: s is the

@@ -12,7 +12,7 @@ from tilefold.ladder import RUNGS, Tile
 from tilefold.plan.problem import AttentionProblem
 from tilefold.profiling.evidence import waves_of
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "ladder" / "tiles.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "tutorials" / "ladder" / "tiles.md"
 OWN = Tile(128, 64, 8, 3)
 TILES = tuple(dict.fromkeys((
     *OWN.around(), Tile(64, 32, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(128, 128, 8, 2),

@@ -213,7 +213,7 @@ def test_a_launch_of_the_dispatcher_keeps_no_counter():
 
 
 def test_vjp_of_dense_attention_is_the_gradient(device):
-    """As docs/features.md says; of block-sparse attention torch refuses it."""
+    """As docs/reference/features.md says; of block-sparse attention torch refuses it."""
     q, k, v = qkv(1, 20, 33, 2, 1, 16, device=device)
     dout = rand(1, 20, 2, 16, device=device)
     _, pull = torch.func.vjp(lambda *t: tilefold.attention(*t, causal=True), q, k, v)

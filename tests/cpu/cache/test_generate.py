@@ -324,7 +324,7 @@ def test_a_missing_package_is_named(monkeypatch, capsys):
 
 # ---------------------------------------------------------------- its page
 
-PAGE = (Path(__file__).parents[3] / "docs" / "generate.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "guides" / "generate.md").read_text(encoding="utf-8")
 
 
 def test_the_commands_of_the_page_are_understood():

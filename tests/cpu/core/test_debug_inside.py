@@ -21,7 +21,7 @@ from tilefold.errors import (
 )
 
 HERE = Path(__file__).parent
-PAGE = HERE.parents[2] / "docs" / "concepts" / "debugging.md"
+PAGE = HERE.parents[2] / "docs" / "guides" / "debugging.md"
 interpreted = pytest.mark.interpreter
 
 

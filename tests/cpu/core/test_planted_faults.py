@@ -9,7 +9,7 @@ from planted import DTYPES, FAMILIES, strain
 from tilefold import reference
 
 pytestmark = pytest.mark.no_poison  # no kernel runs
-DOCUMENT = Path(__file__).parents[3] / "docs/limits.md"
+DOCUMENT = Path(__file__).parents[3] / "docs/performance/limits.md"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -45,7 +45,7 @@ def test_plain_pytorch_is_within_the_limits(dtype: str) -> None:
 
 
 def test_the_document_shows_every_fault() -> None:
-    """docs/limits.md holds what `python tests/planted.py` prints; the figures may differ in their last digit."""
+    """docs/performance/limits.md holds what `python tests/planted.py` prints; the figures may differ in their last digit."""
     rows = [line.split("|")[1:3] for line in DOCUMENT.read_text().splitlines() if line.startswith("| ")]
     shown = [[cell.strip() for cell in row] for row in rows]
     wanted = [[name, title] for name, family in FAMILIES.items() for title in family.faults]

@@ -71,7 +71,7 @@ def test_random_masks(seed):
 
 
 def test_the_example_of_the_page():
-    page = (Path(__file__).parents[3] / "docs" / "compat" / "flex_attention.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "guides" / "flex_attention.md").read_text(encoding="utf-8")
     names = {}
     run_source(page.split("```python\n")[1].split("```")[0].replace('device="cuda"', 'device="cpu"'), names)
     with torch.no_grad():

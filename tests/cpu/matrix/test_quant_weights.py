@@ -9,7 +9,7 @@ import torch
 
 from tilefold.quant import quantize_weight
 
-GUIDE = Path(__file__).resolve().parents[3] / "docs" / "concepts" / "quantisation.md"
+GUIDE = Path(__file__).resolve().parents[3] / "docs" / "explanation" / "quantisation.md"
 WAYS = ({"scheme": "symmetric"}, {"scheme": "asymmetric"}, {"refine": "hqq"})
 
 

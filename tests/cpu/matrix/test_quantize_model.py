@@ -18,7 +18,7 @@ from tilefold.quant import quantize_weight
 
 D, HIDDEN, WORDS = 128, 192, 160
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-GUIDE = Path(__file__).resolve().parents[3] / "docs" / "concepts" / "lowbit_linear.md"
+GUIDE = Path(__file__).resolve().parents[3] / "docs" / "explanation" / "lowbit_linear.md"
 
 
 def rand(*shape):

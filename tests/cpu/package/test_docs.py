@@ -49,6 +49,59 @@ def test_code_on_pages_is_python(tmp_path: Path) -> None:
     assert [one.split(": ")[0].rpartition(":")[2] for one in uncompilable(bad)] == ["8"]
 
 
+LINK = re.compile(r"\]\(([^)\s]+)\)|src=\"([^\"]+)\"")
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as the site makes them."""
+    slug = pytest.importorskip("pymdownx.slugs").slugify(case="lower")
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    return {
+        slug(re.sub(r"\[([^]]+)\]\([^)]*\)|`", r"\1", title), "-")
+        for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    }
+
+
+def broken(page: Path) -> list[str]:
+    """The links of a page that lead to no file of the checkout, or to no heading.  The API's pages are made with the site."""
+    text, found = FENCE.sub("", page.read_text(encoding="utf-8")), []
+    if page.suffix == ".py":  # a notebook: its text is comments
+        text = "\n".join(line for line in text.splitlines() if line.startswith("#"))
+    for target in (link or picture for link, picture in LINK.findall(text)):
+        name, _, anchor = target.partition("#")
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        goal = (page.parent / name).resolve() if name else page
+        if (ROOT / "docs" / "api") in goal.parents:
+            continue
+        if not goal.is_file() or (anchor and goal.suffix == ".md" and anchor not in anchors(goal)):
+            found.append(f"{page.relative_to(page.anchor)}: {target}")
+    return found
+
+
+def test_links_lead_to_files_and_headings(tmp_path: Path) -> None:
+    """Also those of README, CHANGELOG and notebooks, and the pages that docstrings, errors and tests name."""
+    notebooks = sorted((ROOT / "docs" / "notebooks").glob("*.py"))
+    assert sum(len(LINK.findall(page.read_text(encoding="utf-8"))) for page in PAGES) > 500
+    wrong = [one for page in [*PAGES, *notebooks] for one in broken(page)]
+    assert not wrong, "\n".join(wrong)
+    page = tmp_path / "page.md"
+    page.write_text("# A page\n\n[a](#a-page) [b](other.md) [c](#c) `x` [d](https://e.f)\n")
+    assert [one.rpartition(" ")[2] for one in broken(page)] == ["other.md", "#c"]
+    named = re.compile(r"\bdocs/[\w/]+\.md\b")
+    sources = [
+        path
+        for folder in ("src", "tests", "examples", "scripts", "benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    texts = {path: path.read_text(encoding="utf-8") for path in sources if path.name != "test_docs.py"}
+    lost = [
+        f"{path}: {name}" for path, text in texts.items() for name in named.findall(text) if not (ROOT / name).is_file()
+    ]
+    assert not lost, "\n".join(lost)
+
+
 def commands(page: Path) -> list[str]:
     """The shell commands of tilefold that a page names: in spans of code, and as lines of blocks without a language."""
     text = page.read_text(encoding="utf-8")
@@ -143,6 +196,8 @@ def test_functions_are_where_pages_say() -> None:
     assert misplaced(moved) == ["state_step in src/tilefold/device/fold.py"]
 
 
+OTHER_RECORDS = {"index", "overview", "bench", "checks", "cpu", "dispatch", "ladder", "limits", "lowbit_model", "paging",
+                 "parallel", "tune", "video_scene"}  # fmt: skip
 RECORD = ["How fast", "How it works", "The bound", "What was tried", "Open"]
 
 
@@ -159,7 +214,7 @@ def test_records_stay_short() -> None:
     }
     assert len(pages) > 15
     assert {name: count for name, text in pages.items() if (count := prose(text)) > 1500} == {}
-    for name in pages.keys() - {"index", "overview", "bench"}:
+    for name in pages.keys() - OTHER_RECORDS:
         first, *parts = re.split(r"^## (.+)$", pages[name], flags=re.MULTILINE)
         assert parts[::2] == RECORD, name
         assert len(re.findall(r"^\* \*\*", first, re.MULTILINE)) == 5, name
@@ -261,10 +316,10 @@ def test_links_lead_to_files_and_to_pages() -> None:
     pytest.importorskip("mkdocs")
     from site_hooks import relink
 
-    assert relink("[a](docs/concepts/plan.md#cost)", "changelog.md") == "[a](concepts/plan.md#cost)"
+    assert relink("[a](docs/explanation/plan.md#cost)", "changelog.md") == "[a](explanation/plan.md#cost)"
     assert relink("[a](../CONTRIBUTING.md)", "index.md") == "[a](contributing.md)"
-    assert relink("[a](../notebooks/plan.py)", "concepts/plan.md") == "[a](../notebooks/plan.md)"
-    assert relink("[a](../../CHANGELOG.md)", "concepts/plan.md") == "[a](../changelog.md)"
+    assert relink("[a](../notebooks/plan.py)", "explanation/plan.md") == "[a](../notebooks/plan.md)"
+    assert relink("[a](../../CHANGELOG.md)", "explanation/plan.md") == "[a](../changelog.md)"
     for same in ("[a](https://b.c/d.md)", "[a](#here)", "```\nx[0](docs/a.md)\n```", "[a](../missing.txt)"):
         assert relink(same, "index.md") == same
 
@@ -335,3 +390,47 @@ def test_a_page_outside_the_navigation_ends_the_build() -> None:
     levels = [*config.validation.nav.values(), *config.validation.links.values()]
     assert len(levels) == 7
     assert min(levels) >= logging.WARNING  # and of a warning a strict build fails
+
+
+READ = {"tutorials", "guides", "explanation"}
+
+
+def words(text: str) -> int:
+    """Words of a page, its code and tables included: what lies between spaces and has a letter or a digit."""
+    return sum(any(c.isalnum() for c in one) for one in text.split())
+
+
+def test_pages_are_short() -> None:
+    """A reader's pages; reference is looked up, records are for maintainers."""
+    assert words("| a | --- | 2 `x = 1` |") == 4
+    read = {page: words(page.read_text(encoding="utf-8")) for page in PAGES if set(page.relative_to(ROOT).parts) & READ}
+    assert len(read) > 50
+    assert not {page.name: count for page, count in read.items() if count > 1500}
+    assert sum(read.values()) <= 33_000
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    """Each file of docs once, in the part that is named as its folder; notebooks and the API are filled in."""
+    yaml = pytest.importorskip("yaml")
+    text = re.sub(r"!!python/\S+", "", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    (nav,) = (yaml.safe_load("nav:" + part.split("\nvalidation:")[0])["nav"] for part in text.split("\nnav:")[1:])
+
+    def leaves(part: Any) -> list[str]:
+        if isinstance(part, str):
+            return [part]
+        return [leaf for one in (part.values() if isinstance(part, dict) else part) for leaf in leaves(one)]
+
+    found = [leaf for leaf in leaves(nav) if leaf.endswith(".md")]
+    assert len(found) == len(set(found))
+    docs = ROOT / "docs"
+    there = {str(page.relative_to(docs)) for page in docs.rglob("*.md") if page.parent.name != "notebooks"}
+    assert set(found) - there == {"contributing.md", "changelog.md"}
+    assert there <= set(found)
+    folders = {
+        title: {leaf.split("/")[0] for leaf in leaves(one) if "/" in leaf}
+        for part in nav
+        for title, one in part.items()
+    }
+    kinds = ("Tutorials", "Guides", "Reference", "Explanation")
+    assert {kind: folders[kind] for kind in kinds} == {kind: {kind.lower()} for kind in kinds}
+    assert folders["Engineering records"] == {"performance"}

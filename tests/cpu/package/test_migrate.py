@@ -1,4 +1,4 @@
-"""docs/migrate.md: its examples run, what it says of other libraries is so, and what it calls refused is."""
+"""The guides for who comes from another library: examples run, what is said of others is so, what is called refused is."""
 
 import importlib
 import itertools
@@ -19,7 +19,11 @@ from tilefold import reference
 from tilefold.compat.flash_attn import flash_attn_func
 from tilefold.compat.flash_attn.register import uninstall
 
-PAGE = (Path(__file__).parents[3] / "docs" / "migrate.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE = "\n".join(
+    (DOCS / f"{name}.md").read_text(encoding="utf-8")
+    for name in ("guides/flash_attn", "guides/torch", "guides/flex_attention", "guides/migrate", "reference/papers")
+)
 pytestmark = pytest.mark.interpreter  # mods that were never in a file have no source to compile
 NEAR = {"atol": 2e-6, "rtol": 1e-5}
 
@@ -195,7 +199,7 @@ def test_no_second_derivatives_and_no_vmap():
 
 def test_names_of_papers():
     """The section's lists are those of the map, its result is dense attention's under the map, and each name is there."""
-    (last,) = run("From VSA")
+    (last,) = run("From VSA, FastVideo and")
     keep = last["block_map"]
     for index, num, map_ in (
         (last["q2k_index"], last["q2k_num"], keep),
@@ -212,7 +216,9 @@ def test_names_of_papers():
     assert str(last["first_of_later_rows"])
 
 
-@pytest.mark.parametrize("name", re.findall(r"`((?:sparse|debug|nn)\.\w+)", PAGE.split("\n## From VSA")[1]))
+@pytest.mark.parametrize(
+    "name", re.findall(r"`((?:sparse|debug|nn)\.\w+)", PAGE.split("\n## From VSA, FastVideo and")[1])
+)
 def test_names_of_papers_are_names_here(name):
     part, attribute = name.split(".")
     assert hasattr(importlib.import_module(f"tilefold.{part}"), attribute)

@@ -10,19 +10,20 @@ from pathlib import Path
 import notebooks
 import pytest
 
-CONCEPTS = sorted((notebooks.FOLDER.parent / "concepts").glob("*.md"))
+DOCS = notebooks.FOLDER.parent
 PATHS = notebooks.paths()
 
 
-def test_every_concept_has_its_notebook() -> None:
-    assert len(CONCEPTS) >= 17
-    assert [path.stem for path in PATHS] == [page.stem for page in CONCEPTS]
+def test_every_notebook_belongs_to_a_page() -> None:
+    assert len(PATHS) >= 19
     overview = (notebooks.FOLDER / "README.md").read_text(encoding="utf-8")
-    for page, path in zip(CONCEPTS, PATHS, strict=True):
+    for path in PATHS:
+        (page,) = (one for part in ("explanation", "guides") if (one := DOCS / part / f"{path.stem}.md").is_file())
         assert f"](../notebooks/{path.name})" in page.read_text(encoding="utf-8"), (
             f"{page.name} does not link its notebook"
         )
-        assert f"](../concepts/{page.name})" in path.read_text(encoding="utf-8"), f"{path.name} does not link its page"
+        there = f"](../{page.parent.name}/{page.name})"
+        assert there in path.read_text(encoding="utf-8"), f"{path.name} does not link its page"
         assert f"]({path.name})" in overview, f"{path.name} is not in the overview"
 
 

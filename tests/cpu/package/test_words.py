@@ -1,4 +1,4 @@
-"""The field's words (docs/glossary.md) and not our own: names that went do not come back."""
+"""The field's words (docs/reference/glossary.md) and not our own: names that went do not come back."""
 
 import ast
 import re

@@ -526,7 +526,7 @@ def test_json_that_is_incomplete_or_no_json_is_refused() -> None:
 
 
 def test_a_plan_reads_as_the_documentation_shows() -> None:
-    page = Path(__file__).parents[3] / "docs" / "concepts" / "plan.md"
+    page = Path(__file__).parents[3] / "docs" / "explanation" / "plan.md"
     plan = plan_attention(AttentionProblem(1, 1, 8192, 28, 4, 128, 128), H200)
     assert str(plan) in page.read_text(encoding="utf-8")
     assert "split-KV" in str(plan)

@@ -200,7 +200,7 @@ def test_an_error_inside_a_mod_is_said_once(device):
 
 def documented(page: str) -> list[str]:
     """The Python examples of a page, in order."""
-    text = (Path(__file__).parents[3] / "docs" / "concepts" / page).read_text()
+    text = (Path(__file__).parents[3] / "docs" / "explanation" / page).read_text()
     return [part.split("```")[0] for part in text.split("```python\n")[1:]]
 
 

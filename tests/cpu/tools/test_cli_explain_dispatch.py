@@ -9,7 +9,8 @@ import pytest
 from cases.cli import command
 from tilefold.plan import AttentionProblem, Generation, SplitDecision, device_named, plan_splits, trace_generation
 
-PAGE = Path(__file__).parents[3] / "docs" / "concepts" / "dispatch.md"
+DOCS = Path(__file__).parents[3] / "docs"
+PAGES = [DOCS / part / "dispatch.md" for part in ("explanation", "performance")]
 H200 = device_named("h200")
 MODEL = ["--heads", "28", "--kv-heads", "4", "--dim", "128"]
 STEP = [*MODEL, "--q", "1", "--kv", "8192"]
@@ -87,8 +88,8 @@ def test_an_impossible_request_is_one_red_line_and_exit_code_2(arguments, messag
 
 
 def test_the_commands_of_the_page_print_what_it_shows():
-    blocks = [part.split("\n```")[0] for part in PAGE.read_text().split("```console\n")[1:]]
-    assert len(blocks) >= 4
+    blocks = [part.split("\n```")[0] for page in PAGES for part in page.read_text().split("```console\n")[1:]]
+    assert len(blocks) >= 6
     for block in blocks:
         command, _, shown = block.partition("\n")
         words = shlex.split(command.removeprefix("$ "))
@@ -98,7 +99,7 @@ def test_the_commands_of_the_page_print_what_it_shows():
 
 def test_the_examples_of_the_page_run():
     names: dict[str, object] = {}
-    examples = [part.split("```")[0] for part in PAGE.read_text().split("```python\n")[1:]]
+    examples = [part.split("```")[0] for part in PAGES[0].read_text().split("```python\n")[1:]]
     assert examples
     for example in examples:
         exec(example, names)

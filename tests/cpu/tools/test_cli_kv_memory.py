@@ -11,7 +11,9 @@ from cases.cli import command, refused
 from tilefold.bench.decode.kv_memory import FILLED, MODELS, Workload, layouts_of, paging_gains
 from tilefold.errors import ValueRangeError
 
-PAGE = Path(__file__).parents[3] / "docs" / "concepts" / "paged_cache.md"
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE = DOCS / "explanation" / "paged_cache.md"
+RECORD = DOCS / "performance" / "paging.md"
 SMALL = ("--layers", 2, "--kv-heads", 3, "--dim", 8, "--dim-v", 4, "--max-tokens", 100)
 
 
@@ -172,7 +174,7 @@ def test_refusals(tmp_path):
 
 
 def test_the_page_shows_what_is_printed():
-    ((command, shown),) = re.findall(r"```console\n\$ tilefold kv-memory (.*)\n((?:.*\n)*?)```", PAGE.read_text())
+    ((command, shown),) = re.findall(r"```console\n\$ tilefold kv-memory (.*)\n((?:.*\n)*?)```", RECORD.read_text())
     result = run(*command.split())
     assert [line.rstrip() for line in result.output.splitlines()] == shown.splitlines()
 

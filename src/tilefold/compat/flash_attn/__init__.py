@@ -1,7 +1,7 @@
 """flash-attention 2.8's Python functions, computed by tilefold: `import tilefold.compat.flash_attn as flash_attn`.
 
 `install()` registers it under the name `flash_attn`, for code that imports that; `uninstall()` puts back what was there.
-docs/compat/flash_attn.md lists every argument and every deviation.
+docs/reference/flash_attn.md lists every argument and every deviation.
 """
 
 from .arguments import VERSION as __version__

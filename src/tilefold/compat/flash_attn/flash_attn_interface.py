@@ -171,7 +171,7 @@ def flash_attn_func(
         return_attn_probs: also return lse and S_dmask.
         sinks, learnable_sink, s_aux: [heads]: one argument under the names of tilefold, FlashAttention-4, and vLLM and
             transformers: a score that joins each row's softmax.  Differentiable.
-        The rest is refused by name unless it is at its default, see docs/compat/flash_attn.md.
+        The rest is refused by name unless it is at its default, see docs/reference/flash_attn.md.
 
     Returns:
         out like q with v's head dim; with return_attn_probs (out, lse [batch, heads, seqlen_q] fp32, +inf where no key is seen,

@@ -48,7 +48,7 @@ def flash_attn_with_kvcache(
         num_splits: parts of the keys that are folded apart, 1 to 128; 0: the plan decides.
         return_softmax_lse: also return lse.
         cu_seqlens_q, max_seqlen_q: q is packed, [total_q, heads, head dim].
-        The rest is refused by name unless it is at its default, see docs/compat/flash_attn.md.
+        The rest is refused by name unless it is at its default, see docs/reference/flash_attn.md.
 
     Returns:
         out like q; with return_softmax_lse (out, lse [batch, heads, seqlen_q] fp32, [heads, total_q] packed, +inf where no key

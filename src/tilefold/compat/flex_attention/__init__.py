@@ -1,7 +1,7 @@
 """FlexAttention's functions, computed by tilefold: `from tilefold.compat.flex_attention import flex_attention`.
 
-`install()` puts them into `torch.nn.attention.flex_attention`; `uninstall()` takes them out.  docs/compat/flex_attention.md lists
-what passes, and what is refused.
+`install()` puts them into `torch.nn.attention.flex_attention`; `uninstall()` takes them out.  docs/reference/flex_attention.md
+lists what passes, and what is refused.
 """
 
 import functools

@@ -119,7 +119,7 @@ class _Trace:
 
     def refuse(self, what: str) -> NoReturn:
         raise Unsupported(
-            f"{self.kind} {self.name}: {what} has no translation to Triton; docs/compat/flex_attention.md lists what has; or "
+            f"{self.kind} {self.name}: {what} has no translation to Triton; docs/reference/flex_attention.md lists what has; or "
             f"give tilefold.attention a @triton.jit function as {self.kind}"
         )
 

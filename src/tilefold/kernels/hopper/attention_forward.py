@@ -95,7 +95,10 @@ def attention_forward_hopper(
     mask_tiles = make_mod_pipeline(mask_desc, mask_b, mask_h, MASK, KEYS, MASK_SLOTS, CONSUMERS)
     mods = ScoreMods(scale, cap, Slopes, slope_b, slope_h, bias_tiles, mask_tiles, SOFTCAP, mask, None,
                      (score_mods, mask_mods))  # fmt: skip
-    softmax = Softmax(Sinks, stride_sinks, config, POLYNOMIAL, SKIP, LAZY, make_totals(config))
+    if CHUNK:
+        softmax = Softmax(Sinks, stride_sinks, config, POLYNOMIAL, SKIP, LAZY, make_totals(config))
+    else:
+        softmax = Softmax(Sinks, stride_sinks, config, POLYNOMIAL, SKIP, LAZY)
     epilogue = Epilogue(Out, Lse, stride_ob, stride_om, stride_oh, problem, config, COLUMNS)
     turns = PingPong(PING_PONG, CONSUMERS)
     fence_async_shared()

@@ -12,12 +12,9 @@ from .gluon import gl, jit
 
 @jit
 def make_totals(config):
-    """Room for O [64, DIM_V] of each consumer; None without chunks.  The swizzle spreads a quad's rows over the banks."""
-    if config.CHUNK:
-        LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
-        return gl.allocate_shared_memory(gl.float32, [config.CONSUMERS, 64, config.DIM_V], LAYOUT)
-    else:
-        return None
+    """Room for O [64, DIM_V] of each consumer.  The swizzle spreads a quad's rows over the banks."""
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
+    return gl.allocate_shared_memory(gl.float32, [config.CONSUMERS, 64, config.DIM_V], LAYOUT)
 
 
 @jit

@@ -49,7 +49,7 @@ BARRIER_BYTES = 704  # barriers, the mailbox, overflow flags, and what the compi
 RESERVED_BYTES = 1024  # of an SM's shared memory, for each program
 MAX_PACKED = 64  # rows of a warpgroup
 MOD_SLOTS = {1: 2, 2: 2, 4: 1}  # buffers of a warpgroup for tiles of a bias or mask, by bytes an element
-INVARIANT_KEYS, CHUNK_KEYS = 128, 1024  # of a tile, of a chunk: numerics="invariant"
+INVARIANT_KEYS, CHUNK_KEYS = 64, 1024  # of a tile, of a chunk: numerics="invariant"
 RING_BYTES = 256  # barriers of such a ring, and what its boxes leave free
 MOD_BYTES = {"bias": 4, "mask": 2}  # what an element of a tile takes in all of its buffers, at most
 
@@ -314,7 +314,7 @@ def invariant_tile(problem: AttentionProblem, device: Device) -> tuple[Tile, tup
     )  # else two programs leave no room for the sums of chunks
     room = device.smem_per_sm // 2 - RESERVED_BYTES if pair else device.smem_per_block
     for stages in (4, 3, 2):
-        tile = Tile(64 if pair else 128, INVARIANT_KEYS, usual.num_warps, stages)
+        tile = Tile(64 if pair else max(usual.block_m, 128), INVARIANT_KEYS, usual.num_warps, stages)
         if hopper_shared_bytes(problem, tile, (INVARIANT,)) <= room:
             break
     kept = (name for name in hopper_options(problem, tile) if name in ("turns", "late", "pack"))
