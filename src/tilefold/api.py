@@ -316,7 +316,7 @@ def attention_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options:
     """The plan that `attention(q, k, v, **options)` follows, without running it; `print` it to read the decision.
 
     An `AttentionPlan`; a `DecodePlan` where few queries meet many keys, which are split (see `tilefold.plan.plan_forward`); an
-    `AttentionFp8Plan` for e4m3 tensors; an `InvariantPlan` with numerics="invariant".
+    `AttentionFp8Plan` for e4m3 tensors; an `InvariantPlan` with numerics="invariant", but for prompts on sm_90.
 
     For a packed batch give cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k too.  Raises what the call would raise, and
     Unsupported for a call that has nothing to compute (no queries)."""

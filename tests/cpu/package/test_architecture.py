@@ -105,6 +105,7 @@ SHARED_BY_HOPPER = (
     "backward_producer",
     "backward_scheduler",
     "block_list",
+    "chunks",
     "config",
     "consumer",
     "dq_sums",

@@ -314,7 +314,7 @@ def invariant_tile(problem: AttentionProblem, device: Device) -> tuple[Tile, tup
     )  # else two programs leave no room for the sums of chunks
     room = device.smem_per_sm // 2 - RESERVED_BYTES if pair else device.smem_per_block
     for stages in (4, 3, 2):
-        tile = Tile(64 if pair else max(128, usual.block_m), INVARIANT_KEYS, usual.num_warps, stages)
+        tile = Tile(64 if pair else max(usual.block_m, 128), INVARIANT_KEYS, usual.num_warps, stages)
         if hopper_shared_bytes(problem, tile, (INVARIANT,)) <= room:
             break
     kept = (name for name in hopper_options(problem, tile) if name in ("turns", "late", "pack"))
