@@ -206,7 +206,7 @@ def test_gradients():
 
 
 def test_ranks_in_nondeterministic():
-    """Another kernel: more FLOP/s, less memory."""
+    """Another version of the kernel: more FLOP/s."""
     sizes = ("--heads 32 --kv-heads 8 --q 131072 --dim 128 --causal --ranks 2 --backward",)
     kept, free = (run(*sizes, *extra).output for extra in ((), ("--non-deterministic",)))
     assert "with backward\n" in kept
@@ -215,7 +215,6 @@ def test_ranks_in_nondeterministic():
     assert "(565 backward)" in free
     figures = [json.loads(run(*sizes, "--json", *extra).output) for extra in ((), ("--non-deterministic",))]
     assert figures[0]["plan"]["cost"]["seconds"] > figures[1]["plan"]["cost"]["seconds"]
-    assert figures[0]["kernels"]["scratch"] > 2 * figures[1]["kernels"]["scratch"]
 
 
 @pytest.mark.parametrize(

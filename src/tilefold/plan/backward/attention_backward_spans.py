@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tilefold.plan.backward import attention_backward_hopper as dense
 from tilefold.plan.backward.attention_backward_hopper import KERNEL
-from tilefold.plan.backward.hopper_backward import KEPT_LIMIT, UNIT, WIDE, backward_tile_fault, kept_limit
+from tilefold.plan.backward.hopper_backward import UNIT, WIDE, backward_tile_fault, kept_limit, least_kept
 from tilefold.plan.device import Device
 from tilefold.plan.limits import Tile
 from tilefold.plan.problem import AttentionProblem
@@ -85,9 +85,9 @@ def queries_at_once(problem: AttentionProblem, device: Device) -> int:
         return 0
     total = dense.tiles(n)[0]
     item = dense.places(n, device) * n.group * UNIT * UNIT * n.itemsize
-    most = max(1, KEPT_LIMIT // (HELD * item))
+    most = max(1, least_kept(n) // (HELD * item))
     if -(-total // most) >= MANY:
-        most = max(1, KEPT_LIMIT // (HELD_IN_MANY * item))
+        most = max(1, least_kept(n) // (HELD_IN_MANY * item))
     units = -(-total // -(-total // most))
     if units > 1:
         units += units & 1

@@ -19,6 +19,8 @@ SPARE = (
 )
 KEPT_LIMIT = 1 << 28
 """Bytes of dS that are kept at a time, or twice what q, out and their gradients take (`kept_limit`): O(N D)."""
+WIDE_LIMIT = 1 << 30
+"""The same of head dims above 128, which no other kernel for sm_90 serves: half of it was 2 to 8 % slower, more no faster."""
 MOST_KEPT = 4 << 30
 """The same where nothing else serves: packed batches, and lists of blocks."""
 BARRIER_BYTES = 640  # barriers, the note, and what the compiler keeps to start the partitions
@@ -32,10 +34,15 @@ def backward_delay(batch: int, batches: int, slots: int, places: int) -> int:
     return min(batch + int(SPARE * places), most)
 
 
+def least_kept(problem: AttentionProblem) -> int:
+    """`kept_limit` of the smallest tensors."""
+    return WIDE_LIMIT if max(problem.dim_qk, problem.dim_v) > 128 else KEPT_LIMIT
+
+
 def kept_limit(problem: AttentionProblem) -> int:
     """Bytes of dS that are kept at a time."""
     n = problem
-    return max(KEPT_LIMIT, 4 * n.batch * n.heads * n.seq_q * (n.dim_qk + n.dim_v) * n.itemsize)
+    return max(least_kept(n), 4 * n.batch * n.heads * n.seq_q * (n.dim_qk + n.dim_v) * n.itemsize)
 
 
 def divisors(number: int) -> list[int]:
