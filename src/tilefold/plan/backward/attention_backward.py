@@ -41,9 +41,9 @@ class AttentionBackwardPlan(Plan):
     gradient, by tiles of `scores`; load_passes: 2, integer sums whose size a first pass finds, or 1, fp32 sums in an order that
     changes from run to run; 0 without loads. heads_at_once, keys_at_once: KV heads, and keys of them, of one
     batch of the Hopper kernel's work, 0 with the others; of a packed batch 1, and the keys with room for dS at a time. Also
-    "attention_backward_reduce" (Gluon, sm_90): adds dq in memory, in one order or in any; it has heads_at_once,
-    whose sums of dq share L2, and options, its version, None with the others. queries_at_once: of a span, where the Hopper kernel
-    makes the queries in spans, since dS of all would have too little room; 0 if not. Raises PlanError, naming the field, if a
+    "attention_backward_reduce" (Gluon, sm_90): adds dq in memory, in one order or in any; it has heads_at_once
+    (query heads where options.apart), whose sums of dq share L2, and options, its version, None with the others.
+    queries_at_once: of a span, where the Hopper kernel makes the queries in spans, since dS of all would have too little room; 0 if not. Raises PlanError, naming the field, if a
     tile exceeds a limit.
     """
 
