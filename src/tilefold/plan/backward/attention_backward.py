@@ -43,8 +43,8 @@ class AttentionBackwardPlan(Plan):
     batch of the Hopper kernel's work, 0 with the others; of a packed batch 1, and the keys with room for dS at a time. Also
     "attention_backward_reduce" (Gluon, sm_90): adds dq in memory, in one order or in any; it has heads_at_once
     (query heads where options.apart), whose sums of dq share L2, and options, its version, None with the others.
-    queries_at_once: of a span, where the Hopper kernel makes the queries in spans, since dS of all would have too little room; 0 if not. Raises PlanError, naming the field, if a
-    tile exceeds a limit.
+    queries_at_once: of a span, where the Hopper kernel makes the queries in spans, since dS of all would have too little
+    room; 0 if not. Raises PlanError, naming the field, if a tile exceeds a limit.
     """
 
     problem: AttentionProblem
