@@ -64,7 +64,9 @@ def hopper_plan(plan: AttentionPlan | DecodePlan, **changes: Any) -> AttentionPl
     fields = {
         name: changes.get(name, getattr(chosen, name)) for name in ("block_m", "block_n", "num_warps", "num_stages")
     }
-    options = changes.get("options", hopper_options(dense.problem, Tile(**fields)))
+    options = changes.get("options", hopper_options(dense.problem, Tile(**fields), dense.device))
+    if "turns" in options:  # two warpgroups take them
+        fields["block_m"] = changes.get("block_m", max(fields["block_m"], 128))
     return dense.with_tile(kernel="attention_forward_hopper", **fields, options=options)
 
 

@@ -50,10 +50,13 @@ def test_lengths(monkeypatch, kernel, together, options, dim, dtype):
         kernel.held(qkv(2, sq, sk, 4, 2, dim, dtype=dtype, device=DEVICE), **options)
 
 
-DIMS = (256, 256), (256, 128), (96, 96), (80, 72), (64, 128), (128, 64)
+DIMS = (256, 256), (256, 128), (96, 96), (80, 72), (64, 128), (128, 64), (48, 40)
+NARROW = (16, 16), (32, 48), (40, 40)
 HEAD_DIMS = {
     "dense": [(dims, options) for options in MASKS for dims in DIMS],
     "spans": [(dims, options) for options in MASKS[:3] for dims in DIMS[:4]],
+    "reduce": [(dims, {}) for dims in NARROW],
+    "ordered": [(dims, options) for options in MASKS[:2] for dims in NARROW],
 }
 
 

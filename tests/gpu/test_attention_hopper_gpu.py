@@ -18,8 +18,8 @@ pytestmark = [
     pytest.mark.no_poison,
     SM_90,
 ]
-DIMS = [(32, 32), (40, 64), (64, 128), (64, 256), (72, 72), (80, 80), (96, 96), (96, 192), (100, 100), (128, 64), (160, 160),
-        (192, 128), (192, 192), (256, 64), (256, 256)]  # fmt: skip
+DIMS = [(16, 16), (32, 32), (40, 40), (40, 64), (64, 128), (64, 256), (72, 72), (80, 80), (96, 96), (96, 192), (100, 100),
+        (128, 64), (160, 160), (192, 128), (192, 192), (256, 64), (256, 256)]  # fmt: skip
 MASKS = [{}, {"causal": True}, {"window": (200, 50)}, {"window": (0, 0)}, {"window": (130, -1)}]
 
 
@@ -96,6 +96,10 @@ VERSIONS = [
     (96, {"options": ("fence", "turns", "skip", "lazy")}),
     (128, {"block_m": 128, "options": ("fence", "turns", "skip", "lazy")}),
     (128, {"options": ("late", "skip", "lazy", "pack")}),
+    (64, {"block_m": 64, "options": ("skip", "lazy", "prefetch")}),
+    (64, {"block_m": 192, "options": ("turns", "skip", "lazy", "prefetch")}),
+    (128, {"block_m": 128, "options": ("fence", "turns", "skip", "lazy", "prefetch")}),
+    (128, {"num_stages": 1, "options": ("fence", "pack", "prefetch")}),
 ]
 LAZY = [one for one in VERSIONS if "lazy" in one[1].get("options", ())]
 
@@ -189,7 +193,9 @@ def test_softcap(changes, dim):
 
 
 @pytest.mark.parametrize("options", MASKS, ids=str)
-@pytest.mark.parametrize("changes", [{}, {"block_m": 64}, {"options": ("turns", "skip")}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"block_m": 64}, {"block_m": 128, "options": ("turns", "skip", "prefetch")}], ids=str
+)
 def test_packed(options, changes):
     pairs = ((300, 300), (0, 50), (129, 700), (1, 400), (128, 128), (64, 0), (700, 90))
     held_packed(*zip(*pairs, strict=True), changes, spoil=True, **options)

@@ -37,7 +37,7 @@ FUNCTIONS = (
     (consumer, ("pass_over", "consume")),
     (producer, ("acquire_all", "signal_all", "load_work", "produce")),
     (products, ("issue_scores", "issue_output", "_rows_of_keys", "wait_output")),
-    (scheduler, ("block_of_item", "sequence_of_place")),
+    (scheduler, ("block_of_item", "fields_of", "sequence_of_place")),
 )
 CLASSES = (
     (config, ("Problem",)),
@@ -112,20 +112,21 @@ class Flags:
     """The overflow flags."""
 
     def __init__(self, run):
-        self.run, self.LAZY, self.flags, self.checked = run, run.lazy, {}, 0
+        self.run, self.LAZY, self.TILES, self.flags = run, run.lazy, 3 if run.prefetch else 2, {}
+        self.checked = [0] * (self.TILES - 1)
 
-    def write(self, parity, consumer, item):
-        self.flags[parity, consumer] = item
+    def write(self, i, consumer, item):
+        self.flags[i % self.TILES, consumer] = item
 
-    def read(self, parity):
-        return max(self.flags.get((parity, c), 0) for c in range(self.run.consumers))
+    def read(self, i):
+        return max(self.flags.get((i % self.TILES, c), 0) for c in range(self.run.consumers))
 
-    def set_checked(self, again):
-        self.checked = again
+    def set_checked(self, again, i):
+        self.checked[i % len(self.checked)] = again
 
-    def is_checked(self):
-        self.run.local.checked = self.checked > 0
-        return self.checked > 0
+    def is_checked(self, i):
+        self.run.local.checked = self.checked[i % len(self.checked)] > 0
+        return self.run.local.checked
 
 
 class Run(Launch):
@@ -137,11 +138,12 @@ class Run(Launch):
     transposed: tuple[object, ...] = ()
 
     def __init__(self, seed, kind, lengths, heads, group, slots, dims=(128, 128), consumers=2, turns=False, late=False, keys=128,
-                 pack=1, lazy=False):  # fmt: skip
+                 pack=1, lazy=False, prefetch=False):  # fmt: skip
         super().__init__(seed)
         self.kind, self.lengths, self.left, self.right = kind, lengths, 100, 30
         self.heads, self.group, self.slots, self.dims, self.keys = heads, group, slots, dims, keys
         self.consumers, self.turns, self.fold_late, self.rows = consumers, turns, late, consumers * 64
+        self.prefetch = prefetch
         self.varlen, self.pack = len(lengths) > 1, pack  # heads that make one; `heads` and `group` are what is left
         self.first = [[sum(pair[side] for pair in lengths[:b]) for b in range(len(lengths) + 1)] for side in (0, 1)]
         (self.seq_q, self.seq_k), total = lengths[0], self.first[0][-1]
@@ -170,7 +172,7 @@ class Run(Launch):
         own_functions(own_classes(names, CLASSES), FUNCTIONS)
         self.numbered(names["WorkTile"])
         item = names["TileScheduler"].item
-        names["TileScheduler"].item = lambda scheduler: run.begin(item(scheduler))
+        names["TileScheduler"].item = lambda scheduler, i: run.begin(item(scheduler, i))
         names["Pipeline"].clear_tail = lambda pipe, stage, live: run.clear(pipe.panels, stage.slot, live, pipe.ROWS)
         names["Mask"].cuts, names["Mask"].cut = lambda *args: False, lambda mask, s, *args: s
         names["Epilogue"]._store_columns = lambda epilogue, *args: run.store(*args)
@@ -307,7 +309,7 @@ class Run(Launch):
             bars = barriers(self.memory, **{f"{side}_full": (number, 1), f"{side}_empty": (number, readers)})
             return names["Pipeline"](side, self.buffers(side, number, dim), *bars, number, rows, dim, *rest)
 
-        q = pipe("q", n, 64, self.dims[0], 1, self.pack)
+        q = pipe("q", 2 * n if self.prefetch else n, 64, self.dims[0], 1, self.pack)
         k = pipe("k", slots, self.keys, self.dims[0], n)
         v = pipe("v", slots, *self.tile_of_values(), n, *self.transposed)
         offsets = (Offsets(self.first[0]), Offsets(self.first[1]), len(self.lengths)) if self.varlen else (None,) * 3
@@ -318,7 +320,7 @@ class Run(Launch):
                                        RELOCATE=not self.varlen)  # fmt: skip
         counter = names["WorkCounter"](None, self.items)
         tiles = names["TileScheduler"](
-            problem, counter, Note(), Flags(self), self.q_blocks, self.rows, self.varlen, False
+            problem, counter, Note(), Flags(self), self.q_blocks, self.rows, self.varlen, False, self.prefetch
         )
         mods = names["ScoreMods"](1.0, None, None, None, None, *self.mod_pipelines(names), 0,
                                   types.SimpleNamespace(KIND=self.kind, PACK=self.pack), self.scales)  # fmt: skip

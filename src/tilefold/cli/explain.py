@@ -79,6 +79,7 @@ def explain(
     mask: Annotated[bool, typer.Option("--mask", help="A boolean mask.")] = False,
     sinks: Annotated[bool, typer.Option("--sinks", help="Attention sinks.")] = False,
     varlen: Annotated[bool, typer.Option("--varlen", help="Sequences of different lengths, packed.")] = False,
+    mean: Annotated[int | None, typer.Option(help="With --varlen: queries of a sequence in the mean.")] = None,
     blocks: Annotated[
         str | None, typer.Option(metavar="Q,KV", help="Block-sparse, with so many tokens per query and KV block.")
     ] = None,
@@ -162,6 +163,7 @@ def explain(
     from tilefold.cli.explain_dispatch import Dispatch, check_dispatch, explain_split, explain_steps
     from tilefold.cli.explain_parallel import RanksOptions, check_ranks, explain_ranks
     from tilefold.plan import AttentionProblem, plan_forward
+    from tilefold.plan.problem import next_power_of_two
 
     over = CacheOptions(cache, page_size, num_splits, v_in_k)
     unfit = {"--varlen": varlen, "--bias": bias, "--mask": mask, "--blocks": blocks, "--listed": listed, "--sizes": sizes,
@@ -180,6 +182,8 @@ def explain(
     if trace:
         typer.echo(explain_steps(asked, _record(device), heads, kv_heads, dim, batch, dtype_named(dtype), window))
         return
+    if mean is not None and not varlen:
+        raise Unsupported("--mean goes with --varlen")
     if q is None:
         raise ValueRangeError("--q must be given, the queries per sequence: only --trace does without")
     problem = AttentionProblem(
@@ -194,6 +198,7 @@ def explain(
         causal=causal,
         window=(-1, -1) if window is None else pair_of(window, "--window"),
         varlen=varlen,
+        mean_q=0 if mean is None else next_power_of_two(mean),
         score_mods=tuple(name for name, on in (("softcap", softcap), ("alibi", alibi), ("bias", bias)) if on),
         mask_mods=("mask",) if mask else (),
         sinks=sinks,

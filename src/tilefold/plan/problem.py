@@ -10,7 +10,7 @@ from tilefold.plan.base import require_equal
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 MAX_HEAD_DIM = 256
 
-_SIZES = ("batch", "seq_q", "seq_k", "heads", "kv_heads", "dim_qk", "dim_v")
+_SIZES = ("batch", "seq_q", "seq_k", "mean_q", "heads", "kv_heads", "dim_qk", "dim_v")
 _TILES = ("", "tiles", "keys")
 _FLAGS = ("causal", "varlen", "sinks", "descriptors", "query_descriptors", "dropout", "mask_by_place")
 _sizes_of, _flags_of = attrgetter(*_SIZES), attrgetter(*_FLAGS)
@@ -26,6 +26,12 @@ def next_power_of_two(n: int) -> int:
 def padded_head_dim(dim: int) -> int:
     """The width of a tile that holds a head dimension: a power of two, at least 16 as tensor cores need."""
     return max(16, next_power_of_two(dim))
+
+
+@cache
+def mean_of(total_q: int, batch: int) -> int:
+    """`mean_q` of a packed batch of so many queries: a few values, so that batches share plans."""
+    return next_power_of_two(-(-total_q // max(1, batch)))
 
 
 SWIZZLED = 64  # columns of 16 bits in the widest swizzle of shared memory, 128 bytes
@@ -48,6 +54,7 @@ class AttentionProblem:
 
     batch, heads, kv_heads: counts; each KV head serves heads / kv_heads query heads.
     seq_q, seq_k: numbers of queries and keys (tokens); for a packed batch (`varlen`) the largest over its sequences.
+    mean_q: of a packed batch, queries of a sequence in the mean, rounded up to a power of two; 0 where that is not known.
     dim_qk, dim_v: head dimension of Q and K, and of V and the output (elements).
     dtype: "float16", "bfloat16" or "float32", of q, k, v and the output. The lse is always float32.
     causal: query i sees keys up to i + seq_k - seq_q (aligned to the bottom right).
@@ -85,6 +92,7 @@ class AttentionProblem:
     bias_descriptors: str = ""
     mask_descriptors: str = ""
     mask_by_place: bool = False
+    mean_q: int = 0
 
     def __hash__(self) -> int:
         return hash((self.batch, self.seq_q, self.seq_k, self.heads, self.causal, self.window))  # tables ask often
@@ -110,9 +118,11 @@ class AttentionProblem:
         if {*map(type, sizes)} != {int}:
             name, value = next(pair for pair in zip(_SIZES, sizes, strict=True) if type(pair[1]) is not int)
             raise DtypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
-        for least, first, end in ((0, 0, 3), (1, 3, 7)):
+        for least, first, end in ((0, 0, 4), (1, 4, 8)):
             if (value := min(sizes[first:end])) < least:
                 raise ShapeError(f"{_SIZES[sizes.index(value, first)]} must be at least {least}, got {value}")
+        if self.mean_q and not self.varlen:
+            raise ShapeError(f"mean_q is a packed batch's, got {self.mean_q} without varlen")
         if self.heads % self.kv_heads:
             raise ShapeError(f"kv_heads must divide heads, got kv_heads={self.kv_heads} and heads={self.heads}")
 
@@ -125,18 +135,17 @@ class AttentionProblem:
                 f"window must be (left, right) with sides of at least 0, or -1 for unbounded, got {window!r}"
             )
 
-    def of_lengths(self, seq_q: int, seq_k: int) -> "AttentionProblem":
+    def of_lengths(self, seq_q: int, seq_k: int, mean_q: int = 0) -> "AttentionProblem":
         """The same problem with other lengths, of at least 0; nothing is checked again."""
         made = object.__new__(AttentionProblem)
-        made.__dict__.update(self.__dict__, seq_q=seq_q, seq_k=seq_k)
+        made.__dict__.update(self.__dict__, seq_q=seq_q, seq_k=seq_k, mean_q=mean_q)
         return made
 
     def require_same(self, other: "AttentionProblem") -> None:
         """PlanError, naming the field, unless a plan made for this problem serves `other`; what descriptors can read may differ,
-        and is for the kernel's own limits."""
-        require_equal(
-            self, other, tuple(name for name in self.__dataclass_fields__ if not name.endswith("descriptors"))
-        )
+        and is for the kernel's own limits, and so may the mean of a packed batch."""
+        names = (name for name in self.__dataclass_fields__ if not name.endswith("descriptors") and name != "mean_q")
+        require_equal(self, other, tuple(names))
 
     @property
     def group(self) -> int:

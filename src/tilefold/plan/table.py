@@ -138,6 +138,9 @@ def key_of(kind: str, problem: Any) -> str:
     """What is the same of two problems exactly if one plan serves both alike: their fields, without what changes no launch."""
     fields = json.loads(json.dumps(asdict(problem) if is_dataclass(problem) else problem))  # type: ignore[arg-type]
     attention = fields.get("attention")
+    for each in (fields, attention):
+        if isinstance(each, dict) and not each.get("mean_q"):
+            each.pop("mean_q", None)  # as tables have it that were written before there was one
     if kind == "decode" and isinstance(attention, dict):
         if attention.get("seq_q") == 1:  # the only query is the last key's: it sees every key before it
             attention["causal"], attention["window"] = False, [attention.get("window", [-1])[0], -1]

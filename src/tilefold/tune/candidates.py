@@ -119,7 +119,7 @@ def _tiles(plan: Any) -> Iterator[Changes]:
         return
     hopper = []
     for rows, keys, stages in _HOPPER:
-        options = hopper_options(problem, Tile(rows, keys, 4, stages))
+        options = hopper_options(problem, Tile(rows, keys, 4, stages), device)
         hopper.append({"kernel": HOPPER, **dict(zip(names, (rows, keys, 4, stages), strict=True)), "options": options})
     small = problem.dtype == "float32" or max(problem.block_qk, problem.block_v) > 128 or problem.seq_q <= 128
     fitting = (*_SMALL, *_ATTENTION) if small else _ATTENTION

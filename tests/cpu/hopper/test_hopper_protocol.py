@@ -121,6 +121,8 @@ def test_dense(kind, slots, programs):
         {"consumers": 1},
         {"dims": (192, 192), "keys": 64},
         {"dims": (192, 128), "late": True},
+        {"prefetch": True, "turns": True},
+        {"prefetch": True, "consumers": 1},
     ],
     ids=str,
 )
@@ -145,7 +147,17 @@ def test_e4m3(version, programs):
     Eight(15, WINDOW, [(300, 100)], 4, 2, 3, **version)(programs)
 
 
-@pytest.mark.parametrize("version", [{}, {"consumers": 3, "turns": True}, {"consumers": 1, "late": True}], ids=str)
+@pytest.mark.parametrize(
+    "version",
+    [
+        {},
+        {"consumers": 3, "turns": True},
+        {"consumers": 1, "late": True},
+        {"prefetch": True},
+        {"prefetch": True, "consumers": 1},
+    ],
+    ids=str,
+)
 def test_what_overflowed_is_folded_again(version):
     """Once, whichever query tile of a program it is: the first, the last, or one on its way while another's flags are read."""
     made = []
@@ -163,7 +175,11 @@ def test_packed_heads():
     Run(9, WINDOW, [(100, 300)], 3, 3, 2, pack=4, consumers=3)(1)
 
 
-@pytest.mark.parametrize("version", [{}, {"consumers": 3, "turns": True}, {"dims": (192, 192), "keys": 64}], ids=str)
+@pytest.mark.parametrize(
+    "version",
+    [{}, {"consumers": 3, "turns": True}, {"dims": (192, 192), "keys": 64}, {"prefetch": True}],
+    ids=str,
+)
 @pytest.mark.parametrize("programs", [1, 3])
 def test_packed(version, programs):
     Run(6, CAUSAL, PACKED, 2, 1, 2, **version)(programs)
@@ -352,6 +368,10 @@ LAUNCHES = {  # what runs with a seed, and what is left out: a barrier, a turn, 
     "dense": (
         lambda seed, missing: Run(seed, CAUSAL, lengths_of(seed), 4, 1, 2, turns=missing == "turn")(1),
         ["q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty", "turn"],
+    ),
+    "dense, Q ahead": (
+        lambda seed, missing: Run(seed, CAUSAL, lengths_of(seed), 4, 1, 2, lazy=seed % 2 == 0, prefetch=True)(1),
+        ["q_full", "q_empty"],
     ),
     "e4m3": (
         lambda seed, missing: Eight(seed, CAUSAL, lengths_of(seed), 4, 1, 2, turns=missing == "turn")(1),

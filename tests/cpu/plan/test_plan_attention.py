@@ -106,8 +106,8 @@ FIRES = {
     "short-queries": (replace(LONG, seq_q=17), "h200"),
     "few-programs": (replace(LONG, seq_q=300, heads=4, kv_heads=4), "a100"),
     "tuned": (replace(LONG, dropout=True), "h200"),
-    "hopper-d64": (replace(LONG, dim_v=32, dim_qk=32), "h100"),
-    "hopper-d128": (replace(LONG, dim_v=32), "h200"),
+    "hopper-d64": (replace(LONG, dim_v=32, dim_qk=32, score_mods=("alibi",)), "h100"),
+    "hopper-d128": (replace(LONG, dim_v=32, score_mods=("alibi",)), "h200"),
     "hopper-d256": (replace(LONG, dim_qk=192), "b200"),
     "ampere": (LONG, "rtx4090"),
     "cdna": (LONG, "mi300x"),
@@ -191,7 +191,9 @@ def test_the_kernel_for_sm_90_is_taken_where_it_can_be() -> None:
     assert few.kernel != HOPPER
     assert "It would have 64 blocks of 128 queries for 132 SMs" in str(few).replace("\n" + " " * 40, " ")
     for change, why in (
-        ({"dim_v": 32}, "measured yet with head dims below 64"),
+        ({"dim_v": 8}, "measured yet with head dims below 16"),
+        ({"dim_v": 32, "score_mods": ("alibi",)}, "measured yet with changes of scores and head dims below 64"),
+        ({"dim_qk": 40, "seq_k": 2047}, "no multiple of 32 bytes"),
         ({"dim_v": 66}, "stores 4 columns at a time, V has 66"),
         (
             {"mask_mods": ("mask",)},
@@ -319,7 +321,16 @@ def short(dim: int, tokens: int, batch: int, kv_heads: int = 0, **options: Any) 
         (short(64, 1024, 1), 64),  # 192 blocks of 192, 512 of 64 for twice the programs
         (short(64, 64, 64, causal=True), None),  # half of 128 rows, all of 64: not measured
         (short(64, 256, 64, window=(100, 0)), 64),
-        (short(128, 256, 64, window=(100, 0)), 128),
+        (short(128, 256, 64, window=(100, 0)), 64),
+        (short(128, 2048, 8, window=(511, 0)), 64),
+        (short(128, 2048, 8, window=(512, 0)), 128),
+        (short(128, 2048, 8, varlen=True, mean_q=512), 64),
+        (short(128, 2048, 8, varlen=True, mean_q=1024), 128),
+        (short(128, 2048, 8, varlen=True), 128),
+        (short(64, 2048, 8, varlen=True, mean_q=512), 64),
+        (short(64, 2048, 8, varlen=True, mean_q=1024), 192),
+        (short(64, 4096, 8, varlen=True, causal=True, mean_q=2048), 64),
+        (short(64, 8192, 8, varlen=True, causal=True, mean_q=4096), 192),
         (short(64, 256, 64, score_mods=("softcap",)), 128),
     ],
     ids=str,
@@ -337,25 +348,29 @@ def test_two_programs_an_sm_where_blocks_are_short(problem: AttentionProblem, ro
 @pytest.mark.parametrize(
     ("problem", "options"),
     [
-        (LONG, ("fence", "turns", "skip", "lazy")),
-        (replace(LONG, dtype="float16"), ("fence", "turns", "skip")),
-        (replace(LONG, causal=True, seq_q=4096, seq_k=4096), ("fence", "turns", "skip", "lazy")),
-        (replace(LONG, causal=True, seq_q=4095, seq_k=4095), ("fence", "turns", "skip")),
-        (replace(LONG, seq_k=2048), ("fence", "turns", "skip", "lazy")),
-        (replace(LONG, seq_k=2047), ("fence", "turns", "skip")),
-        (replace(LONG, window=(4095, 0)), ("fence", "turns", "skip", "lazy")),
-        (replace(LONG, window=(2046, 0)), ("fence", "turns", "skip")),
+        (LONG, ("fence", "turns", "skip", "lazy", "prefetch")),
+        (replace(LONG, dtype="float16"), ("fence", "turns", "skip", "prefetch")),
+        (replace(LONG, causal=True, seq_q=4096, seq_k=4096), ("fence", "turns", "skip", "lazy", "prefetch")),
+        (replace(LONG, causal=True, seq_q=4095, seq_k=4095), ("fence", "turns", "skip", "prefetch")),
+        (replace(LONG, seq_k=2048), ("fence", "turns", "skip", "lazy", "prefetch")),
+        (replace(LONG, seq_k=2047), ("fence", "turns", "skip", "prefetch")),
+        (replace(LONG, window=(4095, 0)), ("fence", "turns", "skip", "lazy", "prefetch")),
+        (replace(LONG, window=(2046, 0)), ("fence", "turns", "skip", "prefetch")),
         (short(128, 512, 32, causal=True), ("fence", "skip", "late")),
-        (short(64, 512, 32, causal=True), ("skip",)),
-        (NARROW, ("turns", "skip", "lazy")),
+        (short(64, 512, 32, causal=True), ("skip", "prefetch")),
+        (NARROW, ("turns", "skip", "lazy", "prefetch")),
         (replace(LONG, dim_qk=192, dim_v=128), ("fence", "turns", "skip", "late")),
-        (replace(LONG, kv_heads=4), ("fence", "turns", "skip", "lazy", "pack")),
-        (replace(LONG, heads=12, kv_heads=4), ("fence", "turns", "skip", "lazy")),
+        (replace(LONG, kv_heads=4), ("fence", "turns", "skip", "lazy", "prefetch", "pack")),
+        (replace(LONG, heads=12, kv_heads=4), ("fence", "turns", "skip", "lazy", "prefetch")),
         (replace(LONG, dim_qk=256, dim_v=256, kv_heads=4), ("fence", "turns", "skip")),
         (replace(LONG, dim_qk=256, dim_v=256, seq_q=64, kv_heads=4, batch=16), ("fence", "turns", "skip", "pack")),
         (replace(LONG, kv_heads=4, varlen=True), ("fence", "turns", "skip")),
-        (replace(LONG, score_mods=("softcap",)), ("fence", "turns", "skip", "tanh")),
-        (replace(LONG, score_mods=("softcap",), dtype="float16"), ("fence", "turns", "skip")),
+        (replace(LONG, varlen=True, mean_q=256), ("fence", "skip", "late")),
+        (replace(NARROW, varlen=True, causal=True, mean_q=2048), ("skip", "prefetch")),
+        (replace(NARROW, varlen=True, causal=True, mean_q=4096), ("turns", "skip", "prefetch")),
+        (replace(LONG, score_mods=("alibi",)), ("fence", "turns", "skip")),
+        (replace(LONG, score_mods=("softcap",)), ("fence", "turns", "skip", "prefetch", "tanh")),
+        (replace(LONG, score_mods=("softcap",), dtype="float16"), ("fence", "turns", "skip", "prefetch")),
     ],
     ids=str,
 )
@@ -364,7 +379,7 @@ def test_versions_that_are_taken(problem: AttentionProblem, options: tuple[str, 
     assert (plan.kernel, plan.options) == (HOPPER, options)
     assert plan.with_tile(num_stages=1).options == options
     alone = portable(problem, H200).with_tile(kernel=HOPPER, block_m=64, block_n=64, num_warps=4, num_stages=1)
-    alike = {"turns", "late"}  # nobody to take turns with; late pays for one warpgroup at 128, too
+    alike = {"turns", "late", "prefetch"}  # nobody to take turns with; late pays at 128, too; more room
     assert set(alone.options) - alike == set(options) - alike and "turns" not in alone.options
 
 

@@ -49,7 +49,7 @@ REFUSED = {
         LONG,
         [
             ({"dtype": "float32"}, "it multiplies bfloat16 and float16, not float32"),
-            ({"dim_v": 32}, "not measured yet with head dims below 64"),
+            ({"dim_v": 32}, "with head dims below 40, which it pads to 64"),
             ({"dim_v": 66}, "it stores 4 columns at a time, head dims are 128 and 66"),
             ({"dim_v": 192}, "with a head dim wider than 128 it has 256 for Q, not 128"),
             ({"sinks": True}, "no sinks"),

@@ -99,7 +99,7 @@ def test_where_keeping_ds_is_faster(changes: dict[str, Any], why: str) -> None:
     ("changes", "why"),
     [
         ({"dtype": "float32"}, "it multiplies bfloat16 and float16, not float32"),
-        ({"dim_v": 40}, "it has head dims of 64 to 128, multiples of 4, not 128 and 40"),
+        ({"dim_v": 8}, "it has head dims of 16 to 128, multiples of 4, not 128 and 8"),
         ({"dim_qk": 256, "dim_v": 256}, "not 256 and 256"),
         ({"sinks": True}, "no sinks"),
         ({"dropout": True}, "no dropout"),
@@ -148,10 +148,10 @@ def plain_and_long(problem: AttentionProblem, device: str) -> bool:
     """What the kernel was measured to be faster with: nothing else may be planned otherwise for deterministic=False."""
     n = problem
     plain = n.plain and not n.varlen and n.dtype != "float32" and n.descriptors and n.query_descriptors
-    if device not in ("h100", "h200") or not plain or not all(64 <= dim <= 128 for dim in (n.dim_qk, n.dim_v)):
+    if device not in ("h100", "h200") or not plain or not all(16 <= dim <= 128 for dim in (n.dim_qk, n.dim_v)):
         return False
     tokens = min(n.seq_q, n.seq_k)
-    if max(n.dim_qk, n.dim_v) == 64:
+    if max(n.dim_qk, n.dim_v) <= 64:
         return tokens >= 2048
     full = n.window == (-1, -1) and not n.causal
     return not dense.is_kept_well(n, device_named(device)) or (full and n.group > 1 and tokens >= 2048)

@@ -89,7 +89,7 @@ def test_tiles_leave_a_bias_room(widths, mods):
     assert plan.num_stages >= (1 if widths[1] == 256 and len(mods) == 4 else 2)
     assert plan.shared_bytes <= H200.smem_per_block
     assert "pack" not in plan.options
-    bare = hopper_shared_bytes(replace(problem, score_mods=(), mask_mods=()), plan.tile)
+    bare = hopper_shared_bytes(replace(problem, score_mods=(), mask_mods=()), plan.tile, plan.options)
     elements = plan.block_m * plan.block_n
     if mods is BIAS:
         assert 4 * elements < plan.shared_bytes - bare < 4 * elements + 512
@@ -106,7 +106,7 @@ def test_the_measured_tiles_stay_where_they_fit():
 
 def test_heads_with_a_bias_are_not_packed():
     tile = hopper_tile(LONG, H200)
-    assert "pack" in hopper_options(replace(LONG, score_mods=("alibi",)), tile)
+    assert "pack" in hopper_options(replace(LONG, score_mods=("alibi",)), tile, H200)
     for mods in (BIAS, MASK):
         with pytest.raises(PlanError, match="a tile of a bias or a mask does not hold"):
             forced(replace(LONG, **mods), options=("pack",))

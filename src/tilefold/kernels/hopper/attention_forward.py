@@ -51,7 +51,7 @@ def attention_forward_hopper(
     FENCE: gl.constexpr, LATE: gl.constexpr, PING_PONG: gl.constexpr, POLYNOMIAL: gl.constexpr,
     SKIP: gl.constexpr, LAZY: gl.constexpr, BIAS: gl.constexpr, MASK: gl.constexpr, BIAS_SLOTS: gl.constexpr,
     MASK_SLOTS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-    CHUNK: gl.constexpr,
+    PREFETCH: gl.constexpr, CHUNK: gl.constexpr,
 ):  # fmt: skip
     """q_desc [B, H, Sq, D] with boxes [1, 1, 64, panel], k_desc, v_desc [B, H/group, Sk, D] with boxes [1, 1, KEYS, panel]; a
     panel is 64 columns, or 32 where 64 do not divide the width.  Out [B, Sq, H, COLUMNS] by strides, Lse [B, H, Sq] natural.
@@ -75,21 +75,21 @@ def attention_forward_hopper(
     excludes a bias, a mask and mods.  Lists by their strides, or None: see `Mask`; not with VARLEN.
 
     FENCE holds the wait for O behind the softmax; LATE releases K's slot with V's; PING_PONG: see `PingPong`; POLYNOMIAL, SKIP,
-    LAZY (with SKIP, without POLYNOMIAL): see `softmax`."""
+    LAZY (with SKIP, without POLYNOMIAL): see `softmax`; PREFETCH: Q of the next query tile is loaded beside the present one."""
     gl.static_assert(KIND <= WINDOW, "the kernels for sm_90 have no other masks")
     USER: gl.constexpr = len(score_mods) + len(mask_mods) > 0
     gl.static_assert(PACK == 1 or (BIAS == 0 and MASK == 0 and not USER), "rows of a packed tile are not queries")
     gl.static_assert(not LAZY or (SKIP and POLYNOMIAL == 0), "LAZY is a version of SKIP")
     NUMBERED: gl.constexpr = Slopes is not None or USER
-    mailbox = make_mailbox(VARLEN, NUMBERED)
-    overflow = make_overflow_flags(CONSUMERS, LAZY)
-    q = make_pipeline(q_desc, CONSUMERS, 64, DIM_QK, 1, PACK)
+    mailbox = make_mailbox(VARLEN, NUMBERED, PREFETCH)
+    overflow = make_overflow_flags(CONSUMERS, LAZY, PREFETCH)
+    q = make_pipeline(q_desc, 2 * CONSUMERS if PREFETCH else CONSUMERS, 64, DIM_QK, 1, PACK)
     k = make_pipeline(k_desc, SLOTS, KEYS, DIM_QK, CONSUMERS)
     v = make_pipeline(v_desc, SLOTS, KEYS, DIM_V, CONSUMERS)
     problem = Problem(seq_q, seq_k, heads, group, CuQ, CuK, batch, total_q)
     config = Config(q_desc.dtype, DIM_V, KEYS, CONSUMERS, PACK, VARLEN, FENCE, LATE, CHUNK=CHUNK)
     counter = WorkCounter(Counter, items)
-    scheduler = TileScheduler(problem, counter, mailbox, overflow, q_blocks, CONSUMERS * 64, VARLEN, NUMBERED)
+    scheduler = TileScheduler(problem, counter, mailbox, overflow, q_blocks, CONSUMERS * 64, VARLEN, NUMBERED, PREFETCH)
     mask = Mask(left, right, KIND, CONSUMERS * 64, KEYS, PACK, Lists, lists_b, lists_h, lists_q)
     bias_tiles = make_mod_pipeline(bias_desc, bias_b, bias_h, BIAS, KEYS, BIAS_SLOTS, CONSUMERS)
     mask_tiles = make_mod_pipeline(mask_desc, mask_b, mask_h, MASK, KEYS, MASK_SLOTS, CONSUMERS)

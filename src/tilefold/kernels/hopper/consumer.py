@@ -12,7 +12,6 @@ nothing.
 
 from .chunks import first_chunk, first_total, keep_chunk, merge_chunk, step_of_chunk
 from .gluon import gl, jit, opaque, schedule_fence, wgmma_wait
-from .pipeline import Stage
 from .products import add_output, issue_output, issue_scores, rescale_output, wait_output, zero_output
 from .scheduler import IDLE
 
@@ -41,7 +40,7 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
     OWN: gl.constexpr = mask.OWN and not (mods.bias.ROWS or mods.mask.ROWS)  # their tiles have rings of their own
     REST: gl.constexpr = config.PROBS_REST
     CHUNK: gl.constexpr = config.CHUNK
-    q_tile = q.parts(Stage(CID, 0))
+    CONSUMERS: gl.constexpr = config.CONSUMERS
     inner = mods.inner_scale()
     scale_of_all = mods.scale_of_softmax()
     nothing = gl.zeros([64, config.KEYS], gl.float32, config.SCORES)  # never read
@@ -50,12 +49,14 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
     i = 0  # times that Q's barriers were passed: query tiles, and IDLE
     t = 0  # KV tiles that were folded
     turns.begin(CID)
-    q.wait(Stage(CID, 0))  # Q's `full` barrier covers the mailbox, too
-    item = scheduler.item()
+    q.wait(q.query_stage(CID, i, CONSUMERS))  # Q's `full` barrier covers the mailbox, too
+    item = scheduler.item(i)
     while item >= 0:
-        work = scheduler.work(item)
+        q_stage = q.query_stage(CID, i, CONSUMERS)
+        q_tile = q.parts(q_stage)
+        work = scheduler.work(item, i)
         walk = mask.walk(work)
-        row = work.block * (config.CONSUMERS * 64) + CID * 64
+        row = work.block * (CONSUMERS * 64) + CID * 64
         if OWN:
             begin, end = mask.own(work, row, walk)
             t = pass_over(CID, k, v, turns, t, begin)
@@ -88,7 +89,7 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
             before = alpha  # the factor of O when the product of these probabilities is added
         if LAZY:
             # m takes over m_next in the loop, which `check` there makes a value of its own (see gluon.py)
-            checked, m_next, worst = scheduler.overflow.is_checked(), m, gl.zeros_like(m)
+            checked, m_next, worst = scheduler.overflow.is_checked(i), m, gl.zeros_like(m)
         for j in range(begin + 1, end):
             t += 1
             entry = walk.entry(j)
@@ -148,7 +149,7 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
             p = p_next
             stage = ahead
         # every product of this query tile with Q has been waited for
-        q.release(Stage(CID, 0))
+        q.release(q_stage)
         acc = rescale_output(acc, alpha, False)
         v.wait(stage)
         if config.VARLEN:  # the next sequence's values lie behind the last key, and 0 * NaN is NaN
@@ -161,8 +162,8 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
         if OWN:
             t = pass_over(CID, k, v, turns, t, walk.count - end)
         if config.RELOCATE:
-            work = scheduler.work(opaque(item))
-            row = work.block * (config.CONSUMERS * 64) + CID * 64
+            work = scheduler.work(opaque(item), i)
+            row = work.block * (CONSUMERS * 64) + CID * 64
         if CHUNK:
             acc_0, m, l = merge_chunk(softmax, CID, total, acc, m, l)
             epilogue.store_total(acc_0, m, l, work, row)
@@ -171,14 +172,15 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
         else:
             epilogue.store(acc, m, l, work, row, mods.scales.of_values(work))
         if LAZY:
-            scheduler.overflow.write(i & 1, CID, softmax.overflowed(worst, item))
+            scheduler.overflow.write(i, CID, softmax.overflowed(worst, item))
         i += 1
-        q.wait(Stage(CID, i & 1))
-        item = scheduler.item()
+        q.wait(q.query_stage(CID, i, CONSUMERS))
+        item = scheduler.item(i)
         if LAZY:
-            if item == IDLE:
-                q.release(Stage(CID, 0))
-                i += 1
-                q.wait(Stage(CID, i & 1))
-                item = scheduler.item()
+            for _ in gl.static_range(scheduler.overflow.TILES - 1):
+                if item == IDLE:
+                    q.release(q.query_stage(CID, i, CONSUMERS))
+                    i += 1
+                    q.wait(q.query_stage(CID, i, CONSUMERS))
+                    item = scheduler.item(i)
     turns.end(CID)

@@ -50,7 +50,8 @@ class Stage:
 @aggregate
 class Pipeline:
     """A ring of SLOTS tiles [ROWS, DIM], rows being tokens.  A slot has two barriers: `full`, which its TMA loads complete, and
-    `empty`, at which every consumer that reads it arrives.  Of Q there is a slot for each consumer, which it alone reads.
+    `empty`, at which every consumer that reads it arrives.  A slot of Q is read by one consumer alone.  Each consumer has one, or
+    two, so that the next query tile is loaded while the present one is folded.
 
     The producer acquires a stage and loads; a consumer waits for it, reads the tile and releases it."""
 
@@ -81,6 +82,14 @@ class Pipeline:
     def write_stage(self, t):
         """Where it is written.  Its phase is the other one: at first every slot is free."""
         return Stage(t % self.SLOTS, ((t // self.SLOTS) & 1) ^ 1)
+
+    @jit
+    def query_stage(self, c: gl.constexpr, i, CONSUMERS: gl.constexpr):
+        """Of Q: where consumer c reads its rows of the i-th query tile."""
+        if self.SLOTS == CONSUMERS:
+            return Stage(c, i & 1)
+        else:
+            return Stage((i & 1) * CONSUMERS + c, (i >> 1) & 1)
 
     @jit
     def acquire(self, stage):

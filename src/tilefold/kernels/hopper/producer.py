@@ -6,17 +6,18 @@ from .scheduler import IDLE, LEAVE
 
 
 @jit
-def acquire_all(q, i):
-    """Wait until every consumer is done with Q of the query tile before the i-th."""
-    for c in gl.static_range(q.SLOTS):
-        q.acquire(Stage(c, (i & 1) ^ 1))
+def acquire_all(q, i, CONSUMERS: gl.constexpr):
+    """Wait until every consumer is done with Q of the query tile whose slots the i-th takes."""
+    for c in gl.static_range(CONSUMERS):
+        stage = q.query_stage(c, i, CONSUMERS)
+        q.acquire(Stage(stage.slot, stage.phase ^ 1))
 
 
 @jit
-def signal_all(q, i):
+def signal_all(q, i, CONSUMERS: gl.constexpr):
     """Have every consumer read the mailbox, without Q."""
-    for c in gl.static_range(q.SLOTS):
-        q.signal(Stage(c, i & 1))
+    for c in gl.static_range(CONSUMERS):
+        q.signal(q.query_stage(c, i, CONSUMERS))
 
 
 @jit
@@ -24,23 +25,24 @@ def load_work(scheduler, q, k, v, mask, mods, work, now, item, i, t, programs):
     """Issue every load of work tile `now`, the i-th of this program -> the work tile that follows, and the next KV tile's number.
 
     item: `now`, or, if that is folded again, the one that waits meanwhile."""
+    CONSUMERS: gl.constexpr = scheduler.ROWS // 64
     number = 0
     following = item
     walk = mask.walk(work)
     tiles = walk.count
     if not scheduler.overflow.LAZY:  # the caller has
-        acquire_all(q, i)
-    scheduler.post(now, work)
-    for c in gl.static_range(q.SLOTS):
-        row = work.first_q + work.block * (q.SLOTS * 64) + c * 64
-        q.load(Stage(c, i & 1), work.batch, work.head, row)
+        acquire_all(q, i, CONSUMERS)
+    scheduler.post(now, work, i)
+    for c in gl.static_range(CONSUMERS):
+        row = work.first_q + work.block * (CONSUMERS * 64) + c * 64
+        q.load(q.query_stage(c, i, CONSUMERS), work.batch, work.head, row)
     kv_head = work.head // scheduler.problem.group
     for j in range(tiles):
         stage = k.write_stage(t)
         key = walk.tile(walk.entry(j)) * k.ROWS
         k.acquire(stage)
         k.load(stage, work.batch, kv_head, work.first_k + key)
-        mods.load(t, work, work.block * (q.SLOTS * 64), key)
+        mods.load(t, work, work.block * (CONSUMERS * 64), key)
         v.acquire(stage)
         v.load(stage, work.batch, kv_head, work.first_k + key)
         t += 1
@@ -57,20 +59,21 @@ def produce(scheduler, q, k, v, mask, mods):
     """The producer: chooses the work tiles and issues every load, in the order in which the consumers need them.
 
     LAZY: a query tile whose overflow flags are set is folded again, see `OverflowFlags`."""
+    CONSUMERS: gl.constexpr = scheduler.ROWS // 64
     programs = gl.num_programs(0)
     item = gl.program_id(0)  # the first that nobody has begun
     i = 0  # query tiles that were begun
     t = 0  # KV tiles that were loaded
     if scheduler.overflow.LAZY:
-        open = 2  # 1: the last query tile was begun, and nothing is left but its flags
+        open = scheduler.overflow.TILES  # below it: every query tile was begun, and nothing is left but flags
         while open > 0:
-            acquire_all(q, i)
-            again = scheduler.overflow.read(i & 1)
+            acquire_all(q, i, CONSUMERS)
+            again = scheduler.overflow.read(i)
             if (again > 0) | (item < scheduler.counter.items):
                 now = gl.where(again > 0, again - 1, item)
                 work = scheduler.locate(now)
                 if work.live:
-                    scheduler.overflow.set_checked(again)
+                    scheduler.overflow.set_checked(again, i)
                     item, t = load_work(scheduler, q, k, v, mask, mods, work, now, item, i, t, programs)
                     i += 1
                 else:
@@ -78,8 +81,8 @@ def produce(scheduler, q, k, v, mask, mods):
             else:
                 open = gl.where(i > 0, open - 1, 0)
                 if open > 0:
-                    scheduler.post_none(IDLE)
-                    signal_all(q, i)
+                    scheduler.post_none(IDLE, i)
+                    signal_all(q, i, CONSUMERS)
                     i += 1
     else:
         while item < scheduler.counter.items:
@@ -89,7 +92,7 @@ def produce(scheduler, q, k, v, mask, mods):
                 i += 1
             else:
                 item = scheduler.counter.drawn(scheduler.counter.draw(), programs)
-        acquire_all(q, i)
-    scheduler.post_none(LEAVE)
-    signal_all(q, i)
+        acquire_all(q, i, CONSUMERS)
+    scheduler.post_none(LEAVE, i)
+    signal_all(q, i, CONSUMERS)
     scheduler.counter.end(item, programs)

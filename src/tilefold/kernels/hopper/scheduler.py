@@ -90,55 +90,66 @@ def sequence_of_place(CuQ, place, batch, ROWS: gl.constexpr):
 
 @aggregate
 class OverflowFlags:
-    """LAZY: how the last two query tiles came out, and whether the present one is folded with its maxima checked.
+    """LAZY: how the last TILES query tiles came out, and whether the present one is folded with its maxima checked.
 
-    Consumers write the flags of query tile i at its end.  The producer reads them when they have released Q of tile i + 1, and
-    has a tile that overflowed folded again next, checked, over what it stored.  Only that tile: which tiles share a program
-    varies between runs, and bits must not.  Behind the last tile the producer posts IDLE, which brings its flags.
+    Consumers write the flags of query tile i at its end.  The producer reads them before it posts tile i + TILES: its slot of Q
+    was released by every consumer, which all had ended tile i.  It has a tile that overflowed folded again next, checked, over
+    what it stored.  Only that tile: which tiles share a program varies between runs, and bits must not.  Behind the last tile the
+    producer posts IDLE until every flag has come.  An IDLE tile writes none; what lies in its place was just found to be 0.
 
-    flags [2 * CONSUMERS, 4]: of each consumer's warps, item + 1 if the tile has to be folded again, else 0.  checked [1]: more
-    than 0 if so."""
+    TILES: one more than Q has tiles.  flags [TILES * CONSUMERS, 4]: of each consumer's warps, item + 1 if the tile has to be
+    folded again, else 0.  checked [TILES - 1, 1]: more than 0 if so."""
 
     flags: gl.shared_memory_descriptor | gl.constexpr
     checked: gl.shared_memory_descriptor | gl.constexpr
     CONSUMERS: gl.constexpr
     LAZY: gl.constexpr
+    TILES: gl.constexpr
 
     @constexpr_function
-    def __init__(self, flags, checked, CONSUMERS, LAZY):
+    def __init__(self, flags, checked, CONSUMERS, LAZY, TILES=2):
         self.flags, self.checked = field(flags), field(checked)
-        self.CONSUMERS, self.LAZY = gl.constexpr(CONSUMERS), gl.constexpr(LAZY)
+        self.CONSUMERS, self.LAZY, self.TILES = gl.constexpr(CONSUMERS), gl.constexpr(LAZY), gl.constexpr(TILES)
 
     @jit
-    def write(self, parity, CID: gl.constexpr, rows):
-        """Of a query tile of even or odd number: rows [64] int32, each warp its own 16."""
-        self.flags.index(parity * self.CONSUMERS + CID).store(gl.max(rows.reshape([4, 16]), 1))
+    def write(self, i, CID: gl.constexpr, rows):
+        """Of query tile i: rows [64] int32, each warp its own 16."""
+        self.flags.index(i % self.TILES * self.CONSUMERS + CID).store(gl.max(rows.reshape([4, 16]), 1))
 
     @jit
-    def read(self, parity):
-        """Item + 1 of a query tile of even or odd number if it has to be folded again, else 0."""
+    def read(self, i):
+        """Item + 1 of query tile i - TILES if it has to be folded again, else 0."""
         LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        found = self.flags.index(parity * self.CONSUMERS).load(LAYOUT)
+        first = i % self.TILES * self.CONSUMERS
+        found = self.flags.index(first).load(LAYOUT)
         for c in gl.static_range(self.CONSUMERS - 1):
-            found = gl.maximum(found, self.flags.index(parity * self.CONSUMERS + c + 1).load(LAYOUT))
+            found = gl.maximum(found, self.flags.index(first + c + 1).load(LAYOUT))
         return gl.max(found, 0)
 
     @jit
-    def set_checked(self, again):
+    def set_checked(self, again, i):
+        """Of query tile i: was it folded before?"""
         LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        self.checked.store(gl.full([1], again, gl.int32, LAYOUT))
+        self._checked(i).store(gl.full([1], again, gl.int32, LAYOUT))
 
     @jit
-    def is_checked(self):
+    def is_checked(self, i):
         LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        return gl.sum(self.checked.load(LAYOUT), 0) > 0
+        return gl.sum(self._checked(i).load(LAYOUT), 0) > 0
+
+    @jit
+    def _checked(self, i):
+        if self.TILES == 2:
+            return self.checked
+        else:
+            return self.checked.index(i & 1)
 
 
 @aggregate
 class TileScheduler:
     """Work tiles by number: q_blocks for each (batch entry, head) or, packed, for each head.
 
-    NUMBERED: consumers of a packed batch ask which sequence it is."""
+    NUMBERED: consumers of a packed batch ask which sequence it is.  PREFETCH: the mailbox holds two work tiles."""
 
     problem: Problem
     counter: WorkCounter
@@ -148,12 +159,14 @@ class TileScheduler:
     ROWS: gl.constexpr
     VARLEN: gl.constexpr
     NUMBERED: gl.constexpr
+    PREFETCH: gl.constexpr
 
     @constexpr_function
-    def __init__(self, problem, counter, mailbox, overflow, q_blocks, ROWS, VARLEN, NUMBERED):
+    def __init__(self, problem, counter, mailbox, overflow, q_blocks, ROWS, VARLEN, NUMBERED, PREFETCH=False):
         self.problem, self.counter, self.mailbox = problem, counter, mailbox
         self.overflow, self.q_blocks = overflow, q_blocks
         self.ROWS, self.VARLEN, self.NUMBERED = gl.constexpr(ROWS), gl.constexpr(VARLEN), gl.constexpr(NUMBERED)
+        self.PREFETCH = gl.constexpr(PREFETCH)
 
     @jit
     def locate(self, item):
@@ -174,81 +187,95 @@ class TileScheduler:
             return WorkTile(block, batch, head, seq_q, seq_k, seq_k - seq_q, 0, 0, batch, True)
 
     @jit
-    def post(self, item, work):
-        """Tell the consumers what to fold next; of a packed batch they cannot locate it themselves."""
-        self._put(0, item)
+    def post(self, item, work, i):
+        """Tell the consumers what to fold as the i-th query tile; of a packed batch they cannot locate it themselves."""
+        self._put(0, item, i)
         if self.VARLEN:
-            self._put(1, work.block)
-            self._put(2, work.seq_q)
-            self._put(3, work.seq_k)
-            self._put(4, work.first_q)
+            self._put(1, work.block, i)
+            self._put(2, work.seq_q, i)
+            self._put(3, work.seq_k, i)
+            self._put(4, work.first_q, i)
             if self.NUMBERED:
-                self._put(5, work.sequence)
+                self._put(5, work.sequence, i)
         thread_barrier()  # one thread of the warp signals what all of them wrote
 
     @jit
-    def post_none(self, reason):
+    def post_none(self, reason, i):
         """LEAVE or IDLE instead of a work tile."""
-        self._put(0, reason)
+        self._put(0, reason, i)
         if self.VARLEN:
-            for i in gl.static_range(5 if self.NUMBERED else 4):
-                self._put(i + 1, 0)
+            for place in gl.static_range(5 if self.NUMBERED else 4):
+                self._put(place + 1, 0, i)
         thread_barrier()
 
     @jit
-    def item(self):
-        """The number that was posted."""
-        return self._get(0)
+    def item(self, i):
+        """The number that was posted as the i-th."""
+        return self._get(0, i)
 
     @jit
-    def work(self, item):
-        """The work tile that was posted, for a consumer."""
+    def work(self, item, i):
+        """The work tile that was posted as the i-th, for a consumer."""
         seq_q, seq_k, heads = self.problem.seq_q, self.problem.seq_k, self.problem.heads
         if self.VARLEN:
-            n_q, n_k, first_q = self._get(2), self._get(3), self._get(4)
-            sequence = self._get(5) if self.NUMBERED else item
-            return WorkTile(
-                self._get(1), item - item, item // self.q_blocks, n_q, n_k, n_k - n_q, first_q, 0, sequence, True
-            )
+            n_q, n_k, first_q = self._get(2, i), self._get(3, i), self._get(4, i)
+            sequence = self._get(5, i) if self.NUMBERED else item
+            block, head = self._get(1, i), item // self.q_blocks
+            return WorkTile(block, item - item, head, n_q, n_k, n_k - n_q, first_q, 0, sequence, True)
         else:
             block, batch, head = block_of_item(item, self.q_blocks, heads)
             return WorkTile(block, batch, head, seq_q, seq_k, seq_k - seq_q, 0, 0, batch, True)
 
     @jit
-    def _put(self, place: gl.constexpr, value):
+    def _put(self, place: gl.constexpr, value, i):
         LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        self._place(place).store(gl.full([1], value, gl.int32, LAYOUT))
+        self._place(place, i).store(gl.full([1], value, gl.int32, LAYOUT))
 
     @jit
-    def _get(self, place: gl.constexpr):
+    def _get(self, place: gl.constexpr, i):
         LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        return gl.sum(self._place(place).load(LAYOUT), 0)
+        return gl.sum(self._place(place, i).load(LAYOUT), 0)
 
     @jit
-    def _place(self, place: gl.constexpr):
-        if self.VARLEN:
+    def _place(self, place: gl.constexpr, i):
+        if self.PREFETCH:
+            return self.mailbox.index((i & 1) * fields_of(self.VARLEN, self.NUMBERED) + place)
+        elif self.VARLEN:
             return self.mailbox.index(place)
         else:
             return self.mailbox
 
 
+@constexpr_function
+def fields_of(VARLEN, NUMBERED):
+    """Numbers by which a work tile is posted."""
+    return (6 if NUMBERED else 5) if VARLEN else 1
+
+
 @jit
-def make_mailbox(VARLEN: gl.constexpr, NUMBERED: gl.constexpr):
-    """Room for what `TileScheduler.post` writes."""
-    SHAPE: gl.constexpr = [6 if NUMBERED else 5, 1] if VARLEN else [1]
+def make_mailbox(VARLEN: gl.constexpr, NUMBERED: gl.constexpr, PREFETCH: gl.constexpr = False):
+    """Room for what `TileScheduler.post` writes, of one work tile or of two."""
+    FIELDS: gl.constexpr = fields_of(VARLEN, NUMBERED)
+    SHAPE: gl.constexpr = [2 * FIELDS, 1] if PREFETCH else [FIELDS, 1] if VARLEN else [1]
     return gl.allocate_shared_memory(gl.int32, SHAPE, gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @jit
-def make_overflow_flags(CONSUMERS: gl.constexpr, LAZY: gl.constexpr):
+def make_overflow_flags(CONSUMERS: gl.constexpr, LAZY: gl.constexpr, PREFETCH: gl.constexpr = False):
     """Flags that are all 0; none without LAZY."""
+    TILES: gl.constexpr = 3 if PREFETCH else 2
     if not LAZY:
         return OverflowFlags(None, None, CONSUMERS, False)
     else:
         LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        flags = gl.allocate_shared_memory(gl.int32, [2 * CONSUMERS, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        for c in gl.static_range(2 * CONSUMERS):
+        flags = gl.allocate_shared_memory(gl.int32, [TILES * CONSUMERS, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        for c in gl.static_range(TILES * CONSUMERS):
             flags.index(c).store(gl.zeros([4], gl.int32, LAYOUT))
-        checked = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        checked.store(gl.zeros([1], gl.int32, LAYOUT))
-        return OverflowFlags(flags, checked, CONSUMERS, True)
+        if PREFETCH:
+            checked = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+            for parity in gl.static_range(2):
+                checked.index(parity).store(gl.zeros([1], gl.int32, LAYOUT))
+        else:
+            checked = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+            checked.store(gl.zeros([1], gl.int32, LAYOUT))
+        return OverflowFlags(flags, checked, CONSUMERS, True, TILES)

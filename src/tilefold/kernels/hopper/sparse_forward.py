@@ -151,7 +151,7 @@ def produce(scheduler, lists, q, k, v, mix):
         if work.live:
             listed = lists.of(work, count)
             ahead = listed.begin()
-            acquire_all(q, i)
+            acquire_all(q, i, q.SLOTS)
             scheduler.post(item, count, work)
             for c in gl.static_range(q.SLOTS):
                 row = work.first_q + (work.block * q.SLOTS + c) * 64
@@ -180,9 +180,9 @@ def produce(scheduler, lists, q, k, v, mix):
             count_following = lists.count(scheduler.locate(gl.minimum(following, scheduler.counter.items - 1)))
         item = following
         count = count_following
-    acquire_all(q, i)
+    acquire_all(q, i, q.SLOTS)
     scheduler.post_end()
-    signal_all(q, i)
+    signal_all(q, i, q.SLOTS)
     scheduler.counter.end(item, programs)
 
 

@@ -193,13 +193,19 @@ def _key_of_tiles(family: Any, q: torch.Tensor, k: torch.Tensor, call: Call) -> 
         return None
     heads = 1 if call.packed is not None or call.layout == "bhsd" else 2
     tiles = _rules().lengths_alike(*_lengths_of(q, k, call), q.shape[heads] // max(1, k.shape[heads]))
-    return None if tiles is None else (family, tiles)
+    mean = 0 if call.packed is None else _mean_of(q, call, call.packed.cu_q.shape[0] - 1)
+    return None if tiles is None else (family, tiles, mean)
 
 
 def _lengths_of(q: torch.Tensor, k: torch.Tensor, call: Call) -> tuple[int, int]:
     """Queries and keys, of a packed batch the most of a sequence."""
     packed, at = call.packed, 2 if call.layout == "bhsd" else 1
     return (q.shape[at], k.shape[at]) if packed is None else (packed.max_q, packed.max_k)
+
+
+def _mean_of(q: torch.Tensor, call: Call, batch: int) -> int:
+    """Of a packed batch, how long its sequences are in the mean, as plans ask."""
+    return 0 if call.packed is None else _rules().mean_of(q.shape[0], batch)
 
 
 def _of_other_lengths(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared | None:
@@ -229,7 +235,7 @@ def _of_the_same_tiles(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torc
 
 def _plan_of_lengths(near: Prepared, q: torch.Tensor, k: torch.Tensor, call: Call) -> Any:
     """The plan of a call that differs from near's in its lengths alone."""
-    problem = near.problem.of_lengths(*_lengths_of(q, k, call))
+    problem = near.problem.of_lengths(*_lengths_of(q, k, call), _mean_of(q, call, near.problem.batch))
     return _rules().plan_forward(problem, near.plan.device, portable=disabled())  # type: ignore[union-attr]
 
 
@@ -308,6 +314,7 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> P
     if 0 in (*lse_shape, sizes["batch"], sizes["seq_q"]):
         return Prepared(None, out_shape, lse_shape, keep=hooks_of(call))
     problem = problem_of(q, k, v, call, sizes, window, band_of(call, window))
+    problem = problem.of_lengths(problem.seq_q, problem.seq_k, _mean_of(q, call, sizes["batch"]))
     if (own := plan_at("attention", problem, device, call, call.plan)) is not None:
         bound = function_at("attention", q.device, own)
         return Prepared(own, out_shape, lse_shape, scale, softcap, bound, keep=hooks_of(call))

@@ -112,7 +112,7 @@ def _constants(plan: "AttentionPlan") -> dict[str, Any]:
         "PACK": rules.packed_heads(n, plan.options),
         "VARLEN": n.varlen,
         "SOFTCAP": softcap,
-        **{option.upper(): option in plan.options for option in ("fence", "late", "skip", "lazy")},
+        **{option.upper(): option in plan.options for option in ("fence", "late", "skip", "lazy", "prefetch")},
         "PING_PONG": "turns" in plan.options,
         "POLYNOMIAL": rules.polynomial_of(plan.options),
         "CONSUMER_REGISTERS": rules.REGISTERS[consumers][1],

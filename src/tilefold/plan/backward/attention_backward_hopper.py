@@ -27,7 +27,7 @@ PAIRS_FROM = (
 )
 WELL_SLOTS, WELL_HELD = 6, 3  # with fewer, dq added in memory is faster, where it serves
 LEAST_HELD = 1.5  # with fewer, portable kernels that make seven products are faster
-LEAST_DIM = 64  # narrower head dims would be padded to it
+LEAST_DIM = 40  # padded to 64; with narrower ones portable kernels are faster
 
 
 def hopper_backward_refusal(problem: AttentionProblem, device: Device) -> str | None:
@@ -47,7 +47,7 @@ def common_refusal(problem: AttentionProblem, device: Device) -> str | None:
     if refusal := type_refusal(n, device):
         return refusal
     if min(n.dim_qk, n.dim_v) < LEAST_DIM:
-        return f"not measured yet with head dims below {LEAST_DIM}"
+        return f"with head dims below {LEAST_DIM}, which it pads to 64, portable kernels are faster"
     if width_of(n) == WIDE != n.dim_qk:
         # a part of the tile makes wgmma serial
         return f"with a head dim wider than 128 it has {WIDE} for Q, not {n.dim_qk}"

@@ -6,7 +6,7 @@ too.  Where which is taken was measured: benchmarks/results/backward_versions.js
 from dataclasses import dataclass
 from typing import Any
 
-from tilefold.plan.backward.attention_backward_hopper import LEAST_DIM, is_kept_well, width_of
+from tilefold.plan.backward.attention_backward_hopper import is_kept_well, width_of
 from tilefold.plan.backward.hopper_backward import divisors
 from tilefold.plan.dense.attention_hopper import LISTS_FROM
 from tilefold.plan.device import Device
@@ -18,6 +18,7 @@ KERNEL = "attention_backward_reduce"
 KEYS = 128  # of a program
 REGISTERS = (168, 240)  # of a thread at launch, of a folding thread
 CHANGES = ("softcap", "alibi", "bias", "mask", "user")  # of scores
+LEAST_DIM, NARROW = 16, 64  # head dims below NARROW are padded to it
 LEAST_CHANGED = 512
 """Queries and keys from which on it is taken with changes of scores, which of these kernels it alone has: not measured."""
 LEAST_NARROW = 2048
@@ -79,6 +80,8 @@ def reduce_refusal(problem: AttentionProblem, device: Device) -> str | None:
         return refusal
     if n.sinks or n.dropout:
         return "it has no sinks and no dropout"
+    if not n.plain and min(n.dim_qk, n.dim_v) < NARROW:
+        return f"not measured yet with changes of scores and head dims below {NARROW}"
     if others := [name for name in (*n.score_mods, *n.mask_mods) if name not in CHANGES]:
         return f"it has no {others[0]}"
     if not n.plain and n.seq_q == 0:

@@ -125,7 +125,7 @@ class AttentionPlan(Plan):
         )
         chosen = Choice(self.kernel if kernel is None else kernel, tile)
         if options is None:
-            options = self.options if chosen.kernel == self.kernel else _options(self.problem, chosen)
+            options = self.options if chosen.kernel == self.kernel else _options(self.problem, self.device, chosen)
         require_fit(_violation(self.problem, self.device, chosen, options))
         replaced = Rejected(
             f"{self.kernel}, tile {self.tile}", f"Replaced by the caller; rule {self.rule} had chosen it."
@@ -176,7 +176,7 @@ def rules_attention(problem: AttentionProblem, device: Device, portable: bool = 
         if not rule.applies(problem, device) or (portable and rule.name == HOPPER_RULE):
             continue
         for choice in rule.choices(problem, device):
-            options = _options(problem, choice)
+            options = _options(problem, device, choice)
             fault = _violation(problem, device, choice, options)
             if fault is None:
                 why = (rule.name, rule.reason, choice.evidence or rule.evidence)
@@ -198,9 +198,9 @@ def _alternatives(
     return misfits + _runner_up(problem, device, rule, choice) + _other_kernels(problem, device, choice)
 
 
-def _options(problem: AttentionProblem, choice: Choice) -> tuple[str, ...]:
+def _options(problem: AttentionProblem, device: Device, choice: Choice) -> tuple[str, ...]:
     """The versions of a kernel that are taken unless others are asked for."""
-    return hopper_options(problem, choice.tile) if choice.kernel == HOPPER else ()
+    return hopper_options(problem, choice.tile, device) if choice.kernel == HOPPER else ()
 
 
 def _violation(
@@ -222,7 +222,7 @@ def _runner_up(problem: AttentionProblem, device: Device, rule: Rule, choice: Ch
         if later.applies(problem, device):
             behind += [(later, other) for other in later.choices(problem, device)]
     for proposer, other in behind:
-        if other.tile != choice.tile and _violation(problem, device, other, _options(problem, other)) is None:
+        if other.tile != choice.tile and _violation(problem, device, other, _options(problem, device, other)) is None:
             return (Rejected(f"tile {other.tile}", _why_behind(problem, device, rule, proposer, other)),)
     return ()
 
@@ -245,7 +245,7 @@ def _other_kernels(problem: AttentionProblem, device: Device, choice: Choice) ->
     if choice.kernel not in (BOX, HOPPER) and device.backend != "interpreter":
         refusal = box_refusal(problem, device)
         found.append(Rejected("box loads", _sentence(refusal or "this rule's tiles are chosen for pointer loads")))
-    programs = _grid(problem, choice, _options(problem, choice))[0]
+    programs = _grid(problem, choice, _options(problem, device, choice))[0]
     if 0 < programs < device.sms:
         tiles = -(-problem.seq_k // choice.tile.block_n)
         filled = min(device.sms, programs * max(1, tiles))

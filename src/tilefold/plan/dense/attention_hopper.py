@@ -45,7 +45,7 @@ KERNEL = "attention_forward_hopper"
 WIDTHS = (64, 96, 128, 192, MAX_HEAD_DIM)  # of a tile; TMA fills what a head dim leaves of it with zeros
 REGISTERS = {1: (128, 232), 2: (168, 240), 3: (128, 160)}  # by warpgroups: of a thread at launch, of a folding thread
 HELD = {1: 176, 2: 176, 3: 128}  # of a folding thread, by accumulators and probabilities: with more, compilers spill
-BARRIER_BYTES = 704  # barriers, the mailbox, overflow flags, and what the compiler keeps to start the partitions
+BARRIER_BYTES = 832  # barriers, the mailbox, overflow flags, and what the compiler keeps to start the partitions
 RESERVED_BYTES = 1024  # of an SM's shared memory, for each program
 MAX_PACKED = 64  # rows of a warpgroup
 MOD_SLOTS = {1: 2, 2: 2, 4: 1}  # buffers of a warpgroup for tiles of a bias or mask, by bytes an element
@@ -53,12 +53,23 @@ INVARIANT_KEYS, CHUNK_KEYS = 64, 1024  # of a tile, of a chunk: numerics="invari
 RING_BYTES = 256  # barriers of such a ring, and what its boxes leave free
 MOD_BYTES = {"bias": 4, "mask": 2}  # what an element of a tile takes in all of its buffers, at most
 
-LEAST_DIM = 64  # narrower head dims would be padded to it
+LEAST_DIM, NARROW = 16, 64  # head dims below NARROW are padded to it
+ODD_FROM = 2048  # keys from which on they pay for rows that are no multiple of 32 bytes
 STAGES = {(64, 64): 4, (128, 128): 2}  # measured; elsewhere as many as there is room for
 THREE_FROM = (
     3072  # keys a query sees, from which on masked halves of tiles of 192 queries cost less than three warpgroups save
 )
-PAIR_KEYS = {64: 128, 128: 64}  # by head dim: keys of a tile where two programs share an SM
+PAIR_KEYS = {64: 128, 96: 64, 128: 64}  # by head dim: keys of a tile where two programs share an SM
+WINDOW_PAIRS_UNTIL = {64: THREE_FROM - 1, 96: 256, 128: 512}  # keys of a window up to which pairs win, by width
+PACKED_PAIRS_UNTIL = {
+    64: {"full": 512, "causal": 2048},
+    96: {"full": 256, "causal": 256},
+    128: {"full": 512, "causal": 512},
+}
+"""Queries of a packed batch's sequence in the mean up to which pairs win, by width and mask."""
+PREFETCH_UNTIL = (
+    2048  # keys a query sees up to which a second buffer for Q gains more than a fourth for K and V, at a width of 96
+)
 RATE = {64: {64: 0.92, 128: 0.86, 192: 1.0}, 128: {64: 0.90, 128: 1.0}}
 """Scores an SM makes in a second beside its fastest version, by head dim and queries a block: 512 to 2048 keys, all seen."""
 LAZY_FROM = {64: {"full": 2048, "causal": 2048, "window": 1536}, 128: {"full": 2048, "causal": 4096, "window": 3072}}
@@ -67,10 +78,24 @@ PAIRS_UNTIL = 640  # keys up to which pairs win at a head dim of 128 under a cau
 POLYNOMIALS = tuple(f"polynomial {n}" for n in range(1, 17))
 LISTS_FROM = 1 << 20  # scores of a head from which on the tiles of a mask_mod or a mask are listed
 INVARIANT = "invariant"
-OPTIONS = ("fence", "late", "turns", "skip", "lazy", "tanh", "pack", "lists", "anew", INVARIANT, *POLYNOMIALS)
+OPTIONS = (
+    "fence",
+    "late",
+    "turns",
+    "skip",
+    "lazy",
+    "prefetch",
+    "tanh",
+    "pack",
+    "lists",
+    "anew",
+    INVARIANT,
+    *POLYNOMIALS,
+)
 """Versions of the kernel, all of the same results but for rounding. fence: the wait for a product stays behind the softmax;
 late: a tile's K is given back with its V; turns: the warpgroups issue their products in turns; skip: sums are rescaled only
-when a maximum has grown by 2^8; lazy, with skip: or a sum, and no maxima are looked for; tanh: softcap by the instruction;
+when a maximum has grown by 2^8; lazy, with skip: or a sum, and no maxima are looked for; prefetch: Q has two buffers, so that
+the next block's is loaded while the present one is folded; tanh: softcap by the instruction;
 pack: the query heads of a KV head are rows of one block; lists: tiles that a mask_mod or a mask hides are left out, and the mod
 is not asked about those that it shows whole; the lists are kept until its args change, or, with anew, made in every call;
 polynomial n: n sixteenths of the exponentials on the FMA units. invariant: of other bits, those of attention_invariant."""
@@ -101,13 +126,18 @@ def hopper_unmeasured(problem: AttentionProblem) -> str | None:
     """Why the kernel is not taken though it could be, as a sentence, or None where it was measured: the one place to change
     when it has been."""
     n = problem
-    if min(n.dim_qk, n.dim_v) < LEAST_DIM:
+    least = min(n.dim_qk, n.dim_v)
+    if least < LEAST_DIM:
         return f"not measured yet with head dims below {LEAST_DIM}"
+    if least < NARROW and (n.score_mods or n.mask_mods):
+        return f"not measured yet with changes of scores and head dims below {NARROW}"
+    if least < NARROW and (n.dim_qk % 16 or n.dim_v % 16) and n.seq_k < ODD_FROM:
+        return f"slower below {ODD_FROM} keys where rows narrower than {NARROW} are no multiple of 32 bytes"
     return None
 
 
 @lru_cache(maxsize=256)  # a plan asks several times
-def hopper_options(problem: AttentionProblem, tile: Tile) -> tuple[str, ...]:
+def hopper_options(problem: AttentionProblem, tile: Tile, device: Device) -> tuple[str, ...]:
     """The versions that are taken: those that were measured to be faster."""
     n = problem
     chosen = {
@@ -115,12 +145,13 @@ def hopper_options(problem: AttentionProblem, tile: Tile) -> tuple[str, ...]:
         "turns": consumers_of(tile) > 1,
         "skip": width_of(n.dim_v) <= 128 or not _mod_bytes(n, 64, 64),  # a number would spill in the loop
         "lazy": _lazy_pays(n),
+        "prefetch": _prefetch_pays(n, tile, device),
         "late": width_of(n.dim_qk) == 192 or (consumers_of(tile) == 1 and width_of(n.dim_qk) == 128),
         "tanh": "softcap" in n.score_mods
         and n.dtype == "bfloat16",  # fp16's own rounding is finer than the instruction's
         "pack": _pack_fault(n) is None
         and (width_of(n.dim_v) <= 128 or n.seq_q < 128),  # beyond, its numbers spill in the loop
-        "lists": _lists_fault(n) is None and n.seq_q * n.seq_k >= LISTS_FROM,
+        "lists": _lists_pay(n),
     }
     return tuple(name for name, taken in chosen.items() if taken)
 
@@ -135,7 +166,7 @@ def lists_refusal(problem: AttentionProblem, device: Device) -> str | None:
 def hopper_few(problem: AttentionProblem, device: Device) -> str | None:
     """Why it would leave the device idle, as a sentence, or None if half of the SMs have a block, at least half full."""
     tile = hopper_tile(problem, device)
-    options = hopper_options(problem, tile)
+    options = hopper_options(problem, tile, device)
     rows, used = tile.block_m, problem.seq_q * packed_heads(problem, options)
     if 2 * used < rows:
         return f"only {used} of the {rows} rows of a block would be used"
@@ -201,6 +232,8 @@ def _stages(problem: AttentionProblem, widths: tuple[int, int], keys: int) -> tu
     if widths in STAGES and not _mod_bytes(problem, 64, 64):
         return (STAGES[widths],)
     most = STAGES.get(widths, 4) if keys == 128 else 4
+    if widths == (96, 96) and _seen(problem) <= PREFETCH_UNTIL:
+        most = 3
     return tuple(range(most, 1, -1))
 
 
@@ -213,7 +246,8 @@ def hopper_grid(problem: AttentionProblem, tile: Tile, options: tuple[str, ...])
 def hopper_shared_bytes(problem: AttentionProblem, tile: Tile, options: tuple[str, ...] = ()) -> int:
     """Shared memory of a program (bytes): Q, the rings of K and V, those of a bias and of a mask, barriers; sums of chunks."""
     qk, v = width_of(problem.dim_qk), width_of(problem.dim_v)
-    held = (tile.block_m * qk + tile.num_stages * tile.block_n * (qk + v)) * problem.itemsize
+    queries = tile.block_m * (2 if "prefetch" in options else 1)
+    held = (queries * qk + tile.num_stages * tile.block_n * (qk + v)) * problem.itemsize
     totals = tile.block_m * v * 4 if INVARIANT in options else 0
     return held + totals + _mod_bytes(problem, tile.block_m, tile.block_n) + BARRIER_BYTES
 
@@ -221,9 +255,13 @@ def hopper_shared_bytes(problem: AttentionProblem, tile: Tile, options: tuple[st
 def hopper_programs(problem: AttentionProblem, tile: Tile, device: Device, options: tuple[str, ...] = ()) -> int:
     """Programs of a launch that draws its blocks, but for those without one: one an SM, or two of one warpgroup each where an
     SM's shared memory holds both (their registers, 128 of 256 threads at launch, fit)."""
-    room = device.smem_per_sm // 2 - RESERVED_BYTES
-    pair = consumers_of(tile) == 1 and hopper_shared_bytes(problem, tile, options) <= room
+    pair = consumers_of(tile) == 1 and hopper_shared_bytes(problem, tile, options) <= _room_of_pair(device)
     return device.sms * (2 if pair else 1)
+
+
+def _room_of_pair(device: Device) -> int:
+    """Shared memory of each of two programs that share an SM (bytes)."""
+    return device.smem_per_sm // 2 - RESERVED_BYTES
 
 
 def rows_of_tile(problem: AttentionProblem, name: str) -> int:
@@ -298,6 +336,16 @@ def _lazy_pays(problem: AttentionProblem) -> bool:
     return not other and not _lazy_fault(n, ("skip",))
 
 
+def _prefetch_pays(problem: AttentionProblem, tile: Tile, device: Device) -> bool:
+    """Whether a second buffer for Q makes the kernel faster: where there is room for it.  ALiBi, lists of tiles, and packed
+    batches of heads wider than 64 gain nothing."""
+    n = problem
+    if "alibi" in n.score_mods or _lists_pay(n) or (n.varlen and width_of(max(n.dim_qk, n.dim_v)) > 64):
+        return False
+    room = _room_of_pair(device) if consumers_of(tile) == 1 else device.smem_per_block
+    return hopper_shared_bytes(n, tile, ("prefetch",)) <= room
+
+
 def _lazy_fault(problem: AttentionProblem, options: tuple[str, ...]) -> str | None:
     if "skip" not in options or polynomial_of(options):
         return "lazy is a version of skip, without polynomials"
@@ -312,12 +360,12 @@ def invariant_tile(problem: AttentionProblem, device: Device) -> tuple[Tile, tup
     pair = (
         usual.block_m == 64 and width_of(problem.dim_v) <= 64
     )  # else two programs leave no room for the sums of chunks
-    room = device.smem_per_sm // 2 - RESERVED_BYTES if pair else device.smem_per_block
+    room = _room_of_pair(device) if pair else device.smem_per_block
     for stages in (4, 3, 2):
         tile = Tile(64 if pair else max(usual.block_m, 128), INVARIANT_KEYS, usual.num_warps, stages)
         if hopper_shared_bytes(problem, tile, (INVARIANT,)) <= room:
             break
-    kept = (name for name in hopper_options(problem, tile) if name in ("turns", "late", "pack"))
+    kept = (name for name in hopper_options(problem, tile, device) if name in ("turns", "late", "pack"))
     return tile, (INVARIANT, "fence", *kept)
 
 
@@ -358,6 +406,11 @@ def _lists_fault(problem: AttentionProblem) -> str | None:
     return "lists need sequences of one length, this is a packed batch" if problem.varlen else None
 
 
+def _lists_pay(problem: AttentionProblem) -> bool:
+    """Whether tiles are listed: as measured from LISTS_FROM on."""
+    return _lists_fault(problem) is None and problem.seq_q * problem.seq_k >= LISTS_FROM
+
+
 def _seen(problem: AttentionProblem) -> int:
     """Keys that a query sees at most."""
     left, right = problem.sides
@@ -378,7 +431,7 @@ def _three_pay(problem: AttentionProblem, device: Device) -> bool:
     left, right = n.sides
     if left < 0 and right < 0:
         return True
-    return not n.varlen and _seen(n) >= THREE_FROM
+    return _seen(n) >= THREE_FROM and (not n.varlen or n.mean_q >= THREE_FROM)
 
 
 def _pairs_pay(problem: AttentionProblem, device: Device, rows: int) -> bool:
@@ -388,18 +441,22 @@ def _pairs_pay(problem: AttentionProblem, device: Device, rows: int) -> bool:
     width = width_of(n.dim_qk)
     if (
         width != width_of(n.dim_v)
-        or width not in RATE
+        or width not in PAIR_KEYS
         or n.score_mods
         or n.mask_mods
-        or n.varlen
-        or _seen(n) >= THREE_FROM  # not measured
         or n.seq_q * packable_heads(n) <= 64
     ):
         return False
+    if n.sides != (-1, 0) and max(n.sides) >= 0 and _seen(n) <= WINDOW_PAIRS_UNTIL[width]:
+        return True
+    if n.varlen:
+        return 0 < n.mean_q <= PACKED_PAIRS_UNTIL[width]["full" if max(n.sides) < 0 else "causal"]
+    if _seen(n) >= THREE_FROM or width not in RATE:
+        return False  # not measured
     if n.sides == (-1, 0):
         return width == 64 or n.seq_k <= PAIRS_UNTIL
     if max(n.sides) >= 0:
-        return width == 64  # a window of 128 columns: not measured
+        return False
     keys = PAIR_KEYS[width]
     return _seconds(n, 64, keys, 2 * device.sms) < _seconds(n, rows, 128, device.sms)
 

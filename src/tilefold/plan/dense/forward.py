@@ -14,10 +14,10 @@ from tilefold.plan.dense.attention_hopper import KERNEL as HOPPER
 from tilefold.plan.dense.attention_hopper import packable_heads
 from tilefold.plan.device import Device
 from tilefold.plan.limits import require_supported
-from tilefold.plan.problem import AttentionProblem
+from tilefold.plan.problem import AttentionProblem, mean_of
 from tilefold.plan.table import in_use
 
-__all__ = ["FILLED_ROWS", "LEAST_KEYS", "MOST_ROWS", "STEP", "cut_of", "decode_refusal", "lengths_alike", "plan_alike",
+__all__ = ["FILLED_ROWS", "LEAST_KEYS", "MOST_ROWS", "STEP", "cut_of", "decode_refusal", "lengths_alike", "mean_of", "plan_alike",
            "plan_forward", "plan_holds", "shared_by_tiles"]  # fmt: skip
 
 FILLED_ROWS = 64  # query rows of a head, or of heads packed into one tile: with so many a dense kernel wastes little
@@ -52,7 +52,7 @@ def lengths_alike(seq_q: int, seq_k: int, group: int) -> tuple[int, ...] | None:
 
 def plan_alike(plan: AttentionPlan, seq_q: int, seq_k: int) -> AttentionPlan:
     """The plan of the same problem with other lengths, of the same `lengths_alike`."""
-    problem = plan.problem.of_lengths(seq_q, seq_k)
+    problem = plan.problem.of_lengths(seq_q, seq_k, plan.problem.mean_q)
     return plan.alike(problem, DEFERRED, lambda: plan_attention(problem, plan.device))
 
 
