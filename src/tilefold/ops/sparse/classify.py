@@ -22,7 +22,8 @@ __all__ = ["QueryLists", "TileLists", "block_kinds", "blocks_of", "lists_of_kind
 
 KEPT = 4  # lists of a call's shapes and mask_mod: layers may take turns with their args
 ENTRIES = 128  # that are written at a time
-TILE = 32, 128  # queries and keys that are looked at at a time, at most
+TILE = 8, 128  # queries and keys that are looked at at a time, at most,
+WARPS = 1  # by so many warps: of several, each block would wait for the slowest
 
 
 def block_kinds(
@@ -59,16 +60,15 @@ def _sizes(kinds: torch.Tensor, grid: tuple[int, int, int, int]) -> tuple[int, .
 
 def _classify(blocks: int, block: tuple[int, int], kind: int, device: torch.device) -> "Launch":
     at_once = {"BLOCK_M": min(block[0], TILE[0]), "BLOCK_N": min(block[1], TILE[1])}
-    return _launch(
-        "classify_blocks", blocks, {"KIND": kind, "Q_BLOCK": block[0], "KV_BLOCK": block[1], **at_once}, device
-    )
+    constants = {"KIND": kind, "Q_BLOCK": block[0], "KV_BLOCK": block[1], **at_once}
+    return _launch("classify_blocks", blocks, constants, device, WARPS)
 
 
-def _launch(name: str, programs: int, constants: dict[str, Any], device: torch.device) -> "Launch":
+def _launch(name: str, programs: int, constants: dict[str, Any], device: torch.device, warps: int = 4) -> "Launch":
     from ...kernels.sparse import classify
     from ..launch import Launch
 
-    return Launch(getattr(classify, name), (programs, 1, 1), constants, {"num_warps": 4}, device.index or 0)
+    return Launch(getattr(classify, name), (programs, 1, 1), constants, {"num_warps": warps}, device.index or 0)
 
 
 def lists_of_kinds(kinds: torch.Tensor, capacity: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -45,7 +45,8 @@ KERNEL = "attention_forward_hopper"
 WIDTHS = (64, 96, 128, 192, MAX_HEAD_DIM)  # of a tile; TMA fills what a head dim leaves of it with zeros
 REGISTERS = {1: (128, 232), 2: (168, 240), 3: (128, 160)}  # by warpgroups: of a thread at launch, of a folding thread
 HELD = {1: 176, 2: 176, 3: 128}  # of a folding thread, by accumulators and probabilities: with more, compilers spill
-BARRIER_BYTES = 832  # barriers, the mailbox, overflow flags, and what the compiler keeps to start the partitions
+BARRIER_BYTES = 704  # barriers, the mailbox, overflow flags, and what the compiler keeps to start the partitions
+PREFETCH_BYTES = 128  # the same of the second query tile
 RESERVED_BYTES = 1024  # of an SM's shared memory, for each program
 MAX_PACKED = 64  # rows of a warpgroup
 MOD_SLOTS = {1: 2, 2: 2, 4: 1}  # buffers of a warpgroup for tiles of a bias or mask, by bytes an element
@@ -246,10 +247,12 @@ def hopper_grid(problem: AttentionProblem, tile: Tile, options: tuple[str, ...])
 def hopper_shared_bytes(problem: AttentionProblem, tile: Tile, options: tuple[str, ...] = ()) -> int:
     """Shared memory of a program (bytes): Q, the rings of K and V, those of a bias and of a mask, barriers; sums of chunks."""
     qk, v = width_of(problem.dim_qk), width_of(problem.dim_v)
-    queries = tile.block_m * (2 if "prefetch" in options else 1)
+    ahead = "prefetch" in options
+    queries = tile.block_m * (2 if ahead else 1)
     held = (queries * qk + tile.num_stages * tile.block_n * (qk + v)) * problem.itemsize
     totals = tile.block_m * v * 4 if INVARIANT in options else 0
-    return held + totals + _mod_bytes(problem, tile.block_m, tile.block_n) + BARRIER_BYTES
+    rest = BARRIER_BYTES + (PREFETCH_BYTES if ahead else 0)
+    return held + totals + _mod_bytes(problem, tile.block_m, tile.block_n) + rest
 
 
 def hopper_programs(problem: AttentionProblem, tile: Tile, device: Device, options: tuple[str, ...] = ()) -> int:
