@@ -31,7 +31,7 @@ def on_one_kernel(plan):
 @SM_90
 @pytest.mark.parametrize("seen", SEEN)
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [48, 64, 128])
 def test_prompts_by_two_kernels(dim, dtype, seen):
     """Blocks of 64, 128 and 192 rows, packed heads, sinks: the kernel for sm_90 has the bits of the portable one."""
     for i, (seq_q, seq_k) in enumerate(LENGTHS):

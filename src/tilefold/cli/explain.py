@@ -202,7 +202,6 @@ def explain(
         score_mods=tuple(name for name, on in (("softcap", softcap), ("alibi", alibi), ("bias", bias)) if on),
         mask_mods=("mask",) if mask else (),
         sinks=sinks,
-        descriptors=not varlen,
         bias_descriptors="tiles" if bias and (q if kv is None else kv) % 8 == 0 else "",
         mask_descriptors="tiles" if mask and (q if kv is None else kv) % 16 == 0 else "",
     )

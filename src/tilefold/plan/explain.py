@@ -103,7 +103,8 @@ def problem_text(problem: AttentionProblem) -> str:
 
 
 def _mask(problem: AttentionProblem) -> list[str]:
-    parts = ["packed (varlen)"] if problem.varlen else []
+    mean = f", about {problem.mean_q} queries in the mean" if problem.mean_q else ""
+    parts = [f"packed (varlen){mean}"] if problem.varlen else []
     if problem.causal:
         parts.append("causal")
     if problem.window != (-1, -1):

@@ -43,7 +43,7 @@ def test_json_is_the_plan_on_every_device(device):
 def test_every_option_reaches_the_problem():
     result = run(
         "--heads 8 --q 64 --dim 80 --dim-v 96 --dtype fp16 --causal --window 31,0 --softcap",
-        "--alibi --bias --mask --sinks --varlen --json",
+        "--alibi --bias --mask --sinks --varlen --mean 50 --json",
     )
     problem = AttentionPlan.from_json(result.output).problem
     assert problem == AttentionProblem(
@@ -52,10 +52,10 @@ def test_every_option_reaches_the_problem():
         causal=True,
         window=(31, 0),
         varlen=True,
+        mean_q=64,
         score_mods=("softcap", "alibi", "bias"),
         mask_mods=("mask",),
         sinks=True,
-        descriptors=False,
         bias_descriptors="tiles",
         mask_descriptors="tiles",
     )
@@ -69,7 +69,7 @@ def test_sparse_attention():
         ((), SparseProblem(dense, 64, 128, 182)),
         (("--listed", "36", "--sizes"), SparseProblem(dense, 64, 128, 36, True)),
         (("--page-size", "16"), SparseProblem(dense, 64, 128, 182, page_size=16)),
-        (("--varlen",), SparseProblem(replace(dense, varlen=True, descriptors=False), 64, 128, 182)),
+        (("--varlen",), SparseProblem(replace(dense, varlen=True), 64, 128, 182)),
     ):
         result = run(*shape, *more)
         assert SparsePlan.from_json(result.output) == plan_sparse(problem, device_named("h200"))
