@@ -100,6 +100,8 @@ VERSIONS = [
     (64, {"block_m": 192, "options": ("turns", "skip", "lazy", "prefetch")}),
     (128, {"block_m": 128, "options": ("fence", "turns", "skip", "lazy", "prefetch")}),
     (128, {"num_stages": 1, "options": ("fence", "pack", "prefetch")}),
+    (72, {"block_m": 192, "block_n": 64, "num_stages": 4, "options": ("fence", "turns", "skip", "lazy", "prefetch")}),
+    (40, {"block_m": 192, "block_n": 128, "num_stages": 4, "options": ("turns", "skip", "prefetch")}),
 ]
 LAZY = [one for one in VERSIONS if "lazy" in one[1].get("options", ())]
 

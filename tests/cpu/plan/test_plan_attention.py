@@ -193,7 +193,6 @@ def test_the_kernel_for_sm_90_is_taken_where_it_can_be() -> None:
     for change, why in (
         ({"dim_v": 8}, "measured yet with head dims below 16"),
         ({"dim_v": 32, "score_mods": ("alibi",)}, "measured yet with changes of scores and head dims below 64"),
-        ({"dim_qk": 40, "seq_k": 2047}, "no multiple of 32 bytes"),
         ({"dim_v": 66}, "stores 4 columns at a time, V has 66"),
         (
             {"mask_mods": ("mask",)},
@@ -332,6 +331,14 @@ def short(dim: int, tokens: int, batch: int, kv_heads: int = 0, **options: Any) 
         (short(64, 4096, 8, varlen=True, causal=True, mean_q=2048), 64),
         (short(64, 8192, 8, varlen=True, causal=True, mean_q=4096), 192),
         (short(64, 256, 64, score_mods=("softcap",)), 128),
+        (replace(short(64, 256, 64), dim_qk=40, dim_v=40), 128),
+        (replace(short(64, 512, 32), dim_qk=40, dim_v=40), 192),
+        (replace(short(64, 1024, 16, causal=True), dim_qk=56, dim_v=56), 128),
+        (replace(short(64, 2048, 8, causal=True), dim_qk=56, dim_v=56), 192),
+        (replace(short(128, 256, 64), dim_qk=72, dim_v=72), 128),
+        (replace(short(128, 512, 32, causal=True), dim_qk=72, dim_v=72), 192),
+        (replace(short(128, 512, 32), dim_qk=80, dim_v=80), 128),
+        (replace(short(128, 512, 32, causal=True), dim_qk=104, dim_v=104), 128),
     ],
     ids=str,
 )

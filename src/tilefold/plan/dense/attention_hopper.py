@@ -55,12 +55,13 @@ RING_BYTES = 256  # barriers of such a ring, and what its boxes leave free
 MOD_BYTES = {"bias": 4, "mask": 2}  # what an element of a tile takes in all of its buffers, at most
 
 LEAST_DIM, NARROW = 16, 64  # head dims below NARROW are padded to it
-ODD_FROM = 2048  # keys from which on they pay for rows that are no multiple of 32 bytes
 STAGES = {(64, 64): 4, (128, 128): 2}  # measured; elsewhere as many as there is room for
 THREE_FROM = (
     3072  # keys a query sees, from which on masked halves of tiles of 192 queries cost less than three warpgroups save
 )
 PAIR_KEYS = {64: 128, 96: 64, 128: 64}  # by head dim: keys of a tile where two programs share an SM
+SPLIT_THREE_FROM = 2048  # the same where rows of K and V split sectors
+SPLIT_LEAST = 512  # keys a query sees, from which on three warpgroups pay for that at a width of 96
 WINDOW_PAIRS_UNTIL = {64: THREE_FROM - 1, 96: 256, 128: 512}  # keys of a window up to which pairs win, by width
 PACKED_PAIRS_UNTIL = {
     64: {"full": 512, "causal": 2048},
@@ -132,8 +133,6 @@ def hopper_unmeasured(problem: AttentionProblem) -> str | None:
         return f"not measured yet with head dims below {LEAST_DIM}"
     if least < NARROW and (n.score_mods or n.mask_mods):
         return f"not measured yet with changes of scores and head dims below {NARROW}"
-    if least < NARROW and (n.dim_qk % 16 or n.dim_v % 16) and n.seq_k < ODD_FROM:
-        return f"slower below {ODD_FROM} keys where rows narrower than {NARROW} are no multiple of 32 bytes"
     return None
 
 
@@ -212,6 +211,13 @@ def hopper_tile(problem: AttentionProblem, device: Device) -> Tile:
     128 keys, or 64 where V is wider than 128 (its accumulator and 128 scores a row would fill the registers) or where there is
     no room for two buffers."""
     widths = width_of(problem.dim_qk), width_of(problem.dim_v)
+    if (
+        widths == (96, 96)
+        and splits_sectors(problem)
+        and _seen(problem) >= SPLIT_LEAST
+        and _three_fill(problem, device)
+    ):
+        return Tile(192, 64, 4, 4)
     three = widths == (64, 64) and _three_pay(problem, device)
     if _pairs_pay(problem, device, 192 if three else 128):
         return Tile(64, PAIR_KEYS[widths[0]], 4, 3)
@@ -423,18 +429,29 @@ def _seen(problem: AttentionProblem) -> int:
 def _three_pay(problem: AttentionProblem, device: Device) -> bool:
     """Whether three warpgroups are faster than two: where exponentials are the bound, and few rows and scores are in vain."""
     n = problem
-    blocks = -(-n.seq_q // 192)
-    if (
-        n.score_mods
-        or n.mask_mods
-        or n.batch * n.heads * blocks < device.sms
-        or 1.15 * 128 * -(-n.seq_q // 128) < 192 * blocks
-    ):
+    if not _three_fill(n, device):
         return False
     left, right = n.sides
     if left < 0 and right < 0:
         return True
+    if splits_sectors(n) and not n.varlen:
+        return _seen(n) >= SPLIT_THREE_FROM
     return _seen(n) >= THREE_FROM and (not n.varlen or n.mean_q >= THREE_FROM)
+
+
+def _three_fill(problem: AttentionProblem, device: Device) -> bool:
+    """Whether blocks of 192 queries keep the device busy, with few rows in vain; what changes scores was not measured."""
+    n, blocks = problem, -(-problem.seq_q // 192)
+    full = n.batch * n.heads * blocks >= device.sms and 192 * blocks <= 1.15 * 128 * -(-n.seq_q // 128)
+    return full and not n.score_mods and not n.mask_mods
+
+
+def splits_sectors(problem: AttentionProblem) -> bool:
+    """Whether every other row begins inside a sector of 32 bytes.
+
+    TMA then asks L2 for 8 sectors of such a row's first 128 bytes, not for 4.  L2 is the bound, and a block of more queries needs
+    K and V less often."""
+    return problem.dim_qk % 16 != 0 or problem.dim_v % 16 != 0
 
 
 def _pairs_pay(problem: AttentionProblem, device: Device, rows: int) -> bool:
@@ -448,6 +465,7 @@ def _pairs_pay(problem: AttentionProblem, device: Device, rows: int) -> bool:
         or n.score_mods
         or n.mask_mods
         or n.seq_q * packable_heads(n) <= 64
+        or (splits_sectors(n) and not n.varlen)
     ):
         return False
     if n.sides != (-1, 0) and max(n.sides) >= 0 and _seen(n) <= WINDOW_PAIRS_UNTIL[width]:
