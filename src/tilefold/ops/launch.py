@@ -123,8 +123,9 @@ class Launch:
 
     def _first(self, args: Sequence[Any]) -> None:
         """Through Triton, unless another call of the same specialisation has been there."""
-        if interpreting():
-            if isinstance(self.fn, triton.JITFunction):
+        compiles = isinstance(self.fn, triton.JITFunction)
+        if not compiles or interpreting():
+            if compiles:
                 raise DeviceError("Triton was imported before TRITON_INTERPRET=1 was set: restart Python with it set")
             begin = time.perf_counter()
             try:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ...types import Layout
-from ..bound import Bound, Box, Slot, stand_in
+from ..bound import Bound, Box, Slot, contiguous, stand_in
 from ..call import Call
-from ..dense.attention_parts import contiguous, head_strides
+from ..dense.attention_parts import head_strides
 from ..first_call import in_background
 from ..hopper import box_of, descriptor
 from .backward_parts import side_strides

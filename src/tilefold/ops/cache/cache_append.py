@@ -13,9 +13,9 @@ from ..checked import checked_places
 from ..device import device_of, interpreting, on_host
 from ..faults import WORDS, Watch, note_of
 from ..places import check_side
-from ..records import facts_of_values, recorded
+from ..records import recorded
 from ..serve import function_at
-from ..source import Scales
+from ..source import Scales, facts_of_values
 from ..watch import is_watched
 from .cached_call import check_scales
 from .rotary import ELEMENTS, angles_of

@@ -11,22 +11,14 @@ import torch
 
 from ...errors import PlanError, Unsupported
 from .. import records
-from ..bound import Bound, Slot, attribute, strides_named
-from ..call import Call, facts_of, window_of
-from ..dense.attention_parts import (
-    band_of,
-    head_strides,
-    kind_of,
-    new_results,
-    option_values,
-    problem_of,
-    shared_values,
-)
+from ..bound import Bound, Slot, attribute, new_results, strides_named
+from ..call import Call, window_of
+from ..dense.attention_parts import band_of, head_strides, kind_of, option_values, problem_of, shared_values
 from ..device import interpreting
 from ..faults import WORDS, Watch, note_of
 from ..numerics import is_invariant
 from ..records import remember
-from ..source import Cache, Scales
+from ..source import Cache, Scales, facts_of
 from ..watch import in_forward_mode, is_transformed, is_watched
 from .cached_call import cache_of, cache_values, cached_shapes
 from .decode_counters import counters
@@ -65,12 +57,9 @@ class Decoder:
     limit: int = 0  # how many pages, or caches, there are
     warm: bool = False  # all launches have been made
 
-    def run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, call: Call,
-        watch: Watch | None = None,
-    ) -> None:  # fmt: skip
-        """Launch; out and lse are written.  watch: in every run of a Decoder, or in none."""
-        device, rows = q.device, self.rows
+    def __call__(self, given: tuple[Any, ...], watch: Watch | None = None) -> None:
+        """Launch for q, k, v, out, lse and a call, as a `Bound` of attention.  watch: in every call of a Decoder, or in none."""
+        out, device, rows = given[3], given[0].device, self.rows
         part: Any = None
         stat: Any = None
         arrived: Any = None
@@ -84,12 +73,12 @@ class Decoder:
                 part, stat = memory.split_with_sizes((size, 2 * rows))
             if self.counted:
                 arrived = counters(self.counted, device)
-        noted = None if watch is None else self._noted(watch, cache_of(call), device)
-        given = q, k, v, out, lse, call, part, stat, arrived, noted
+        noted = None if watch is None else self._noted(watch, cache_of(given[5]), device)
+        given = (*given, part, stat, arrived, noted)
         self.launch(given)
         if self.merge is not None:
             self.merge(given)
-        if not self.warm:
+        if not self.warm and self.launch.launch._compiled is not None:
             self.warm = self.launch.launch.warm and (self.merge is None or self.merge.launch.warm)
 
     def grown(self, k: torch.Tensor, v: torch.Tensor, call: Call, capacity: int) -> "Decoder":
@@ -139,17 +128,17 @@ class Step:
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """The call's out."""
         out, lse = new_results(q, self.out_shape, self.lse_shape)
-        self.decoder.run(q, k, v, out, lse, self.call)
+        self.decoder((q, k, v, out, lse, self.call))
         return out
 
 
 def step_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, prepared: Any) -> Step | None:
-    """The call ready to be made again; prepared: its record, which may have no decoder; None for tensors of other classes, and
+    """The call ready to be made again; prepared: its record; None where no decoder runs it, for tensors of other classes, and
     where V lies in K: another layer's need not."""
-    if not isinstance(prepared.decoder, Decoder) or is_watched((q, k, v, call.mask)) or shares_storage(k, v, call):
+    if not isinstance(prepared.bound, Decoder) or is_watched((q, k, v, call.mask)) or shares_storage(k, v, call):
         return None
     facts = facts_of(q), facts_of(k), facts_of(v)
-    return Step(facts, prepared.decoder, prepared.out_shape, prepared.lse_shape, call)
+    return Step(facts, prepared.bound, prepared.out_shape, prepared.lse_shape, call)
 
 
 def remember_cut(family: Any, made: Any) -> None:
@@ -158,7 +147,7 @@ def remember_cut(family: Any, made: Any) -> None:
     from ...plan.dense.forward import cut_of
 
     remember(records.CACHE, family, made)
-    remember(records.CACHE, (family, cut_of(made.decoder.plan)), made)
+    remember(records.CACHE, (family, cut_of(made.bound.plan)), made)
 
 
 def cut_alike(family: Any, plan_of: Callable[[Any], Any]) -> Any:

@@ -13,36 +13,24 @@ import torch
 from ...errors import DtypeError
 from ...types import Rule, Rules
 from .. import records
-from ..bound import Bound
-from ..cache.decode import Step, bind_decode, cut_alike, invariant_or_none, remember_cut, step_of
-from ..call import (
-    Call,
-    check_hooks,
-    check_options,
-    is_plain,
-    key_of,
-    options_of,
-    result_shapes,
-    sizes_of,
-    window_of,
-)
+from ..bound import Bound, Prepared, run
+from ..cache.decode import Decoder, Step, bind_decode, cut_alike, invariant_or_none, remember_cut, step_of
+from ..call import Call, check_hooks, check_options, result_shapes, sizes_of, window_of
 from ..device import device_of, interpreting, on_host
 from ..hopper import disabled
 from ..numerics import is_invariant
 from ..places import check_inside
-from ..records import facts_of, recorded, remember
+from ..records import recorded, remember
 from ..serve import function_at, plan_at
-from ..source import Packed
+from ..source import Packed, is_plain, key_of
 from .attention_parts import (
     GIVEN,
-    Prepared,
     band_of,
     boxed,
     broadcast_strides,
     head_strides,
     hooks_of,
     kind_of,
-    new_results,
     option_values,
     problem_of,
     shared_values,
@@ -59,7 +47,6 @@ __all__ = [
     "example_launch",
     "forward",
     "prepare",
-    "run",
     "step",
 ]
 
@@ -71,19 +58,9 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tu
     return run(call.prepared or prepare(q, k, v, call), q, k, v, call)
 
 
-def run(
-    prepared: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`forward` of a call that has this record."""
-    out, lse = new_results(q, prepared.out_shape, prepared.lse_shape)
-    if prepared.planned is not None:
-        if prepared.placed:
-            check_inside(call.source, q.shape[0], k.shape[0])  # type: ignore[arg-type]
-        if prepared.decoder is not None:
-            prepared.decoder.run(q, k, v, out, lse, call)
-        else:
-            prepared.bound((q, k, v, out, lse, call))
-    return out, lse
+def _look(sizes: Any, q: torch.Tensor, k: torch.Tensor, call: Call) -> None:
+    """What says where packed sequences lie."""
+    check_inside(call.source, q.shape[0], k.shape[0])  # type: ignore[arg-type]
 
 
 def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Step | None:
@@ -122,12 +99,12 @@ def _share(made: Prepared, family: Any, alike: Any) -> Prepared:
 def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, key: Any = None) -> Prepared:
     """The record of this call's shapes and options, which checks everything."""
     made = _prepare(q, k, v, call)
-    made.placed = call.packed is not None and on_host(q)
+    made.look = _look if call.packed is not None and on_host(q) else None
     lengths, family, alike = _keys_of_lengths(q, k, v, call, key)
-    if lengths is not None and made.decoder is not None:
+    if lengths is not None and isinstance(made.bound, Decoder):
         remember_cut(lengths[:-1], made)
         if lengths not in records.CACHE:
-            held = _rules().plan_holds(made.problem, made.decoder.plan.device)
+            held = _rules().plan_holds(made.problem, made.plan.device)
             remember(records.CACHE, lengths, held and made)
     return _share(made, family, alike)
 
@@ -136,7 +113,7 @@ def _keys_of_lengths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Ca
     """The keys of calls that differ from this one in lengths alone: of a few keys more or less; else of any lengths, and of the
     same tiles.  key: of the call, None if it has none."""
     try:
-        lengths = _key_of_lengths(q, k, v, call)
+        lengths = _key_of_lengths(q, k, v, call, key)
         family = None if lengths is not None else _key_of_any_length(key, call)
         return lengths, family, _key_of_tiles(family, q, k, call)
     except (AttributeError, IndexError, RuntimeError, TypeError):  # the checks say which argument is wrong
@@ -150,26 +127,25 @@ def _rules() -> Any:
     return forward
 
 
-def _key_of_lengths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any:
+def _key_of_lengths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, key: Any) -> Any:
     """The key of calls that differ in the length of k, v and mask alone, within lengths that one plan may hold for; None for
-    other calls."""
+    other calls.  key: of the call."""
     at = 1 if call.layout == "bshd" else 2
-    if k.dim() != 4 or q.numel() > _rules().MOST_ROWS * k.shape[0] * k.shape[3 - at] * k.shape[3]:
+    if key is None or k.dim() != 4 or q.numel() > _rules().MOST_ROWS * k.shape[0] * k.shape[3 - at] * k.shape[3]:
         return None  # not the decode kernel's
     mask, bare = call.mask, call if call.mask is None else call._replace(mask=None)
     if not is_plain(bare) or k.shape[:3] != v.shape[:3] or is_invariant(call.numerics):
         return None
+    plain = key if mask is None else key[0]
     sides: list[tuple[Any, ...]] = [
-        (type(t), t.shape[0], t.shape[3 - at], t.shape[3], t.stride(at), remainders(t.stride()), facts_of(t)[3:])
-        for t in (k, v)
+        (kind, shape[0], shape[3 - at], shape[3], strides[at], remainders(strides), *others)
+        for kind, shape, strides, *others in plain[1:3]
     ]
     if mask is not None:
         if mask.dim() != 4 or mask.shape[3] != k.shape[at]:
             return None
-        sides.append(
-            (type(mask), mask.shape[:3], remainders(broadcast_strides(mask)), tiles_of(mask), facts_of(mask)[3:])
-        )
-    return "attention of any length", facts_of(q), *sides, options_of(call), k.shape[at] // _rules().STEP
+        sides.append((type(mask), mask.shape[:3], remainders(broadcast_strides(mask)), tiles_of(mask), key[1][2][3:]))
+    return "attention of any length", plain[0], *sides, plain[3], k.shape[at] // _rules().STEP
 
 
 def _key_of_any_length(key: Any, call: Call) -> Any:
@@ -223,14 +199,13 @@ def _of_the_same_tiles(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torc
     values = values_of_lengths(q, k, v, call, old, shapes[0], lengths)
     bound = near.bound.with_values(values, None if call.packed is None else grid_of(old, values["items"]))
     plan = functools.partial(_rules().plan_alike, old, *lengths)
-    return Prepared(plan, shapes[0], shapes[1], near.scale, near.softcap, bound, near.mods, None, near.keep,
-                    shared=near.shared, placed=near.placed, ways=near.ways)  # fmt: skip
+    return near.of_lengths(plan, shapes, bound, near.shared)
 
 
 def _plan_of_lengths(near: Prepared, q: torch.Tensor, k: torch.Tensor, call: Call) -> Any:
     """The plan of a call that differs from near's in its lengths alone."""
     problem = near.problem.of_lengths(*_lengths_of(q, k, call))
-    return _rules().plan_forward(problem, near.plan.device, portable=disabled())  # type: ignore[union-attr]
+    return _rules().plan_forward(problem, near.plan.device, portable=disabled())
 
 
 def remainders(strides: tuple[int, ...]) -> tuple[tuple[int, bool, bool], ...]:
@@ -241,10 +216,8 @@ def remainders(strides: tuple[int, ...]) -> tuple[tuple[int, bool, bool], ...]:
 def _grown(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
     """The record of a call from that of another length whose keys are cut alike."""
     problem = near.problem.of_lengths(*_lengths_of(q, k, call))
-    plan = functools.partial(_rules().plan_forward, problem, near.decoder.plan.device)
-    decoder = near.decoder.grown(k, v, call, problem.seq_k)
-    return Prepared(plan, near.out_shape, near.lse_shape, near.scale, near.softcap, None, near.mods, decoder, near.keep,
-                    ways=near.ways)  # fmt: skip
+    plan = functools.partial(_rules().plan_forward, problem, near.bound.plan.device)
+    return near.of_lengths(plan, (near.out_shape, near.lse_shape), near.bound.grown(k, v, call, problem.seq_k))
 
 
 def _bind_again(
@@ -265,8 +238,7 @@ def _bind_again(
             return None
         values, grid = _values_of_lengths(q, k, v, call, plan, sizes, near.scale, shapes[0]), plan.grid
     bound = near.bound.with_values(values, grid)
-    return Prepared(plan, *shapes, near.scale, near.softcap, bound, near.mods, None, near.keep, placed=near.placed,
-                    ways=near.ways)  # fmt: skip
+    return near.of_lengths(plan, shapes, bound)
 
 
 def _is_wide(q: torch.Tensor, call: Call, plan: "AttentionPlan") -> bool:
@@ -310,7 +282,7 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> P
     problem = problem_of(q, k, v, call, sizes, window, band_of(call, window))
     if (own := plan_at("attention", problem, device, call, call.plan)) is not None:
         bound = function_at("attention", q.device, own)
-        return Prepared(own, out_shape, lse_shape, scale, softcap, bound, keep=hooks_of(call))
+        return Prepared(own, out_shape, lse_shape, bound, scale, hooks_of(call))
     rows = DecodeProblem(problem, equal=call.packed is None)
     plan: Any = _prompt_or_none(call, problem, device) or invariant_or_none(call, rows, device, call.plan)
     if plan is None:
@@ -392,7 +364,7 @@ def _bind(
     values |= option_values(call, window, mods, softcap, q.dtype, band)
     launch = Launch(getattr(kernels, plan.kernel), plan.grid, constants, options, q.device.index or 0)
     bound = Bound(launch, GIVEN, values)
-    return Prepared(plan, out_shape, lse_shape, scale, softcap, bound, mods, keep=hooks_of(call))
+    return Prepared(plan, out_shape, lse_shape, bound, scale, hooks_of(call))
 
 
 def _bind_decoder(
@@ -407,20 +379,8 @@ def _bind_decoder(
     lse_shape: tuple[int, ...],
 ) -> Prepared:
     """The decode kernel over k and v as they lie: a cache that is full."""
-    from ...device import mods
-
-    sizes = {**sizes, "capacity": sizes["seq_k"]}
-    decoder = bind_decode(q, k, v, call, sizes, plan)
-    return Prepared(
-        planned=plan,
-        out_shape=out_shape,
-        lse_shape=lse_shape,
-        scale=scale,
-        softcap=float(call.softcap),
-        mods=mods,
-        decoder=decoder,
-        keep=hooks_of(call),
-    )
+    decoder = bind_decode(q, k, v, call, {**sizes, "capacity": sizes["seq_k"]}, plan)
+    return Prepared(plan, out_shape, lse_shape, decoder, scale, hooks_of(call))
 
 
 # ---------------------------------------------------------------- without a GPU

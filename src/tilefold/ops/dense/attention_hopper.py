@@ -8,21 +8,12 @@ import torch
 from ...device import mods
 from ...plan.dense import attention_hopper as rules
 from ...plan.hopper import PRODUCER_REGISTERS
-from ..bound import Bound, Slot, attribute, runtime_ints, stand_in, strides_named
+from ..bound import Bound, Prepared, Slot, attribute, runtime_ints, stand_in, strides_named
 from ..call import Call
 from ..hopper import WORK_COUNTER, box_of, require
 from ..launch import Launch
 from ..sparse.classify import TileLists
-from .attention_parts import (
-    GIVEN,
-    TENSORS,
-    Prepared,
-    hooks_of,
-    kind_of,
-    mask_mods_of,
-    option_values,
-    sequence_strides,
-)
+from .attention_parts import GIVEN, TENSORS, hooks_of, kind_of, mask_mods_of, option_values, sequence_strides
 from .attention_tiles import bytes_of, steps_of, tile_box, tiles_of
 
 if TYPE_CHECKING:
@@ -66,7 +57,7 @@ def bind(
     options = {"num_warps": plan.num_warps, "maxnreg": rules.REGISTERS[rules.consumers_of(plan.tile)][0]}
     launch = Launch(attention_forward_hopper, grid, constants, options, q.device.index or 0)
     bound = Bound(launch, GIVEN, values)
-    return Prepared(plan, *shapes, scale, float(call.softcap), bound, mods, keep=hooks_of(call))
+    return Prepared(plan, *shapes, bound, scale, hooks_of(call))
 
 
 def grid_of(plan: "AttentionPlan", items: int) -> tuple[int, int, int]:

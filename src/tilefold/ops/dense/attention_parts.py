@@ -1,31 +1,27 @@
-"""What launches of attention have in common, whichever kernel: the record of a call, strides, boxes, the band, mods, dropout."""
+"""What launches of attention have in common, whichever kernel: strides, boxes, the band, mods, dropout."""
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...masks import BANDS
 from ...types import Layout, Rules
-from ..bound import Box, Slot, attribute, runtime_ints, strides_named
+from ..bound import Box, Slot, attribute, contiguous, runtime_ints, strides_named
 from ..call import UNBOUNDED, Call
-from ..records import Ways, no_ways
 from .attention_tiles import is_listed, tiles_of
 
 if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays light
-    from ...plan import AttentionPlan, AttentionProblem, DecodePlan, DecodeProblem, InvariantPlan
+    from ...plan import AttentionProblem
 
 __all__ = [
     "GIVEN",
     "TENSORS",
-    "Prepared",
     "band_of",
     "boxable",
     "boxed",
     "broadcast_strides",
-    "contiguous",
     "describe_box",
     "dropout_of",
     "head_strides",
@@ -33,7 +29,6 @@ __all__ = [
     "kind_of",
     "mask_mods_of",
     "mods_of",
-    "new_results",
     "option_values",
     "problem_of",
     "sequence_strides",
@@ -45,60 +40,6 @@ __all__ = [
 GIVEN = ("q", "k", "v", "out", "lse", "call")
 """What a call gives to a `Bound` of forward attention."""
 TENSORS = {name: Slot(name.lower()) for name in ("Q", "K", "V", "Out", "Lse")}
-
-
-@dataclass(slots=True)
-class Prepared:
-    """All that follows from a call's key: the plan, output shapes, and the launch with its arguments."""
-
-    planned: "AttentionPlan | DecodePlan | InvariantPlan | Callable[[], DecodePlan] | None"  # None: nothing to compute
-    out_shape: tuple[int, ...]
-    lse_shape: tuple[int, ...]
-    scale: float = 1.0
-    softcap: float = 0.0
-    bound: Any = None  # the launch with its arguments, of what GIVEN names
-    mods: Any = None  # the module device.mods, which `import tilefold` does not load
-    decoder: Any = None  # the decode kernel's launches, instead of `bound`, where plan is a DecodePlan
-    keep: tuple[Any, ...] = field(default=())  # objects whose id is part of the key
-    backward: dict[Any, Any] = field(default_factory=dict)  # bound backward passes of this call
-    shared: dict[Any, Any] | None = (
-        None  # backward passes of calls whose lengths make the same tiles, where these are shared
-    )
-    placed: bool = False  # what says where sequences lie is read first: it costs nothing there
-    ways: Ways = field(default_factory=no_ways)
-
-    @property
-    def plan(self) -> "AttentionPlan | DecodePlan | InvariantPlan | None":
-        """None: nothing to compute.  A cache that has grown a little is planned when somebody asks."""
-        if callable(self.planned):
-            self.planned = self.planned()
-        return self.planned
-
-    @property
-    def problem(self) -> "AttentionProblem":
-        """That of the call, where there is something to compute."""
-        found: AttentionProblem | DecodeProblem = self.plan.problem  # type: ignore[union-attr]
-        return found if self.decoder is None else found.attention  # type: ignore[union-attr, return-value]
-
-
-def new_results(
-    q: torch.Tensor, out_shape: tuple[int, ...], lse_shape: tuple[int, ...]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for out and lse.  Shapes with strides: half the time of shapes alone."""
-    device = q.device
-    return (
-        torch.empty_strided(out_shape, contiguous(out_shape), dtype=q.dtype, device=device),
-        torch.empty_strided(lse_shape, contiguous(lse_shape), dtype=torch.float32, device=device),
-    )
-
-
-@functools.lru_cache(maxsize=1024)
-def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    strides = [1] * len(shape)
-    for at in range(len(shape) - 1, 0, -1):
-        strides[at - 1] = strides[at] * (shape[at] or 1)
-    return tuple(strides)
 
 
 def problem_of(
