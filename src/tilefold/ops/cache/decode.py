@@ -150,16 +150,23 @@ def remember_cut(family: Any, made: Any) -> None:
     remember(records.CACHE, (family, cut_of(made.bound.plan)), made)
 
 
-def cut_alike(family: Any, plan_of: Callable[[Any], Any]) -> Any:
-    """A record of the family that is cut as a call is, None if there is none; plan_of: that of the call, from any record."""
-    from ...plan.cache.decode import DecodePlan
-    from ...plan.dense.forward import cut_of
+def cut_alike(family: Any, keys: int, plan_of: Callable[[Any, int], Any]) -> Any:
+    """A record of the family that is cut as a call of so many keys is, None if there is none; plan_of(record, keys): a
+    call's plan, from any record.  Where a plan holds for its STEP, lengths in it are not planned anew."""
+    from ...plan import DecodePlan
+    from ...plan.dense.forward import cut_of, plan_holds, step_number
+    from ...plan.table import in_use
 
+    held = records.CACHE.get(step := (family, step_number(keys)))
+    if held:
+        return held
     first = records.CACHE.get(family)
-    if first is None:
-        return None
-    plan = plan_of(first)
-    return records.CACHE.get((family, cut_of(plan))) if isinstance(plan, DecodePlan) else None
+    plan = None if first is None else plan_of(first, keys)
+    found = records.CACHE.get((family, cut_of(plan))) if isinstance(plan, DecodePlan) else None
+    # a table of measured plans has single problems
+    if held is None and found is not None and keys > 0 and not in_use(plan.device):
+        remember(records.CACHE, step, plan_holds(keys, lambda n: plan_of(first, n)) and found)
+    return found
 
 
 def storage_of(q: torch.Tensor, k: torch.Tensor) -> str:

@@ -89,7 +89,7 @@ def _near(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: 
     if family is None:
         return None
     capacity = _capacity(k, call)
-    near: Prepared | None = cut_alike(family, lambda p: _plan_again(p, call, capacity))
+    near: Prepared | None = cut_alike(family, capacity, lambda p, keys: _plan_again(p, call, keys))
     if near is None:
         return None
     made = near.of_lengths(near.planned, (near.out_shape, near.lse_shape), near.bound.grown(k, v, call, capacity))

@@ -74,8 +74,9 @@ def _near(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, key: An
     and compiled kernel."""
     lengths, family, alike = _keys_of_lengths(q, k, v, call, key)
     if lengths is not None:
-        # else the step is new, or its lengths are cut in several ways
-        near = records.CACHE.get(lengths) or cut_alike(lengths[:-1], lambda first: _plan_of_lengths(first, q, k, call))
+        near = cut_alike(
+            lengths, _lengths_of(q, k, call)[1], lambda first, keys: _plan_of_lengths(first, q, keys, call)
+        )
         return _grown(near, q, k, v, call) if near else None
     if (near := records.CACHE.get(alike)) is not None:
         return _of_the_same_tiles(near, q, k, v, call)
@@ -102,10 +103,7 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, key: 
     made.look = _look if call.packed is not None and on_host(q) else None
     lengths, family, alike = _keys_of_lengths(q, k, v, call, key)
     if lengths is not None and isinstance(made.bound, Decoder):
-        remember_cut(lengths[:-1], made)
-        if lengths not in records.CACHE:
-            held = _rules().plan_holds(made.problem, made.plan.device)
-            remember(records.CACHE, lengths, held and made)
+        remember_cut(lengths, made)
     return _share(made, family, alike)
 
 
@@ -145,7 +143,7 @@ def _key_of_lengths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Cal
         if mask.dim() != 4 or mask.shape[3] != k.shape[at]:
             return None
         sides.append((type(mask), mask.shape[:3], remainders(broadcast_strides(mask)), tiles_of(mask), key[1][2][3:]))
-    return "attention of any length", plain[0], *sides, plain[3], k.shape[at] // _rules().STEP
+    return "attention of any length", plain[0], *sides, plain[3]
 
 
 def _key_of_any_length(key: Any, call: Call) -> Any:
@@ -180,7 +178,7 @@ def _lengths_of(q: torch.Tensor, k: torch.Tensor, call: Call) -> tuple[int, int]
 
 def _of_other_lengths(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared | None:
     """The record of a call from that of other lengths; None where these have another kernel, tile or version of it."""
-    plan, old = _plan_of_lengths(near, q, k, call), cast("Any", near.planned)
+    plan, old = _plan_of_lengths(near, q, _lengths_of(q, k, call)[1], call), cast("Any", near.planned)
     if type(plan) is not type(old) or plan.kernel != old.kernel or plan.tile != old.tile or plan.options != old.options:
         return None
     return _bind_again(near, q, k, v, call, plan)
@@ -202,9 +200,9 @@ def _of_the_same_tiles(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torc
     return near.of_lengths(plan, shapes, bound, near.shared)
 
 
-def _plan_of_lengths(near: Prepared, q: torch.Tensor, k: torch.Tensor, call: Call) -> Any:
-    """The plan of a call that differs from near's in its lengths alone."""
-    problem = near.problem.of_lengths(*_lengths_of(q, k, call))
+def _plan_of_lengths(near: Prepared, q: torch.Tensor, keys: int, call: Call) -> Any:
+    """The plan of a call that differs from near's in its lengths alone; keys: of it."""
+    problem = near.problem.of_lengths(_lengths_of(q, q, call)[0], keys)
     return _rules().plan_forward(problem, near.plan.device, portable=disabled())
 
 
