@@ -167,11 +167,13 @@ class Bound:
         """(kernel, args, kwargs) of a call, to compile ahead of time."""
         return self.launch.fn, general(self.arguments(given)), self.launch.keywords
 
-    def with_values(self, values: Mapping[str, Any], grid: tuple[int, int, int] | None = None) -> "Bound":
+    def with_values(
+        self, values: Mapping[str, Any], grid: tuple[int, int, int] | None = None, given: tuple[Any, ...] = ()
+    ) -> "Bound":
         """The same launch with other values, on another grid if one is given.
 
         values: more than the kernel has may be there; a Slot makes its argument of what the slot of this name does.  KeyError for
-        another value of a slot."""
+        another value of a slot.  given: what a call gives, whose tensors' lengths descriptors get that are `like` this one's."""
         made = object.__new__(Bound)
         made.names, made._template = self.names, self._template.copy()
         made._values, made._as_given, made._slots = (*self._values, values), self._as_given, self._slots
@@ -188,6 +190,11 @@ class Bound:
             else:
                 alike = alike and self.launch.alike(at, template[at], value)
                 template[at] = value
+        if given:
+            for at, place, make in self._made:
+                box = getattr(make, "__self__", None)
+                if type(box) is Box and box.describe is not None:
+                    makes[at] = box.like(given[place]).over
         made._made = (
             tuple([(at, place, makes.get(at, make)) for at, place, make in self._made]) if makes else self._made
         )
@@ -243,7 +250,7 @@ class Box:
 
     Making one anew costs the host 3 us of checks that the first one already passed; `over` skips them."""
 
-    __slots__ = ("_fields", "_kind")
+    __slots__ = ("_fields", "_kind", "describe", "rows")
 
     def __init__(
         self,
@@ -255,6 +262,8 @@ class Box:
         layout: Any = None,
     ) -> None:
         """kind: Gluon's descriptor, which also has the layout of the box in shared memory; None: Triton's."""
+        self.rows: tuple[int, tuple[int, ...]] | None = None  # of `like`: the length's place, and the strides behind it
+        self.describe: Callable[[torch.Tensor], Box] | None = None
         key = kind, layout, tuple(block)
         checked = _CHECKED.get(key)
         if checked is None:  # by Triton, once: shape and strides of other lengths are as good
@@ -266,6 +275,21 @@ class Box:
             checked = _CHECKED[key] = kind, {**kind(tensor, shape, strides, block, *extra).__dict__, "base": None}
         self._kind, fields = checked
         self._fields = {**fields, "shape": shape, "strides": strides}
+
+    def like(self, tensor: torch.Tensor) -> "Box":
+        """That of a tensor which differs from this one's in its length, and in strides that follow."""
+        assert self.describe is not None
+        if self.rows is None:
+            return self.describe(tensor)
+        at, strides = self.rows
+        shape = self._fields["shape"]
+        length = tensor.shape[at]
+        if length == 1 or tensor.stride()[at:] != strides:
+            return self.describe(tensor)
+        made = object.__new__(Box)
+        made._kind, made.rows, made.describe = self._kind, self.rows, self.describe
+        made._fields = {**self._fields, "shape": [*shape[:2], length, *shape[3:]]}
+        return made
 
     def over(self, tensor: torch.Tensor) -> Any:
         """The descriptor of `tensor`, whose base has to be 16-byte aligned."""

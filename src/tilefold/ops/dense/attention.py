@@ -194,8 +194,9 @@ def _of_the_same_tiles(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torc
         shapes: Any = (q.shape[0], *shape[1:]), (near.lse_shape[0], q.shape[0])
     else:
         shapes = (*shape[:at], lengths[0], *shape[at + 1 :]), (*near.lse_shape[:2], lengths[0])
-    values = values_of_lengths(q, k, v, call, old, shapes[0], lengths)
-    bound = near.bound.with_values(values, None if call.packed is None else grid_of(old, values["items"]))
+    values = values_of_lengths(q, call, old, shapes[0], lengths)
+    grid = None if call.packed is None else grid_of(old, values["items"])
+    bound = near.bound.with_values(values, grid, (q, k, v))
     plan = functools.partial(_rules().plan_alike, old, *lengths)
     return near.of_lengths(plan, shapes, bound, near.shared)
 
@@ -229,13 +230,13 @@ def _bind_again(
     if plan.kernel == HOPPER_KERNEL:
         from .attention_hopper import grid_of, values_of_lengths
 
-        values = values_of_lengths(q, k, v, call, plan, shapes[0], (n.seq_q, n.seq_k))
+        values = values_of_lengths(q, call, plan, shapes[0], (n.seq_q, n.seq_k))
         grid = grid_of(plan, values["items"])
     else:
         if near.bound.launch.keywords["WIDE"] != _is_wide(q, call, plan):
             return None
         values, grid = _values_of_lengths(q, k, v, call, plan, sizes, near.scale, shapes[0]), plan.grid
-    bound = near.bound.with_values(values, grid)
+    bound = near.bound.with_values(values, grid, (q, k, v))
     return near.of_lengths(plan, shapes, bound)
 
 

@@ -103,7 +103,7 @@ def _of_other_lengths(family: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Te
             return None
     n = problem.attention
     shapes = result_shapes(call, {"batch": n.batch, "seq_q": n.seq_q, "heads": n.heads, "dim_v": n.dim_v})
-    bound = first.bound.with_values(*values_of_lengths(q, k, v, call, plan, shapes[0]))
+    bound = first.bound.with_values(*values_of_lengths(q, call, plan, shapes[0]), (q, k, v))
     made: Prepared = first.of_lengths(
         plan, shapes, bound, None if alike is None else {} if near is None else near.shared
     )
