@@ -144,28 +144,30 @@ def step_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, prepa
 def remember_cut(family: Any, made: Any) -> None:
     """Keep a record with a decoder as the first of its family, calls that differ in the number of keys alone, and for those that
     are cut alike."""
-    from ...plan.dense.forward import cut_of
-
     remember(records.CACHE, family, made)
-    remember(records.CACHE, (family, cut_of(made.bound.plan)), made)
+    remember(records.CACHE, (family, _rules().cut_of(made.bound.plan)), made)
+
+
+@functools.cache
+def _rules() -> Any:
+    from ...plan.dense import forward  # here: `import tilefold` stays light
+
+    return forward
 
 
 def cut_alike(family: Any, keys: int, plan_of: Callable[[Any, int], Any]) -> Any:
     """A record of the family that is cut as a call of so many keys is, None if there is none; plan_of(record, keys): a
     call's plan, from any record.  Where a plan holds for its STEP, lengths in it are not planned anew."""
-    from ...plan import DecodePlan
-    from ...plan.dense.forward import cut_of, plan_holds, step_number
-    from ...plan.table import in_use
-
-    held = records.CACHE.get(step := (family, step_number(keys)))
+    rules = _rules()
+    held = records.CACHE.get(step := (family, rules.step_number(keys)))
     if held:
         return held
     first = records.CACHE.get(family)
-    plan = None if first is None else plan_of(first, keys)
-    found = records.CACHE.get((family, cut_of(plan))) if isinstance(plan, DecodePlan) else None
+    plan: Any = None if first is None else plan_of(first, keys)
+    found = records.CACHE.get((family, rules.cut_of(plan))) if isinstance(plan, rules.DecodePlan) else None
     # a table of measured plans has single problems
-    if held is None and found is not None and keys > 0 and not in_use(plan.device):
-        remember(records.CACHE, step, plan_holds(keys, lambda n: plan_of(first, n)) and found)
+    if held is None and found is not None and keys > 0 and not rules.in_use(plan.device):
+        remember(records.CACHE, step, rules.plan_holds(keys, lambda n: plan_of(first, n)) and found)
     return found
 
 

@@ -34,7 +34,7 @@ from .attention_parts import (
     option_values,
     problem_of,
     shared_values,
-    side_of,
+    sides_of,
 )
 from .attention_tiles import tiles_of
 
@@ -125,6 +125,13 @@ def _rules() -> Any:
     return forward
 
 
+@functools.cache
+def _hopper() -> Any:
+    from . import attention_hopper
+
+    return attention_hopper
+
+
 def _key_of_lengths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, key: Any) -> Any:
     """The key of calls that differ in the length of k, v and mask alone, within lengths that one plan may hold for; None for
     other calls.  key: of the call."""
@@ -158,7 +165,7 @@ def _key_of_any_length(key: Any, call: Call) -> Any:
     (q, k, v, options), places = (key, None) if packed is None else (key[0], key[1][1][:2])
     if k[1][at] != v[1][at]:
         return None
-    return "attention of any lengths", side_of(q, at), side_of(k, at), side_of(v, at), places, options
+    return "attention of any lengths", sides_of(q, k, v, at), places, options
 
 
 def _key_of_tiles(family: Any, q: torch.Tensor, k: torch.Tensor, call: Call) -> Any:
@@ -186,16 +193,14 @@ def _of_other_lengths(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch
 
 def _of_the_same_tiles(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
     """The record of a call from that of one whose lengths have the same `_key_of_tiles`: its plan is made when somebody asks."""
-    from .attention_hopper import grid_of, values_of_lengths
-
-    lengths, old = _lengths_of(q, k, call), cast("AttentionPlan", near.planned)
+    hopper, lengths, old = _hopper(), _lengths_of(q, k, call), cast("AttentionPlan", near.planned)
     shape, at = near.out_shape, 2 if call.layout == "bhsd" else 1
     if call.packed is not None:
         shapes: Any = (q.shape[0], *shape[1:]), (near.lse_shape[0], q.shape[0])
     else:
         shapes = (*shape[:at], lengths[0], *shape[at + 1 :]), (*near.lse_shape[:2], lengths[0])
-    values = values_of_lengths(q, call, old, shapes[0], lengths)
-    grid = None if call.packed is None else grid_of(old, values["items"])
+    values = hopper.values_of_lengths(q, call, old, shapes[0], lengths)
+    grid = None if call.packed is None else hopper.grid_of(old, values["items"])
     bound = near.bound.with_values(values, grid, (q, k, v))
     plan = functools.partial(_rules().plan_alike, old, *lengths)
     return near.of_lengths(plan, shapes, bound, near.shared)
@@ -228,10 +233,8 @@ def _bind_again(
     sizes = {"batch": n.batch, "seq_q": n.seq_q, "seq_k": n.seq_k, "heads": n.heads, "kv_heads": n.kv_heads}
     shapes = result_shapes(call, {**sizes, "dim_v": n.dim_v, "total_q": q.shape[0]})
     if plan.kernel == HOPPER_KERNEL:
-        from .attention_hopper import grid_of, values_of_lengths
-
-        values = values_of_lengths(q, call, plan, shapes[0], (n.seq_q, n.seq_k))
-        grid = grid_of(plan, values["items"])
+        values = _hopper().values_of_lengths(q, call, plan, shapes[0], (n.seq_q, n.seq_k))
+        grid = _hopper().grid_of(plan, values["items"])
     else:
         if near.bound.launch.keywords["WIDE"] != _is_wide(q, call, plan):
             return None

@@ -34,6 +34,7 @@ __all__ = [
     "sequence_strides",
     "shared_values",
     "side_of",
+    "sides_of",
 ]
 
 
@@ -100,19 +101,25 @@ def _boxable(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> boo
     """`boxable` of an aligned tensor."""
     if 0 in shape:
         return False
-    for n, stride in zip(shape[:-1], strides, strict=False):
-        if n > 1 and (stride <= 0 or stride * size % 16 or stride * size >= 1 << 40):
+    for at in range(len(shape) - 1):
+        if shape[at] > 1 and (strides[at] <= 0 or strides[at] * size % 16 or strides[at] * size >= 1 << 40):
             return False
     return True
+
+
+def sides_of(q: tuple[Any, ...], k: tuple[Any, ...], v: tuple[Any, ...], at: int) -> tuple[Any, ...]:
+    """`side_of` of all three."""
+    side = side_of(k, at)
+    return side_of(q, at), side, side if v == k else side_of(v, at)
 
 
 def side_of(facts: tuple[Any, ...], at: int) -> tuple[Any, ...]:
     """What of a tensor's `facts_of` is the same in calls that differ in their lengths alone: all but its dimension `at` and the
     strides by which rows lie, where TMA reads it as before."""
-    kind, shape, strides, dtype = facts[:4]
-    sizes = tuple(shape)
-    lies = facts[6] and _boxable(sizes, strides, dtype.itemsize)
-    return kind, sizes[:at], sizes[at + 1 :], strides[-1], lies, facts[3:]
+    kind, shape, strides, dtype, *_, aligned, _ = facts
+    sizes = list(shape)
+    sizes[at] = -1
+    return kind, tuple(sizes), strides[-1], aligned and _boxable(shape, strides, dtype.itemsize), facts[3:]
 
 
 def hooks_of(call: Call) -> tuple[Any, ...]:

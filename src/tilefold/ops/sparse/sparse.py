@@ -2,16 +2,17 @@
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .. import records
 from ..bound import Bound, Prepared, attribute, run, stand_in
 from ..call import Call, result_shapes
-from ..dense.attention_parts import boxable, boxed, head_strides, hooks_of, problem_of, shared_values, side_of
+from ..dense.attention_parts import boxable, boxed, head_strides, hooks_of, problem_of, shared_values, sides_of
 from ..dense.split import Split, bind_merge
 from ..device import device_of, interpreting, on_host
+from ..hopper import disabled
 from ..numerics import refuse_invariant
 from ..places import check_inside, check_pages
 from ..records import recorded, remember
@@ -77,7 +78,7 @@ def _key_of_any_length(key: Any, call: Call) -> Any:
         return None
     lists = [None if t is None else (len(t[1]), t[1][: min(2, len(t[1]) - 1)], t[3:]) for t in parts]
     blocks = block_q, block_k, parts[0][1][3], seq_k % block_k == 0
-    return "sparse attention of any lengths", side_of(q, at), side_of(k, at), side_of(v, at), *lists, blocks, options
+    return "sparse attention of any lengths", sides_of(q, k, v, at), *lists, blocks, options
 
 
 def _of_other_lengths(family: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared | None:
@@ -85,37 +86,45 @@ def _of_other_lengths(family: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Te
     first = records.CACHE.get(family)
     if first is None:
         return None
-    from ...plan.sparse.sparse import plan_sparse
-    from ..hopper import disabled
-    from .sparse_hopper import values_of_lengths
-
+    rules, hopper = _rules()
     lengths = call.lists.seq_q, call.lists.seq_k
     # Everything that a plan of this family counts is query tiles, of 16 rows or a multiple; the longest keys are 2^30.
     alike = None if disabled() else (family, -(-lengths[0] // 16), (lengths[1] - 1) >> 30)
     near: Prepared | None = records.CACHE.get(alike)
-    old = cast("SparsePlan", (near or first).plan)
-    problem = old.problem.of_lengths(*lengths)
-    if near is not None:
-        plan = old.alike(problem, ("reason",), lambda: plan_sparse(problem, old.device))
-    else:
-        plan = plan_sparse(problem, old.device, portable=alike is None)
-        if plan.kernel != HOPPER_KERNEL or plan.tile != old.tile:
+    plan: Any = (near or first).planned
+    if near is None:
+        plan = rules.plan_sparse(first.plan.problem.of_lengths(*lengths), first.plan.device, portable=alike is None)
+        if plan.kernel != HOPPER_KERNEL or plan.tile != first.plan.tile:
             return None
-    n = problem.attention
-    shapes = result_shapes(call, {"batch": n.batch, "seq_q": n.seq_q, "heads": n.heads, "dim_v": n.dim_v})
-    bound = first.bound.with_values(*values_of_lengths(q, call, plan, shapes[0]), (q, k, v))
-    made: Prepared = first.of_lengths(
-        plan, shapes, bound, None if alike is None else {} if near is None else near.shared
-    )
-    if alike is not None and near is None:
-        remember(records.CACHE, alike, made)
-    return made
+    batch, heads, _ = first.lse_shape
+    dim = first.out_shape[-1]
+    out = (batch, lengths[0], heads, dim) if call.layout == "bshd" else (batch, heads, lengths[0], dim)
+    shapes = out, (batch, heads, lengths[0])
+    bound = first.bound.with_values(*hopper.values_of_lengths(q, call, plan, out), (q, k, v))
+    if near is not None:
+        return near.of_lengths(functools.partial(_plan_alike, plan, *lengths), shapes, bound, near.shared)
+    made: Prepared = first.of_lengths(plan, shapes, bound, None if alike is None else {})
+    return made if alike is None else remember(records.CACHE, alike, made)
+
+
+def _plan_alike(plan: "SparsePlan", *lengths: int) -> "SparsePlan":
+    """The plan of the same problem with other lengths, which make the same tiles."""
+    problem = plan.problem.of_lengths(*lengths)
+    return plan.alike(problem, ("reason",), lambda: _rules()[0].plan_sparse(problem, plan.device))
+
+
+@functools.cache
+def _rules() -> tuple[Any, Any]:
+    from ...plan.sparse import sparse  # here: `import tilefold` stays light
+    from . import sparse_hopper
+
+    return sparse, sparse_hopper
 
 
 def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
     """The record of a call; checks everything."""
     from ...plan.sparse.sparse import SparseProblem, plan_sparse
-    from ..hopper import bound_or_none, disabled
+    from ..hopper import bound_or_none
 
     sizes, scale = check_call(q, k, v, call)
     out_shape, lse_shape = result_shapes(call, sizes)

@@ -78,17 +78,17 @@ def bind(
 def values_of_lengths(
     q: torch.Tensor, call: Call, plan: "SparsePlan", out_shape: tuple[int, ...]
 ) -> tuple[dict[str, Any], tuple[int, int, int]]:
-    """Numbers that differ with the lengths of a call, and the grid."""
+    """Numbers that differ with the lengths of a call, and the grid; plan: of these, or of others that make the same tiles."""
     problem, n = plan.problem, plan.problem.attention
-    blocks = -(-n.seq_q // problem.block_q)
+    blocks = -(-call.lists.seq_q // problem.block_q)
     items = n.batch * n.heads * blocks
     if call.packed is not None:  # places of all sequences: kernels.hopper.scheduler.sequence_of_place
         blocks = q.shape[0] // problem.block_q + n.batch
         items = n.heads * blocks
     values = {
         **strides_named("", list_strides(call.lists), LISTED),
-        "seq_q": n.seq_q,
-        "seq_k": n.seq_k,
+        "seq_q": call.lists.seq_q,
+        "seq_k": call.lists.seq_k,
         "q_blocks": blocks,
         "items": items,
         **strides_named("o", sequence_strides(out_shape, call.layout), "bmh"),
