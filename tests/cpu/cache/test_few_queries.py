@@ -249,7 +249,7 @@ def test_a_growing_cache(layout, dim, monkeypatch):
     planned = []
     monkeypatch.setattr(ops, "_prepare", lambda *call, made=ops._prepare: planned.append(call[1].shape) or made(*call))
     monkeypatch.setattr(records, "CACHE", {})
-    lengths = (3 * STEP - 1, 3 * STEP, 3 * STEP + 1, 3 * STEP + 70, 4 * STEP - 1, 4 * STEP)
+    lengths = (6 * STEP - 1, 6 * STEP, 6 * STEP + 1, 6 * STEP + 70, 8 * STEP - 1, 8 * STEP)
     for length in lengths:
         q, k, v = qkv(2, 1, length, 4, 2, dim)
         if layout == "bhsd":
@@ -263,7 +263,7 @@ def test_a_growing_cache(layout, dim, monkeypatch):
 
 def test_a_growing_cache_with_padding():
     """The mask grows with it, as in generation from a batch of prompts of different lengths."""
-    for length in (2 * STEP, 2 * STEP + 1, 2 * STEP + 2, 2 * STEP + 17):
+    for length in (4 * STEP, 4 * STEP + 1, 4 * STEP + 2, 4 * STEP + 17):
         mask = torch.ones(2, 1, 1, length, dtype=torch.bool)
         mask[1, ..., :9] = False
         hold(*qkv(2, 1, length, 4, 2, 32), causal=True, mask=mask)

@@ -45,7 +45,7 @@ def record(q, k, v, call, portable=False):
         result_shapes(call, sizes),
     )
     if portable:
-        return plan, _bind(q, k, v, call, sizes, window, 0.125, 0.0, plan, *shapes)
+        return plan, _bind(q, k, v, call, sizes, 0.125, shapes, plan)
     return plan, bind(q, k, v, call, window, 0.125, plan, shapes)
 
 

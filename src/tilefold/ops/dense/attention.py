@@ -271,42 +271,39 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> P
     sizes = sizes_of(q, k, v, call)
     window = window_of(call.window, call.causal)
     scale = 1.0 / math.sqrt(sizes["dim_qk"]) if call.scale is None else float(call.scale)
-    softcap = float(call.softcap)
     check_hooks(call, q.device)
     if call.plan is not None and not isinstance(call.plan, (AttentionPlan, DecodePlan, InvariantPlan, TorchPlan)):
         raise DtypeError(
             f"plan must be an AttentionPlan, a DecodePlan, an InvariantPlan or None, got {type(call.plan).__name__}"
         )
-    out_shape, lse_shape = result_shapes(call, sizes)
+    shapes = result_shapes(call, sizes)
     device = device_of(q.device, "attention")
-    if 0 in (*lse_shape, sizes["batch"], sizes["seq_q"]):
-        return Prepared(None, out_shape, lse_shape, keep=hooks_of(call))
+    if 0 in (*shapes[1], sizes["batch"], sizes["seq_q"]):
+        return Prepared(None, *shapes, keep=hooks_of(call))
     problem = problem_of(q, k, v, call, sizes, window, band_of(call, window))
     if (own := plan_at("attention", problem, device, call, call.plan)) is not None:
         bound = function_at("attention", q.device, own)
-        return Prepared(own, out_shape, lse_shape, bound, scale, hooks_of(call))
+        return Prepared(own, *shapes, bound, scale, hooks_of(call))
     rows = DecodeProblem(problem, equal=call.packed is None)
     plan: Any = _prompt_or_none(call, problem, device) or invariant_or_none(call, rows, device, call.plan)
     if plan is None:
         plan = plan_forward(problem, device, portable=disabled()) if call.plan is None else call.plan
     if call.plan is not None:
         call.plan.check(problem, device)
-    if isinstance(plan, DecodePlan | InvariantPlan):
-        return _bind_decoder(q, k, v, call, sizes, scale, plan, out_shape, lse_shape)
-    if call.plan is None and plan.kernel == HOPPER_KERNEL:
-        from . import attention_hopper
-
-        made = functools.partial(attention_hopper.bind, q, k, v, call, window, scale, plan, (out_shape, lse_shape))
+    bound_to = functools.partial(_bind, q, k, v, call, sizes, scale, shapes)
+    if call.plan is None and getattr(plan, "kernel", "") == HOPPER_KERNEL:
         faults: list[str] | None = None if call.score_mod is None and call.mask_mod is None else []
-        found = bound_or_none("dense", made, lambda p: attention_hopper.compile(p, q, k, v, call), faults=faults)
+        found = bound_or_none(
+            "dense", lambda: bound_to(plan), lambda p: _hopper().compile(p, q, k, v, call), faults=faults
+        )
         if found is not None:
             return found
         if (fixed := invariant_or_none(call, rows, device, None)) is not None:
-            return _bind_decoder(q, k, v, call, sizes, scale, fixed, out_shape, lse_shape)
+            return bound_to(fixed)
         plan = plan_attention(problem, device, portable=True)
         if faults:
             plan = plan.refusing(HOPPER_KERNEL, f"It does not compile with this score_mod or mask_mod: {faults[0]}.")
-    return _bind(q, k, v, call, sizes, window, scale, softcap, plan, out_shape, lse_shape)
+    return bound_to(plan)
 
 
 def _prompt_or_none(call: Call, problem: "AttentionProblem", device: "Device") -> "AttentionPlan | None":
@@ -326,27 +323,33 @@ def _prompt_or_none(call: Call, problem: "AttentionProblem", device: "Device") -
 
 
 def _bind(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    call: Call,
-    sizes: dict[str, int],
-    window: tuple[int, int],
-    scale: float,
-    softcap: float,
-    plan: "AttentionPlan",
-    out_shape: tuple[int, ...],
-    lse_shape: tuple[int, ...],
-) -> Prepared:
-    """Kernel, grid, run-time scalars and compile-time constants of this call under this plan."""
-    if plan.kernel == HOPPER_KERNEL:
-        from . import attention_hopper
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, sizes: dict[str, int], scale: float,
+    shapes: tuple[tuple[int, ...], tuple[int, ...]], plan: "AttentionPlan | DecodePlan | InvariantPlan",
+) -> Prepared:  # fmt: skip
+    """The record of this call under this plan."""
+    from ...plan import AttentionPlan
 
-        return attention_hopper.bind(q, k, v, call, window, scale, plan, (out_shape, lse_shape))
+    if not isinstance(plan, AttentionPlan):  # k and v as they lie: a cache that is full
+        bound: Any = bind_decode(q, k, v, call, {**sizes, "capacity": sizes["seq_k"]}, plan)
+    elif plan.kernel == HOPPER_KERNEL:
+        return _hopper().bind(  # type: ignore[no-any-return]
+            q, k, v, call, window_of(call.window, call.causal), scale, plan, shapes
+        )
+    else:
+        bound = _bind_portable(q, k, v, call, sizes, scale, shapes[0], plan)
+    return Prepared(plan, *shapes, bound, scale, hooks_of(call))
+
+
+def _bind_portable(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, sizes: dict[str, int], scale: float,
+    out_shape: tuple[int, ...], plan: "AttentionPlan",
+) -> Bound:  # fmt: skip
+    """Kernel, grid, run-time scalars and compile-time constants of this call under this plan."""
     from ...device import mods
     from ...kernels.dense import attention_forward as kernels
     from ..launch import Launch
 
+    window = window_of(call.window, call.causal)
     band = band_of(call, window)
     constants = {
         "KIND": kind_of(window, band),
@@ -363,26 +366,9 @@ def _bind(
     if plan.maxnreg is not None:
         options["maxnreg"] = plan.maxnreg
     values = _values_of_lengths(q, k, v, call, plan, sizes, scale, out_shape)
-    values |= option_values(call, window, mods, softcap, q.dtype, band)
+    values |= option_values(call, window, mods, float(call.softcap), q.dtype, band)
     launch = Launch(getattr(kernels, plan.kernel), plan.grid, constants, options, q.device.index or 0)
-    bound = Bound(launch, GIVEN, values)
-    return Prepared(plan, out_shape, lse_shape, bound, scale, hooks_of(call))
-
-
-def _bind_decoder(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    call: Call,
-    sizes: dict[str, int],
-    scale: float,
-    plan: "DecodePlan | InvariantPlan",
-    out_shape: tuple[int, ...],
-    lse_shape: tuple[int, ...],
-) -> Prepared:
-    """The decode kernel over k and v as they lie: a cache that is full."""
-    decoder = bind_decode(q, k, v, call, {**sizes, "capacity": sizes["seq_k"]}, plan)
-    return Prepared(plan, out_shape, lse_shape, decoder, scale, hooks_of(call))
+    return Bound(launch, GIVEN, values)
 
 
 # ---------------------------------------------------------------- without a GPU
@@ -444,7 +430,7 @@ def example_call(
     )
     sizes = sizes_of(q, k, v, call)
     shapes = result_shapes(call, sizes)
-    prepared = _bind(q, k, v, call, sizes, window_of(n.window, n.causal), 1.0, call.softcap, plan, *shapes)
+    prepared = _bind(q, k, v, call, sizes, 1.0, shapes, plan)
     return (q, k, v), call, prepared, tensor(*shapes[0], dtype=dtype), tensor(*shapes[1])
 
 
