@@ -123,9 +123,8 @@ class Launch:
 
     def _first(self, args: Sequence[Any]) -> None:
         """Through Triton, unless another call of the same specialisation has been there."""
-        compiles = isinstance(self.fn, triton.JITFunction)
-        if not compiles or interpreting():
-            if compiles:
+        if type(self.fn).__name__ == "InterpretedFunction" or interpreting():
+            if isinstance(self.fn, triton.JITFunction):
                 raise DeviceError("Triton was imported before TRITON_INTERPRET=1 was set: restart Python with it set")
             begin = time.perf_counter()
             try:
