@@ -122,7 +122,7 @@ def test_strided_and_cached_keys_are_taken_as_they_lie(name, splits, monkeypatch
     # straight to the kernels though something watches
     monkeypatch.setattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
     with Allocations() as made:
-        run(*tensors, index, **where, plan=plan)
+        run(*tensors, index, **where, plan=plan, check=False)
     assert [getattr(t, "base", t).data_ptr() for t in launched[0][:3]] == [t.data_ptr() for t in tensors]
     rows = seq_q * heads
     parts = [splits * rows * dim, splits * rows] if splits > 1 else []
