@@ -219,9 +219,9 @@ def stages(stats: Any, total: float) -> list[tuple[str, float]]:
 def steps() -> dict[str, Call]:
     """What a warm `attention` does, one by one; those of the launch by themselves, too."""
     from tilefold.ops import launch
-    from tilefold.ops.bound import Flat
-    from tilefold.ops.call import Call, key_of
-    from tilefold.ops.dense.attention_parts import new_results
+    from tilefold.ops.bound import Flat, new_results
+    from tilefold.ops.call import Call
+    from tilefold.ops.source import key_of
     from tilefold.ops.watch import is_open
 
     q, k, v = (draw(1, 128, 4, 64) for _ in range(3))

@@ -7,10 +7,10 @@ import torch
 from .errors import Unsupported
 from .keywords import refusing, unexpected, unexpected_of
 from .masks import Mask
+from .ops.bound import Prepared
 from .ops.call import Call, check_kinds
 from .ops.dense import attention as _ops
-from .ops.dense.attention_parts import Prepared
-from .ops.dense.fp8 import is_fp8, refuse_packed
+from .ops.dense.fp8 import E4M3, is_fp8, refuse_packed
 from .ops.dense.library import ATTENTION, resolved
 from .ops.faults import mode_for
 from .ops.masking import Terms, holds_tensor, named_terms, spelled
@@ -156,7 +156,8 @@ def attention(
         )
         (causal, window, softcap, alibi_slopes, bias, mask, score_mod, score_args, mask_mod, mask_args,
          score_grad) = spelled(q, k, terms, score, layout)  # fmt: skip
-    if is_fp8(q, q_descale, k_descale, v_descale):
+    scaled = q_descale is not None or k_descale is not None or v_descale is not None
+    if (scaled or getattr(q, "dtype", None) is E4M3) and is_fp8(q, q_descale, k_descale, v_descale):
         from .ops.dense import fp8_library  # here: `import tilefold` stays light
 
         refuse("e4m3 tensors")

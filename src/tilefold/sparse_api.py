@@ -329,7 +329,7 @@ def sparse_plan(
         from .ops.sparse.sparse_backward import backward_plan_of  # here: `import tilefold` stays light
 
         return backward_plan_of(q, k, v, call)
-    return prepared.plan
+    return prepared.plan  # type: ignore[no-any-return]
 
 
 _SPELLED = ("causal", "softcap", "score_mod", "score_args", "mask_mod", "mask_args", "score_grad")

@@ -113,23 +113,14 @@ def attention_backward(
     return dq, dk, dv, *(s if s is None else s.to(t.dtype) for s, t in zip((bias, sinks), added, strict=True))
 
 
-def kvcache(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    call: Any,
-    watch: None,
-    plan: Any,
-) -> None:
-    """Write out and lse of keys in a cache; nobody watches here."""
+def kvcache(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Any, plan: Any) -> None:
+    """Write out and lse of keys in a cache."""
     cached.forward(q, k, v, call.scales[1:], _terms(call, plan), call.source, out, lse)
 
 
 def attention_cached(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Any, plan: Any) -> None:
     """The same without 8-bit caches."""
-    kvcache(q, k, v, out, lse, call, None, plan)
+    kvcache(q, k, v, out, lse, call, plan)
 
 
 def merge_results(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor) -> None:

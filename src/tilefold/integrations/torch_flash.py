@@ -16,8 +16,8 @@ from ..errors import TilefoldError, Unsupported
 from ..ops.backward.attention_backward import backward, differentiable
 from ..ops.call import Call
 from ..ops.dense.attention import forward, prepare
-from ..ops.records import facts_of, recorded
-from ..ops.source import Packed
+from ..ops.records import recorded
+from ..ops.source import Packed, facts_of
 
 Tensor = torch.Tensor
 Maybe = torch.Tensor | None

@@ -1,8 +1,9 @@
-"""A launch whose arguments go by the names of the kernel's own parameters."""
+"""A launch whose arguments go by the names of the kernel's own parameters, and the record of a call of attention that has it."""
 
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,13 +14,17 @@ if TYPE_CHECKING:
 __all__ = [
     "Bound",
     "Box",
+    "Launched",
     "Prepared",
     "RuntimeInt",
     "Slot",
     "attribute",
+    "contiguous",
     "general",
     "is_wide",
     "meta",
+    "new_results",
+    "run",
     "runtime_ints",
     "stand_in",
     "strides_named",
@@ -105,8 +110,10 @@ class Bound:
         else:
             arguments = self.arguments(given)
             self.launch(arguments)
-            # many lengths come once: only the second call makes what is for all later ones
-            self._flat = True if flat is None else self._flattened(arguments) if flat is True else flat
+            if flat is None:  # many lengths come once: only the second call makes what is for all later ones
+                self._flat = True
+            elif flat is True and self.launch._compiled is not None:
+                self._flat = self._flattened(arguments)
 
     def _flattened(self, arguments: list[Any]) -> "Flat | bool":
         """The launch as the driver takes it; True: not yet, False: never."""
@@ -160,11 +167,13 @@ class Bound:
         """(kernel, args, kwargs) of a call, to compile ahead of time."""
         return self.launch.fn, general(self.arguments(given)), self.launch.keywords
 
-    def with_values(self, values: Mapping[str, Any], grid: tuple[int, int, int] | None = None) -> "Bound":
+    def with_values(
+        self, values: Mapping[str, Any], grid: tuple[int, int, int] | None = None, given: tuple[Any, ...] = ()
+    ) -> "Bound":
         """The same launch with other values, on another grid if one is given.
 
         values: more than the kernel has may be there; a Slot makes its argument of what the slot of this name does.  KeyError for
-        another value of a slot."""
+        another value of a slot.  given: what a call gives, whose tensors' lengths descriptors get that are `like` this one's."""
         made = object.__new__(Bound)
         made.names, made._template = self.names, self._template.copy()
         made._values, made._as_given, made._slots = (*self._values, values), self._as_given, self._slots
@@ -181,6 +190,11 @@ class Bound:
             else:
                 alike = alike and self.launch.alike(at, template[at], value)
                 template[at] = value
+        if given:
+            for at, place, make in self._made:
+                box = getattr(make, "__self__", None)
+                if type(box) is Box and box.describe is not None:
+                    makes[at] = box.like(given[place]).over
         made._made = (
             tuple([(at, place, makes.get(at, make)) for at, place, make in self._made]) if makes else self._made
         )
@@ -236,7 +250,7 @@ class Box:
 
     Making one anew costs the host 3 us of checks that the first one already passed; `over` skips them."""
 
-    __slots__ = ("_fields", "_kind")
+    __slots__ = ("_fields", "_kind", "describe", "rows")
 
     def __init__(
         self,
@@ -248,6 +262,8 @@ class Box:
         layout: Any = None,
     ) -> None:
         """kind: Gluon's descriptor, which also has the layout of the box in shared memory; None: Triton's."""
+        self.rows: tuple[int, tuple[int, ...]] | None = None  # of `like`: the length's place, and the strides behind it
+        self.describe: Callable[[torch.Tensor], Box] | None = None
         key = kind, layout, tuple(block)
         checked = _CHECKED.get(key)
         if checked is None:  # by Triton, once: shape and strides of other lengths are as good
@@ -260,6 +276,21 @@ class Box:
         self._kind, fields = checked
         self._fields = {**fields, "shape": shape, "strides": strides}
 
+    def like(self, tensor: torch.Tensor) -> "Box":
+        """That of a tensor which differs from this one's in its length, and in strides that follow."""
+        assert self.describe is not None
+        if self.rows is None:
+            return self.describe(tensor)
+        at, strides = self.rows
+        shape = self._fields["shape"]
+        length = tensor.shape[at]
+        if length == 1 or tensor.stride()[at:] != strides:
+            return self.describe(tensor)
+        made = object.__new__(Box)
+        made._kind, made.rows, made.describe = self._kind, self.rows, self.describe
+        made._fields = {**self._fields, "shape": [*shape[:2], length, *shape[3:]]}
+        return made
+
     def over(self, tensor: torch.Tensor) -> Any:
         """The descriptor of `tensor`, whose base has to be 16-byte aligned."""
         descriptor = object.__new__(self._kind)
@@ -269,11 +300,12 @@ class Box:
         return descriptor
 
 
-class Prepared(NamedTuple):
+class Launched(NamedTuple):
     """The record of a call that one launch makes: what its result is made by, and the launch, None for nothing to compute."""
 
     shape: Any
     bound: Bound | None = None
+    more: Any = None  # what one operation alone keeps
 
 
 def attribute(of: str, path: str, value: object) -> Slot | None:
@@ -305,3 +337,76 @@ def stand_in(dtype: torch.dtype) -> torch.Tensor:
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """A contiguous tensor without memory: for its strides, or as an example to compile with."""
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+# ---------------------------------------------------------------- a call of attention
+
+
+def new_results(
+    q: torch.Tensor, out_shape: tuple[int, ...], lse_shape: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for out and lse.  Shapes with strides: half the time of shapes alone."""
+    device = q.device
+    return (
+        torch.empty_strided(out_shape, contiguous(out_shape), dtype=q.dtype, device=device),
+        torch.empty_strided(lse_shape, contiguous(lse_shape), dtype=torch.float32, device=device),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    strides = [1] * len(shape)
+    for at in range(len(shape) - 1, 0, -1):
+        strides[at - 1] = strides[at] * (shape[at] or 1)
+    return tuple(strides)
+
+
+def run(
+    p: "Prepared", q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Any, *others: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of a call of attention that has this record; others: what it gives besides."""
+    out, lse = new_results(q, p.out_shape, p.lse_shape)
+    if p.bound is not None:
+        if p.look is not None:
+            p.look(p.sizes, q, k, call)
+        p.bound((q, k, v, out, lse, call))
+    return out, lse
+
+
+@dataclass(slots=True)
+class Prepared:
+    """All that follows from the key of a call of attention: its plan, the shapes of its results, and what is launched."""
+
+    planned: Any  # the plan, or what makes it when somebody asks; None: nothing to compute, or nothing planned
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    bound: Any = None  # what q, k, v, out, lse and the call are given to; None: nothing to compute
+    scale: float = 1.0
+    keep: tuple[Any, ...] = ()  # objects whose id is part of the key
+    look: Callable[..., None] | None = None  # reads what says where keys lie, before the launch
+    sizes: Any = None  # of all dimensions, of a call over a cache
+    run: Callable[..., tuple[torch.Tensor, torch.Tensor]] = run
+    shared: dict[Any, Any] | None = None  # backward passes of lengths that make the same tiles, if shared
+    ways: list[Any] = field(default_factory=lambda: [None, None])  # of `Operation`: without gradients, and with
+    further: dict[Any, Any] = field(default_factory=dict)  # other launches of the call, as of its backward passes
+
+    @property
+    def plan(self) -> Any:
+        """None: nothing to compute.  Of lengths that are new it is made when somebody asks."""
+        if callable(self.planned):
+            self.planned = self.planned()
+        return self.planned
+
+    def of_lengths(self, planned: Any, shapes: Any, bound: Any, shared: Any = None) -> "Prepared":
+        """That of a call of other lengths, which shares checks and options."""
+        out, lse = shapes
+        return Prepared(
+            planned, out, lse, bound, self.scale, self.keep, self.look, self.sizes, self.run, shared, self.ways
+        )
+
+    @property
+    def problem(self) -> Any:
+        """That of attention, where there is something to compute."""
+        found = self.plan.problem
+        return getattr(found, "attention", found)

@@ -1,4 +1,4 @@
-"""A call of attention as given: its record, the key that decides everything that follows from it, and its checks."""
+"""A call of attention as given: its record and its checks.  Its key: `ops/source.py`."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -8,8 +8,7 @@ import torch
 from ..check import FLOATS, TensorSpec, bind, check_number
 from ..errors import DeviceError, DtypeError, ShapeError, TilefoldError, Unsupported, ValueRangeError
 from ..types import Constant, Layout, ModArgs, ModFunction, Rules, Window
-from .numerics import ASKED, check_numerics
-from .records import facts_of
+from .numerics import check_numerics
 from .source import UNSCALED, Lists, Packed, Paged, Scales, Source
 from .unpacking import check_unpacking
 
@@ -31,12 +30,7 @@ __all__ = [
     "check_kinds",
     "check_options",
     "check_slope",
-    "facts_of",
-    "facts_of_args",
-    "is_plain",
-    "key_of",
     "layout_hint",
-    "options_of",
     "result_shapes",
     "shapes_of",
     "sizes_of",
@@ -129,64 +123,6 @@ class Call(NamedTuple):
     def placement(self) -> tuple[torch.Tensor | None, ...]:
         """The tensors that say where the sequences lie."""
         return () if self.source is None else self.source.tensors
-
-
-# ---------------------------------------------------------------- the key
-
-
-def key_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, *others: Any) -> Any:
-    """Everything that a Prepared record depends on.  others: what a call gives besides, of which nothing does."""
-    plain: Any = (facts_of(q), facts_of(k), facts_of(v), (options_of(call), call.numerics or ASKED[-1]))
-    source, lists, scales = call.source, call.lists, call.scales
-    if source is not None or scales is not UNSCALED or lists is not None:
-        parts = source, lists, None if scales is UNSCALED else scales
-        plain = (plain, *[None if part is None else (type(part), part.facts()) for part in parts])
-    if is_plain(call):
-        return plain
-    return (
-        plain,
-        tuple(None if t is None else facts_of(t) for t in call[5:9]),
-        (id(call.score_mod), facts_of_args(call.score_args), id(call.mask_mod), facts_of_args(call.mask_args)),
-        (id(call.plan), id(call.score_grad), id(call.backward_plan)),
-        (type(call.dropout_p), call.dropout_p, None if call.dropout_seed is None else facts_of(call.dropout_seed)),
-    )
-
-
-def options_of(call: Call) -> Any:
-    """causal, window, scale, softcap and layout, and their types: 1 == True == 1.0, but causal=1 is refused; deterministic."""
-    causal, window, scale, softcap, _ = options = call[:5]
-    sides = None if window is None else tuple(map(type, window))
-    return options, type(causal), type(scale), type(softcap), sides, call.deterministic
-
-
-def is_plain(call: Call) -> bool:
-    """No modifications, no hooks, no plan: the short key will do."""
-    slopes, bias, mask, sinks, score_mod, score_args, mask_mod, mask_args, _, plan, grad, backward, p, seed = call[5:-5]
-    return (
-        slopes is None
-        and bias is None
-        and mask is None
-        and sinks is None
-        and score_mod is None
-        and mask_mod is None
-        and plan is None
-        and grad is None
-        and backward is None
-        and type(p) is float
-        and p == 0.0
-        and seed is None
-        and score_args == ()
-        and mask_args == ()
-    )
-
-
-def facts_of_args(args: ModArgs) -> Any:
-    """Of a number its type, and of an integer the width: 32 bits, 64 or more."""
-    return type(args), tuple([facts_of(a) if isinstance(a, torch.Tensor) else (type(a), _width_of(a)) for a in args])
-
-
-def _width_of(number: Any) -> int:
-    return sum(not -limit <= number < limit for limit in (1 << 31, 1 << 63)) if isinstance(number, int) else 0
 
 
 def args_of(call: Any) -> dict[str, Any]:

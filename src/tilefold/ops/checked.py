@@ -12,8 +12,8 @@ import torch
 from .device import device_of
 from .faults import WORDS, Mode, Watch, note_of, watch_of
 from .places import check_packed
-from .records import facts_of_values, recorded
-from .source import Packed
+from .records import recorded
+from .source import Packed, facts_of_values
 from .watch import is_watched
 
 CHUNK = 128  # entries that a program looks at at a time

@@ -48,6 +48,17 @@ def disabled() -> bool:
 def box_of(t: torch.Tensor, layout: Layout, rows: int, columns: int = 64, heads: int = 1) -> "Box":
     """Boxes of 64 columns (128 bytes, the widest that TMA swizzles) or 32.  heads: a divisor of rows; so many are
     brought together, of rows / heads tokens, and the descriptor is of [B, H / heads, N, heads, D]."""
+    made = _box_of(t, layout, rows, columns, heads)
+    made.describe = functools.partial(box_of, layout=layout, rows=rows, columns=columns, heads=heads)
+    at = 0 if t.dim() == 3 else 1
+    if (
+        layout == "bshd" and t.shape[at] > 1 and (at == 0 or t.shape[0] == 1)
+    ):  # else other strides follow from the length
+        made.rows = at, t.stride()[at:]
+    return made
+
+
+def _box_of(t: torch.Tensor, layout: Layout, rows: int, columns: int, heads: int) -> "Box":
     if heads == 1:
         return describe_box(t, layout, rows, columns, *descriptor((1, 1, rows, columns), t.dtype))
     box = (1, 1, rows // heads, heads, columns)

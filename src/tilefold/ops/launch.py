@@ -123,7 +123,7 @@ class Launch:
 
     def _first(self, args: Sequence[Any]) -> None:
         """Through Triton, unless another call of the same specialisation has been there."""
-        if interpreting():
+        if type(self.fn).__name__ == "InterpretedFunction" or interpreting():
             if isinstance(self.fn, triton.JITFunction):
                 raise DeviceError("Triton was imported before TRITON_INTERPRET=1 was set: restart Python with it set")
             begin = time.perf_counter()

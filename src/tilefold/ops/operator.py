@@ -61,12 +61,15 @@ class Gradient(NamedTuple):
 class Operation:
     """The operators tilefold::name and tilefold::name_backward, and their eager forms, by the annotations of `forward`.
 
-    forward(*args), fake(*args): the results, and results without values after all checks that need no device.
+    forward(*args): the results; or a `recorded` function, of the same arguments, whose record `run(record, *args)` makes them.
+    fake(*args): results without values, after all checks that need no device; the operator's schema is that of its annotations
+        where forward is recorded, else that of forward's.
     gradient: how it is differentiated; or what Unsupported says to who asks for it.
     before(*args): raises what is wrong with a call whatever its tensors, while it is traced.
     parts: the records that a record among the arguments may hold here; a field without one of them is no part of the schema.
-    prepare, run: forward in two steps: the record of a call, a `recorded` function, and run(record, *args).  Who has to see a
-        call follows from its key and from torch's state: it is decided once for each key, and kept in the record's `ways`.
+
+    Who has to see a call follows from its key and from torch's state: of a recorded function it is decided once for each key, and
+    kept in the record's `ways`.
 
     A call raises Unsupported for a forward-mode tangent, inside torch.func's vmap and jvp, and for a tensor that requires a
     gradient and gets none; so does a derivative of the gradient."""
@@ -79,13 +82,13 @@ class Operation:
         gradient: Gradient | str,
         before: Callable[..., object] = lambda *args: None,
         parts: tuple[type, ...] = (),
-        prepare: Any = None,
-        run: Callable[..., Any] | None = None,
     ) -> None:
-        self.name, self.forward, self.gradient, self.before = f"tilefold::{name}", forward, gradient, before
-        self.prepare, self.run = prepare, run
-        self.arguments = arguments = Arguments(forward, parts)
-        self.results = max(1, len(get_args(inspect.signature(forward).return_annotation)))
+        self.name, self.gradient, self.before = f"tilefold::{name}", gradient, before
+        self.prepare: Any = forward if hasattr(forward, "made_at") else None
+        self.forward = forward = self._forward if self.prepare is not None else forward
+        annotated = forward if self.prepare is None else fake
+        self.arguments = arguments = Arguments(annotated, parts)
+        self.results = max(1, len(get_args(inspect.signature(annotated).return_annotation)))
 
         def launch(*flat: Any) -> Any:
             with inside_operator():
@@ -110,7 +113,12 @@ class Operation:
 
     def __call__(self, *args: Any) -> Any:
         """The results, by the cheapest way that everyone who watches can follow."""
-        if self.prepare is not None and not (torch.compiler.is_compiling() or is_open()):
+        if self.prepare is not None and not (
+            torch.compiler.is_compiling()
+            or torch._C._functorch.peek_interpreter_stack() is not None  # `is_open`, in every call
+            or torch._C._len_torch_dispatch_stack() > 0
+            or torch.autograd.forward_ad._current_level >= 0
+        ):
             try:
                 found = records.CACHE.get(key := (self.prepare.operation, self.prepare.key_of(*args)))
             except (AttributeError, RuntimeError, TypeError):  # the checks say which argument is wrong
@@ -156,12 +164,17 @@ class Operation:
 
     def plain(self, args: tuple[Any, ...], kept: bool, key: Any = None) -> Any:
         """The results of an eager call that nobody watches; kept: those of its key all come this way; key: as of `first`."""
-        if self.prepare is None or self.run is None:
+        if self.prepare is None:
             return self.forward(*args)
         found = self.prepare.made_at(key, args) if kept and key is not None else self.prepare(*args)
         if kept:
-            found.ways[torch.is_grad_enabled()] = self.run
-        return self.run(found, *args)
+            found.ways[torch.is_grad_enabled()] = found.run
+        return found.run(found, *args)
+
+    def _forward(self, *args: Any) -> Any:
+        """The results of a call by its record, which may be among the arguments."""
+        found = self.arguments.prepared_in(args) or self.prepare(*args)
+        return found.run(found, *args)
 
     def _with_gradient(self, found: Any, *args: Any) -> Any:
         """The results of an eager call, with a node of autograd; found: the call's record, None without one."""

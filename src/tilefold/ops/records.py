@@ -4,34 +4,17 @@ import functools
 from collections.abc import Callable, Hashable
 from typing import Any, ParamSpec, TypeVar
 
-import torch
-
 from .first_call import without_collector
+from .source import facts_of_values
 
-__all__ = ["CACHE", "facts_of", "facts_of_values", "no_ways", "recorded", "remember"]
+__all__ = ["CACHE", "recorded", "remember"]
 
 LIMIT = 1 << 14  # records; a program that needs more makes new shapes all the time, and begins anew
-Ways = list[Any]
 CACHE: dict[Any, Any] = {}
 """Records of all operations, by (operation, key)."""
 
 Arguments = ParamSpec("Arguments")
 Record = TypeVar("Record")
-
-
-def no_ways() -> Ways:
-    """Of a record of calls: what runs them without gradients, and with; None until an `Operation` has found out."""
-    return [None, None]
-
-
-def facts_of(t: torch.Tensor) -> Any:
-    """What of a tensor decides checks, plan, compilation, and who has to see a call of it."""
-    return type(t), t.shape, t.stride(), t.dtype, t.device, t.is_neg(), t.data_ptr() & 15 == 0, t.requires_grad
-
-
-def facts_of_values(*values: Any) -> tuple[Any, ...]:
-    """Facts of tensors; of all else its type and itself."""
-    return tuple([facts_of(v) if isinstance(v, torch.Tensor) else (type(v), v) for v in values])
 
 
 def recorded(

@@ -38,10 +38,6 @@ class BoundFunction:
     def __call__(self, given: tuple[Any, ...]) -> Any:
         return self.function(*given, *self.options)
 
-    def run(self, *given: Any) -> Any:
-        """The same, as a `Decoder` is called."""
-        return self.function(*given, *self.options)
-
 
 def function_at(operation: str, device: torch.device, *options: Any) -> Any:
     """The `BoundFunction` of an operation on tensors of `device`; None where kernels are launched.

@@ -1,4 +1,5 @@
-"""Where the keys of a call lie, and which of them a query block sees: the parts of a `Call` that kernels differ by.
+"""Where the keys of a call lie, and which of them a query block sees: the parts of a `Call` that kernels differ by; and the key
+of a call, by which its record is found.
 
 Nothing of a tensor is read on the host."""
 
@@ -7,7 +8,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .records import facts_of
+from ..types import ModArgs
+from .numerics import ASKED
+
+
+def facts_of(t: torch.Tensor) -> Any:
+    """What of a tensor decides checks, plan, compilation, and who has to see a call of it."""
+    return type(t), t.shape, t.stride(), t.dtype, t.device, t.is_neg(), t.data_ptr() & 15 == 0, t.requires_grad
+
+
+def facts_of_values(*values: Any) -> tuple[Any, ...]:
+    """Facts of tensors; of all else its type and itself."""
+    return tuple([facts_of(v) if isinstance(v, torch.Tensor) else (type(v), v) for v in values])
 
 
 class Packed(NamedTuple):
@@ -122,4 +134,65 @@ class Lists(NamedTuple):
 
     def facts(self) -> Any:
         """What of the lists decides checks, plan and compilation."""
-        return self.kept or (tuple([None if t is None else facts_of(t) for t in self[:4]]), self[4:8])
+        return tuple([None if t is None else facts_of(t) for t in self[:4]]), self[4:8]
+
+
+# ---------------------------------------------------------------- the key
+
+
+def key_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Any, *others: Any) -> Any:
+    """Everything that the record of a `Call` depends on.  others: what a call gives besides, which decides over a cache alone.
+
+    Of options the types, too: 1 == True == 1.0, but causal=1 is refused."""
+    causal, window, scale, softcap, _ = options = call[:5]
+    sides = None if window is None else tuple(map(type, window))
+    kinds = options, type(causal), type(scale), type(softcap), sides, call.deterministic, call.numerics or ASKED[-1]
+    plain: Any = facts_of(q), facts_of(k), facts_of(v), kinds
+    source, lists, scales = call.source, call.lists, call.scales
+    if lists is not None:
+        listed = Lists, lists.kept or lists.facts()
+        plain = plain, None if source is None else (type(source), source.facts()), listed
+    elif source is not None or scales is not UNSCALED:
+        parts = source, None if scales is UNSCALED else scales
+        plain = plain, *[None if part is None else (type(part), part.facts()) for part in parts]
+        if type(source) is Cache:
+            plain = (*plain, k.data_ptr() == v.data_ptr(), *others)
+    if is_plain(call):
+        return plain
+    return (
+        plain,
+        tuple([None if t is None else facts_of(t) for t in call[5:9]]),
+        (id(call.score_mod), facts_of_args(call.score_args), id(call.mask_mod), facts_of_args(call.mask_args)),
+        (id(call.plan), id(call.score_grad), id(call.backward_plan)),
+        (type(call.dropout_p), call.dropout_p, None if call.dropout_seed is None else facts_of(call.dropout_seed)),
+    )
+
+
+def is_plain(call: Any) -> bool:
+    """No modifications, no hooks, no plan: the short key will do."""
+    slopes, bias, mask, sinks, score_mod, score_args, mask_mod, mask_args, _, plan, grad, backward, p, seed = call[5:-5]
+    return (
+        slopes is None
+        and bias is None
+        and mask is None
+        and sinks is None
+        and score_mod is None
+        and mask_mod is None
+        and plan is None
+        and grad is None
+        and backward is None
+        and type(p) is float
+        and p == 0.0
+        and seed is None
+        and score_args == ()
+        and mask_args == ()
+    )
+
+
+def facts_of_args(args: ModArgs) -> Any:
+    """Of a number its type, and of an integer the width: 32 bits, 64 or more."""
+    return type(args), tuple([facts_of(a) if isinstance(a, torch.Tensor) else (type(a), _width_of(a)) for a in args])
+
+
+def _width_of(number: Any) -> int:
+    return sum(not -limit <= number < limit for limit in (1 << 31, 1 << 63)) if isinstance(number, int) else 0

@@ -216,11 +216,27 @@ def test_a_plan_that_holds_is_the_plan_of_every_length_of_its_step(given, at, de
     group = given.pop("group")
     problem = AttentionProblem(heads=given["kv_heads"] * group, dim_v=given["dim_qk"], causal=True, **given)
     here = device_named(device)
-    length = max(1, problem.seq_k // STEP * STEP + at)
+    length = (problem.seq_k - 1) // STEP * STEP + 1 + at
     plan = plan_forward(replace(problem, seq_k=length), here)
-    if plan_holds(problem, here):
+    if plan_holds(problem.seq_k, lambda keys: plan_forward(replace(problem, seq_k=keys), here)):
         assert isinstance(plan, DecodePlan)
         assert cut_of(plan) == cut_of(plan_forward(problem, here))
+
+
+@given(
+    given=GROWING, at=st.integers(0, STEP - 1), device=st.sampled_from(["h200", "h100", "a100", "interpreter"]),
+    page=st.sampled_from([0, 1, 16, 64]), storage=st.sampled_from(["plain", "int8"]), equal=st.booleans(),
+)  # fmt: skip
+def test_so_is_that_of_every_capacity_of_its_step(given, at, device, page, storage, equal):
+    group = given.pop("group")
+    problem = AttentionProblem(heads=given["kv_heads"] * group, dim_v=given["dim_qk"], causal=True, **given)
+
+    def plan(capacity):
+        return plan_decode(DecodeProblem(replace(problem, seq_k=capacity), storage, page, False, equal), here)
+
+    here = device_named(device)
+    if plan_holds(problem.seq_k, plan):
+        assert cut_of(plan((problem.seq_k - 1) // STEP * STEP + 1 + at)) == cut_of(plan(problem.seq_k))
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
@@ -233,7 +249,7 @@ def test_a_growing_cache(layout, dim, monkeypatch):
     planned = []
     monkeypatch.setattr(ops, "_prepare", lambda *call, made=ops._prepare: planned.append(call[1].shape) or made(*call))
     monkeypatch.setattr(records, "CACHE", {})
-    lengths = (3 * STEP - 1, 3 * STEP, 3 * STEP + 1, 3 * STEP + 70, 4 * STEP - 1, 4 * STEP)
+    lengths = (6 * STEP - 1, 6 * STEP, 6 * STEP + 1, 6 * STEP + 70, 8 * STEP - 1, 8 * STEP)
     for length in lengths:
         q, k, v = qkv(2, 1, length, 4, 2, dim)
         if layout == "bhsd":
@@ -247,7 +263,7 @@ def test_a_growing_cache(layout, dim, monkeypatch):
 
 def test_a_growing_cache_with_padding():
     """The mask grows with it, as in generation from a batch of prompts of different lengths."""
-    for length in (2 * STEP, 2 * STEP + 1, 2 * STEP + 2, 2 * STEP + 17):
+    for length in (4 * STEP, 4 * STEP + 1, 4 * STEP + 2, 4 * STEP + 17):
         mask = torch.ones(2, 1, 1, length, dtype=torch.bool)
         mask[1, ..., :9] = False
         hold(*qkv(2, 1, length, 4, 2, 32), causal=True, mask=mask)

@@ -10,7 +10,7 @@ from tilefold.ops.cache import kvcache
 from tilefold.ops.call import Call
 from tilefold.ops.dense import attention
 from tilefold.ops.faults import watch_of
-from tilefold.ops.source import UNSCALED, Cache, Scales
+from tilefold.ops.source import UNSCALED, Cache, Scales, key_of
 from tilefold.plan import device_named
 
 DEVICE = device_named("h200")
@@ -58,7 +58,7 @@ SORTS = {make.__name__: make for make in (in_one_piece, of_one_sequence, shared,
 
 
 def prepared(q, k, v, call, check=False):
-    return kvcache._prepare(q, k, v, call, check)
+    return kvcache.prepare(q, k, v, call, check)
 
 
 def told(decoder, q, k, v, call):
@@ -82,8 +82,13 @@ def test_the_record_is_that_of_a_call_of_its_own(sort, keys, check, monkeypatch)
     again = prepared(*given, check)
     own = kvcache._prepared(*given, check)
     assert again.sizes == own.sizes and again.sizes != near.sizes
-    assert (again.out_shape, again.lse_shape, again.trusted) == (own.out_shape, own.lse_shape, own.trusted)
-    assert told(again.decoder, *given) == told(own.decoder, *given)
+    assert (again.out_shape, again.lse_shape, again.run, again.look) == (
+        own.out_shape,
+        own.lse_shape,
+        own.run,
+        own.look,
+    )
+    assert told(again.bound, *given) == told(own.bound, *given)
 
 
 def test_lengths_that_are_cut_alike_are_not_checked_again(monkeypatch):
@@ -98,7 +103,7 @@ def test_what_is_no_capacity_has_a_key_of_its_own():
     cache = call.source
 
     def family(q, k, v, call, check=False):
-        return kvcache._key_of_any_capacity(kvcache._key(q, k, v, call, check), call)
+        return kvcache._key_of_any_capacity(key_of(q, k, v, call, check), call)
 
     key = family(q, k, v, call)
     assert key is not None and key == family(*in_one_piece(3000))
@@ -135,4 +140,4 @@ def test_attention_of_one_query(keys, monkeypatch):
     again, own = attention.prepare(*given), attention._prepare(*given)
     assert again.plan == own.plan != near.plan and str(again.plan) == str(own.plan)
     assert (again.out_shape, again.lse_shape, again.problem) == (own.out_shape, own.lse_shape, own.problem)
-    assert told(again.decoder, *given) == told(own.decoder, *given)
+    assert told(again.bound, *given) == told(own.bound, *given)

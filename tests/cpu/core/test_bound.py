@@ -10,7 +10,7 @@ from tilefold.ops.bound import Bound, Slot, attribute, strides_named
 class Launch:
     """Of a kernel (Q, scale, Bias, cap, BLOCK) without descriptors, which notes its arguments."""
 
-    maps = None
+    maps = _compiled = None
 
     def __init__(self):
         self.fn = types.SimpleNamespace(__name__="kernel", arg_names=["Q", "scale", "Bias", "cap", "BLOCK"])

@@ -8,7 +8,8 @@ import tilefold
 from cases import rand
 from tilefold import BlockIndex, LayoutError, Unsupported, ValueRangeError
 from tilefold.ops import records
-from tilefold.ops.call import Call, key_of
+from tilefold.ops.call import Call
+from tilefold.ops.source import key_of
 
 B, N, H, D = 1, 32, 2, 16
 

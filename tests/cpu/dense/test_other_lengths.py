@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from cases import arguments_of
 from examples import examples
 from tilefold.ops.bound import Bound, Slot
-from tilefold.ops.call import Call, key_of, result_shapes, sizes_of
+from tilefold.ops.call import Call, result_shapes, sizes_of
 from tilefold.ops.dense import attention
 from tilefold.ops.dense.attention import _bind, _bind_again, _key_of_any_length
 from tilefold.ops.dense.attention_hopper import bind
 from tilefold.ops.dense.attention_parts import problem_of
 from tilefold.ops.launch import Launch
-from tilefold.ops.source import Packed
+from tilefold.ops.source import Packed, key_of
 from tilefold.plan import AttentionProblem, DecodePlan, device_named, plan_attention, plan_forward
 from tilefold.plan.dense.forward import lengths_alike, plan_alike, shared_by_tiles
 
@@ -45,7 +45,7 @@ def record(q, k, v, call, portable=False):
         result_shapes(call, sizes),
     )
     if portable:
-        return plan, _bind(q, k, v, call, sizes, window, 0.125, 0.0, plan, *shapes)
+        return plan, _bind(q, k, v, call, sizes, 0.125, shapes, plan)
     return plan, bind(q, k, v, call, window, 0.125, plan, shapes)
 
 
@@ -225,5 +225,5 @@ def test_lengths_of_the_decode_kernel_have_a_record_of_their_own(monkeypatch):
     assert isinstance(plan_forward(replace(near.plan.problem, seq_q=1), device_named("h200")), DecodePlan)
     monkeypatch.setattr(attention, "device_of", lambda *args: device_named("h200"))
     monkeypatch.setattr(attention.records, "CACHE", {family_of(q, k, v, Call(**more)): near})
-    monkeypatch.setattr(attention, "_prepare", lambda *args: SimpleNamespace(bound=None, decoder="decoder"))
-    assert attention.prepare(q, k, v, Call(source=steps)).decoder == "decoder"
+    monkeypatch.setattr(attention, "_prepare", lambda *args: SimpleNamespace(bound="decoder"))
+    assert attention.prepare(q, k, v, Call(source=steps)).bound == "decoder"

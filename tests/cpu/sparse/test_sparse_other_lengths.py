@@ -6,8 +6,8 @@ import torch
 from cases import arguments_of
 from tilefold.ops import records
 from tilefold.ops.bound import stand_in
-from tilefold.ops.call import Call, key_of
-from tilefold.ops.source import Lists
+from tilefold.ops.call import Call
+from tilefold.ops.source import Lists, key_of
 from tilefold.ops.sparse import sparse, sparse_backward, sparse_backward_hopper
 from tilefold.plan import device_named
 

@@ -7,13 +7,14 @@ import torch
 
 from ...errors import DtypeError
 from ..bound import Bound
-from ..call import Call, facts_of, window_of
+from ..call import Call, window_of
 from ..dense import attention
 from ..dense.attention_parts import band_of, kind_of, option_values, side_of
 from ..device import device_of, interpreting
 from ..first_call import without_collector
 from ..hopper import chosen_or_none, disabled
 from ..serve import BoundFunction, function_at, plan_at
+from ..source import facts_of
 from .attention_backward_loads import (
     bind_loads,
     elements_of,
@@ -58,12 +59,12 @@ def differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
     names a part of the call whose derivative nobody gave."""
     prepared = attention.prepare(q, k, v, call)
     asked = "planned", call.bias is not None and call.bias.requires_grad, call.deterministic, needed(call)
-    if asked not in prepared.backward:
+    if asked not in prepared.further:
         score_slope(call.score_mod, call.score_grad)
         if asked[3]:
             loads_of_call(call, asked[3])
         if prepared.planned is not None:
-            prepared.backward[asked] = backward_plan_of(prepared.problem, call, q, asked[1], asked[3])
+            prepared.further[asked] = backward_plan_of(prepared.problem, call, q, asked[1], asked[3])
     return prepared
 
 
@@ -93,7 +94,7 @@ def backward(
     if isinstance(prepared.bound, BoundFunction):
         plan = backward_plan_of(prepared.problem, call, q, wanted[3], loads)
         own = function_at("attention_backward", q.device, plan)
-        return own.run(*saved, dout, dlse, call, asked)  # type: ignore[no-any-return]
+        return own((*saved, dout, dlse, call, asked))  # type: ignore[no-any-return]
     exact = q.dtype == torch.float32
     dout = dout.contiguous() if exact else readable(dout)  # what `weighted` makes of it has other strides else
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
@@ -177,7 +178,7 @@ def _bound(
     dout, _, dlse = beside
     given = None if dlse is None else facts_of(dlse)
     key = facts_of(dout), facts_of(tensors[3]), given, with_bias, call.deterministic, loads
-    found: DenseBound | GluonBound | SpansBound | None = prepared.backward.get(key)
+    found: DenseBound | GluonBound | SpansBound | None = prepared.further.get(key)
     if found is None:
         alike = _key_of_tiles(prepared, tensors, call, key)
         near = None if alike is None else prepared.shared.get(alike)
@@ -187,7 +188,7 @@ def _bound(
                 found = _bound_anew(prepared, tensors, beside, call, with_bias, loads)
             if alike is not None and found.plan.kernel == HOPPER and not found.plan.queries_at_once:
                 prepared.shared[alike] = found
-        prepared.backward[key] = found
+        prepared.further[key] = found
     return found
 
 
@@ -197,7 +198,7 @@ def _bound_anew(
     """`_bound` of a call that is like none before."""
     from ...plan.backward.attention_backward import plan_attention_backward
 
-    plan = prepared.backward.get(("planned", with_bias, call.deterministic, loads))
+    plan = prepared.further.get(("planned", with_bias, call.deterministic, loads))
     if plan is None:  # nobody asked `differentiable`
         plan = backward_plan_of(prepared.problem, call, tensors[0], with_bias, loads)
     found: GluonBound | SpansBound | None = None

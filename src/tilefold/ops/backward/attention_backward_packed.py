@@ -15,9 +15,11 @@ from .hopper_backward import (
     UNIT,
     GluonBound,
     Scratch,
+    boxed_sides,
     gradients_of,
     kept_box,
     packed_strides,
+    side_boxes,
     statistics_box,
     values_of_lengths,
 )
@@ -46,8 +48,9 @@ class PackedBound(GluonBound):
         if order.together != self.together:
             return None
         values = values_of_lengths(tensors, dout, call) | _values(self.plan, order, tensors[0].dtype)
-        first = self.first.with_values(values, _first_grid(self.plan, order, tensors))
-        main = self.main.with_values(values, _main_grid(order))
+        given = (*tensors, dout)
+        first = self.first.with_values(values, _first_grid(self.plan, order, tensors), given)
+        main = self.main.with_values(values, _main_grid(order), given)
         return PackedBound(self.plan, _buffers(self.plan, order, tensors), first, main, None, order.together)
 
 
@@ -59,6 +62,7 @@ def bound_launches(
     n, order = plan.problem, _order_of(plan, tensors)
     left, right = (UNBOUNDED if side < 0 else side for side in window_of(call.window, call.causal))
     values = {
+        **boxed_sides(side_boxes(q, dout, k, v, call.layout)),
         **values_of_lengths(tensors, dout, call),
         **_values(plan, order, q.dtype),
         "CuQ": attribute("call", "source.cu_q", call.packed),

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ...types import Layout
-from ..bound import Bound, Box, Slot, stand_in
+from ..bound import Bound, Box, Slot, contiguous, stand_in
 from ..call import Call
-from ..dense.attention_parts import contiguous, head_strides
+from ..dense.attention_parts import head_strides
 from ..first_call import in_background
 from ..hopper import box_of, descriptor
 from .backward_parts import side_strides
@@ -51,7 +51,7 @@ class GluonBound:
     def of_lengths(self, tensors: Tensors, dout: torch.Tensor, call: Call) -> "GluonBound | None":
         """The launches of a call that differs in its lengths, which make the same tiles; None if they are others."""
         values = values_of_lengths(tensors, dout, call)
-        first, main = self.first.with_values(values), self.main.with_values(values)
+        first, main = (one.with_values(values, None, (*tensors, dout)) for one in (self.first, self.main))
         return GluonBound(self.plan, (*self.buffers[:-3], *gradients_of(tensors)), first, main)
 
     def scratch(self, device: Any) -> Tensors:
@@ -81,9 +81,9 @@ class GluonBound:
 
 
 def values_of_lengths(tensors: Tensors, dout: torch.Tensor, call: Call) -> dict[str, Any]:
-    """Values that differ with the lengths of a call, among those that make the same tiles; tensors: q, k, v, out."""
+    """Numbers that differ with the lengths of a call, among those that make the same tiles; tensors: q, k, v, out."""
     q, k, v, out = tensors
-    values: dict[str, Any] = boxed_sides(side_boxes(q, dout, k, v, call.layout))
+    values: dict[str, Any] = {}
     if call.packed is not None:
         values |= {"max_q": call.packed.max_q, "max_k": call.packed.max_k, "total_q": q.shape[0], "total_k": k.shape[0]}
         return values | packed_strides(o=out, d=dout)

@@ -7,15 +7,15 @@ import torch
 
 from ...check import FLOATS, TensorSpec, bind, check_own_rows
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
-from ..bound import Bound, meta, strides_named
+from ..bound import Bound, Launched, meta, strides_named
 from ..call import check_integer
 from ..checked import checked_places
 from ..device import device_of, interpreting, on_host
 from ..faults import WORDS, Watch, note_of
 from ..places import check_side
-from ..records import facts_of_values, recorded
+from ..records import recorded
 from ..serve import function_at
-from ..source import Scales
+from ..source import Scales, facts_of_values
 from ..watch import is_watched
 from .cached_call import check_scales
 from .rotary import ELEMENTS, angles_of
@@ -54,14 +54,6 @@ GIVEN = ("K", "V", "Q", "KCache", "VCache", "QOut", "Cos", "Sin", "Cu", "Lengths
 """What a call gives to the kernel."""
 
 
-class Prepared(NamedTuple):
-    """What follows from a call's key.  bound None: there is nothing to write."""
-
-    sizes: dict[str, int]
-    bound: Bound | None
-    native: bool = True  # the device itself converts to e4m3, if the cache is of that
-
-
 def cache_append(call: Append, check: bool | Watch = False) -> torch.Tensor | None:
     """See `tilefold.kvcache_append`; returns the turned q, None without q.  No gradients: tensors are taken as detached."""
     for name, t in (("k", call.k), ("v", call.v), ("q", call.q)):
@@ -79,15 +71,15 @@ def _launch(call: Append, check: bool = False) -> torch.Tensor:
     turned = call.k.new_empty(0) if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if p.bound is not None:
         if check or (on_host(call.k_cache) and not call.operation):
-            _check_values(p.sizes, call)
+            _check_values(p.shape, call)
         fault = note_of(call.k_cache.device) if call.operation else None
-        call = _within(call, p.sizes)
-        p.bound(_given(call, None if q is None else turned, fault, p.native))
+        call = _within(call, p.shape)
+        p.bound(_given(call, None if q is None else turned, fault, p.more))
     return turned
 
 
 def _given(call: Append, out: torch.Tensor | None, fault: torch.Tensor | None, native: bool) -> tuple[Any, ...]:
-    """As GIVEN names it; native: as of `Prepared`."""
+    """As GIVEN names it; native: the device itself converts to e4m3."""
     k_cache, v_cache = (
         t if native or t.dtype != torch.float8_e4m3fn else t.view(torch.uint8) for t in (call.k_cache, call.v_cache)
     )
@@ -246,17 +238,18 @@ def _code(k_cache: torch.Tensor, native: bool) -> int:
 
 
 @recorded("cache_append", lambda call: facts_of_values(*call))
-def _prepare(call: Append) -> Prepared:
+def _prepare(call: Append) -> Launched:
+    """What follows from a call's key: sizes, the launch, and whether the device itself converts to e4m3."""
     n = _sizes(call)
     if (own := function_at("kvcache_append", call.k_cache.device, call.interleaved)) is not None:
-        return Prepared(n, own)
+        return Launched(n, own, True)
     if call.k_cache.device.type == "meta":
         return _bind(call, n, True, 132)
     device = device_of(call.k_cache.device)
     return _bind(call, n, device.has("e4m3"), device.sms)
 
 
-def _bind(call: Append, n: dict[str, int], native: bool, sms: int) -> Prepared:
+def _bind(call: Append, n: dict[str, int], native: bool, sms: int) -> Launched:
     """Grid, scalars and constants."""
     from ...kernels.cache.cache_append import cache_append as kernel
     from ..launch import Launch
@@ -264,7 +257,7 @@ def _bind(call: Append, n: dict[str, int], native: bool, sms: int) -> Prepared:
     heads = 0 if call.q is None else n["heads"]
     most = n["tokens"] * max(n["kv_heads"], heads)
     if n["batch"] == 0 or most == 0:
-        return Prepared(n, None)
+        return Launched(n, None, native)
     if most >= 1 << 30:
         raise Unsupported(
             f"k has {n['tokens']} tokens of {max(n['kv_heads'], heads)} heads: {most} rows, accepted: below 2^30"
@@ -294,7 +287,7 @@ def _bind(call: Append, n: dict[str, int], native: bool, sms: int) -> Prepared:
         programs += -(-n["tokens"] // rows)  # they look at the tensors that say where rows lie
     warps = max(1, min(4, rows * width // (ELEMENTS // 4)))
     launch = Launch(kernel, (programs, 1, 1), constants, {"num_warps": warps}, call.k.device.index or 0)
-    return Prepared(n, Bound(launch, GIVEN, _values(call, n, heads, own)), native)
+    return Launched(n, Bound(launch, GIVEN, _values(call, n, heads, own)), native)
 
 
 def _values(call: Append, n: dict[str, int], heads: int, own: int) -> dict[str, Any]:

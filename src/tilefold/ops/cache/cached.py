@@ -1,22 +1,22 @@
 """Forward attention over a KV cache: check, plan, allocate, launch, merge; and the operator for torch's dispatcher."""
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ...errors import Unsupported
-from ..bound import Bound, strides_named
-from ..call import Call, check_options, key_of, window_of
-from ..dense.attention_parts import head_strides, kind_of, new_results, option_values, problem_of, shared_values
+from ..bound import Bound, Prepared, run, strides_named
+from ..call import Call, check_options, window_of
+from ..dense.attention_parts import head_strides, kind_of, option_values, problem_of, shared_values
+from ..dense.split import Both, Split, bind_merge
 from ..device import device_of, interpreting, on_host
 from ..faults import Watch
 from ..operator import Operation
 from ..places import check_side
 from ..records import recorded
 from ..serve import function_at, plan_at
-from ..source import Cache
+from ..source import Cache, key_of
 from ..watch import is_transformed, is_watched, refuse_derivatives
 from .cached_call import (
     cache_of,
@@ -33,21 +33,6 @@ __all__ = ["attention_cached", "check_cached", "example_launch"]
 GIVEN = ("q", "k", "v", "out", "lse", "call")
 BLOCK_SPLITS = 32  # partials that one step of the merge takes in
 LEAST_ROWS = 16  # of a tile of the decode kernel
-
-
-@dataclass(slots=True)
-class Prepared:
-    """All that follows from a call's key.  launch None: there is nothing to compute."""
-
-    sizes: dict[str, int]
-    out_shape: tuple[int, ...]
-    lse_shape: tuple[int, ...]
-    splits: int = 1
-    launch: Any = None
-    merge: Any = None
-    merge_args: tuple[Any, ...] = ()
-    decode: Any = None  # instead of launch
-    short: Any = None  # beside it: sequences of few queries
 
 
 def attention_cached(
@@ -74,16 +59,15 @@ def check_cached(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, 
         or is_watched((q, k, v, call.alibi_slopes, call.sinks, *call.placement))
     ):
         return
-    p = _prepare(q, k, v, call)
-    if check is True or (on_host(q) and not check):
-        _check_all_values(q, k, cache_of(call), p)
+    p = _prepare(q, k, v, call, check)
+    if p.look is not None and p.bound is not None:
+        p.look(p.sizes, q, k, call)
 
 
-def _check_all_values(q: torch.Tensor, k: torch.Tensor, cache: Cache, p: Prepared) -> None:
+def _look(sizes: dict[str, int], q: torch.Tensor, k: torch.Tensor, call: Call) -> None:
     """What index tensors hold: on request, and in the interpreter, where reading costs nothing."""
-    if p.launch is None:
-        return
-    check_values(cache, p.sizes)
+    cache = cache_of(call)
+    check_values(cache, sizes)
     name = "flash_attn_varlen_func"  # the public functions here have cu_seqlens_q alone, or the same names
     if cache.cu_q is not None:
         check_side(name, "q", cache.cu_q, q.shape[0], cache.max_q)
@@ -91,64 +75,49 @@ def _check_all_values(q: torch.Tensor, k: torch.Tensor, cache: Cache, p: Prepare
         check_side(name, "k", cache.cu_k, k.shape[0], cache.max_k if cache.lengths is None else None)
 
 
-def _forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    call: Call,
-    check: bool | Watch = False,
+def _replacing(
+    p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, watch: Watch
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    p = _prepare(q, k, v, call)
-    if isinstance(check, Watch) and p.launch is not None:
-        check_room(p.sizes)
-        call = watched_call(call, p.sizes, check)
-        p = _prepare(q, k, v, call)
-    out, lse = new_results(q, p.out_shape, p.lse_shape)
-    if p.launch is None:
-        return out, lse
-    if check is True or (on_host(q) and not check):
-        _check_all_values(q, k, cache_of(call), p)
-    if p.decode is not None:
-        p.decode.run(q, k, v, out, lse, call)
-        return out, lse
-    parts: tuple[torch.Tensor, torch.Tensor] = out, lse
-    if p.splits > 1:
-        parts = (
-            torch.empty((p.splits, *p.out_shape), dtype=torch.float32, device=q.device),
-            torch.empty((p.splits, *p.lse_shape), dtype=torch.float32, device=q.device),
-        )
-    p.launch((q, k, v, *parts, call))
-    if p.merge is not None:
-        p.merge((*parts, out, lse, *p.merge_args))
-    if p.short is not None:
-        p.short.run(q, k, v, out, lse, call)
-    return out, lse
+    """`run` where what is out of range is noted and replaced before the kernel."""
+    check_room(p.sizes)
+    call = watched_call(call, p.sizes, watch)
+    return run(_prepare(q, k, v, call, None), q, k, v, call)
 
 
 # ---------------------------------------------------------------- the first time
 
 
 @recorded("attention_cached", key_of)
-def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
-    from ...plan.cache.cached import plan_cached
-
+def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: bool | Watch | None) -> Prepared:
+    """The record of this call's shapes and options, which checks everything; check: of `attention_cached`, None for none."""
     sizes, cache = cached_sizes(q, k, v, call), cache_of(call)
     shapes = cached_shapes(sizes, cache)
     device = device_of(q.device, "attention_cached")
     if 0 in (*shapes[1], sizes["batch"], sizes["seq_q"]):
-        return Prepared(sizes, *shapes)
+        return Prepared(None, *shapes, sizes=sizes)
+    bound = _bound(q, k, v, call, sizes, device)
+    look = _look if check is True or (check is False and on_host(q)) else None
+    ways = _replacing if isinstance(check, Watch) else run
+    return Prepared(None, *shapes, bound, look=look, sizes=sizes, run=ways)
+
+
+def _bound(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, sizes: dict[str, int], device: Any) -> Any:
+    """What the results are made by."""
+    from ...plan.cache.cached import plan_cached
+
+    cache = cache_of(call)
     window = window_of(call.window, call.causal)
     problem = problem_of(q, k, v, call, {**sizes, "seq_k": sizes["capacity"]}, window)
     if (own := plan_at("attention_cached", problem, device, call)) is not None:
-        return Prepared(sizes, *shapes, launch=function_at("attention_cached", q.device, own))
+        return function_at("attention_cached", q.device, own)
     if (decode := _decoder(q, k, v, call, sizes, device)) is not None:
-        return Prepared(sizes, *shapes, launch=decode.launch, decode=decode)
+        return decode
     tile, splits = plan_cached(problem, device, cache.splits)
     few = few_queries(sizes)
     short = _decoder(q, k, v, call, {**sizes, "seq_q": few}, device) if _may_mix(call, cache, sizes) else None
     made = _bind(q, k, v, call, sizes, tile, splits, 0 if short is None else few + 1)
-    made.short = short  # launched last: a merge of splits before it has no parts of these sequences
-    return made
+    # the short ones last: a merge of splits before it has no parts of these sequences
+    return made if short is None else Both(made, short)
 
 
 def few_queries(sizes: dict[str, int]) -> int:
@@ -177,7 +146,7 @@ def _decoder(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, size
 def _bind(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, sizes: dict[str, int], tile: Any, splits: int,
     least_q: int = 0,
-) -> Prepared:  # fmt: skip
+) -> Bound | Split:  # fmt: skip
     """Kernel, grid, scalars and constants; least_q: of the queries of sequences that are served."""
     from ...device import mods
     from ...kernels.cache.attention_cached import attention_cached as kernel
@@ -220,38 +189,17 @@ def _bind(
         "stride_ls": math.prod(lse_shape),
         **strides_named("l", (0 if cache.cu_q is not None else n["heads"] * n["seq_q"], lse_shape[-1]), "bh"),
     }
-    merge, merge_args = None, ()
-    if splits > 1:
-        merge, merge_args = _merge(out_shape, lse_shape, splits, emulate, block_v, device)
-    launch = Bound(Launch(kernel, (programs, splits, 1), constants, options, device), GIVEN, values)
-    return Prepared(sizes, out_shape, lse_shape, splits, launch, merge, merge_args)
-
-
-def _row_strides(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """(batch, row, head) strides of a contiguous [B, S, H, D], or of [T, H, D] with 0 for the batch."""
-    batch = 0 if len(shape) == 3 else math.prod(shape[1:])
-    return batch, shape[-2] * shape[-1], shape[-1]
-
-
-def _merge(
-    out_shape: tuple[int, ...], lse_shape: tuple[int, ...], splits: int, emulate: bool, block_v: int, device: int
-) -> tuple[Any, Any]:
-    """The launch that merges the splits; a packed batch is one sequence to it."""
-    from ...kernels.cache.combine import combine
-    from ..launch import Launch
-
-    batch, rows, heads, dim = (1, *out_shape) if len(out_shape) == 3 else out_shape
-    constants = {"EMULATE": emulate, "DIM": dim, "BLOCK_D": block_v, "BLOCK_S": BLOCK_SPLITS, "EARLY": False}
-    launch = Launch(combine, (math.prod(lse_shape), 1, 1), constants, {"num_warps": max(1, block_v // 128)}, device)
-    strides = _row_strides(out_shape)
-    return launch, (splits, batch, rows, heads, math.prod(out_shape), *strides, *strides)
+    bound = Bound(Launch(kernel, (programs, splits, 1), constants, options, device), GIVEN, values)
+    if splits == 1:
+        return bound
+    return Split(bound, bind_merge(out_shape, "bshd", splits, (block_v, BLOCK_SPLITS), emulate, device), splits)
 
 
 # ---------------------------------------------------------------- the dispatcher
 
 
 def _fake(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: Any
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: bool | Watch
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out_shape, lse_shape = cached_shapes(cached_sizes(q, k, v, call), cache_of(call))
     return q.new_empty(out_shape), q.new_empty(lse_shape, dtype=torch.float32)
@@ -259,7 +207,7 @@ def _fake(
 
 ATTENTION_CACHED = Operation(
     "attention_cached",
-    _forward,
+    _prepare,
     _fake,
     "attention over a KV cache (block_table, seqused_k, leftpad_k, cache_seqlens) is forward only: call it under "
     "torch.no_grad(), or gather the keys and use attention or attention_varlen",
@@ -296,7 +244,7 @@ def example_launch(
     sizes = cached_sizes(q, k, v, call)
     problem = problem_of(q, k, v, call, {**sizes, "seq_k": sizes["capacity"]}, window_of(None, causal))
     tile, parts = plan_cached(problem, device_named(device), splits)
-    p = _bind(q, k, v, call, sizes, tile, parts)
-    out, lse = tensor(*p.out_shape, kind=torch.float32), tensor(*p.lse_shape, kind=torch.float32)
-    bound: Bound = p.launch
+    made = _bind(q, k, v, call, sizes, tile, parts)
+    out, lse = (tensor(*shape, kind=torch.float32) for shape in cached_shapes(sizes, cache))
+    bound = made.launch if isinstance(made, Split) else made
     return bound.example((q, k, v, out, lse, call))

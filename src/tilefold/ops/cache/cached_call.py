@@ -11,9 +11,10 @@ from ..bound import attribute
 from ..call import Call, check_heads, check_integer, check_options
 from ..checked import checked_places
 from ..faults import Watch
-from ..source import Cache, Scales
+from ..places import check_side
+from ..source import UNSCALED, Cache, Scales
 
-__all__ = ["cache_of", "cache_values", "cached_shapes", "cached_sizes", "check_longest", "check_room", "check_scales",
+__all__ = ["cache_of", "cache_values", "cached_shapes", "cached_sizes", "check_contents", "check_longest", "check_room",
            "check_values", "watched_call"]  # fmt: skip
 
 _INT = (torch.int32,)
@@ -199,6 +200,26 @@ def check_values(cache: Cache, sizes: dict[str, int]) -> None:
     for b, pad in enumerate([] if cache.pads is None else cache.pads.tolist()):
         if pad < 0:
             raise ValueRangeError(f"{_names(cache)['pads']}[{b}] is {pad}, expected at least 0")
+
+
+def check_contents(sizes: dict[str, int], q: torch.Tensor, k: torch.Tensor, call: Call) -> None:
+    """Raise ValueRangeError, naming the entry, for lengths, offsets, caches, pages that do not exist, and scales that are not
+    positive numbers.  Reads the device."""
+    cache: Cache = call.source  # type: ignore[assignment]
+    check_values(cache, sizes)
+    if cache.cu_q is not None:
+        check_side("attention_kvcache", "q", cache.cu_q, q.shape[0], cache.max_q)
+    if call.scales is not UNSCALED:
+        check_scales(call.scales, _used(cache, sizes))
+
+
+def _used(cache: Cache, sizes: dict[str, int]) -> set[int]:
+    """The pages, or caches, in which a call finds keys."""
+    if cache.block_table is None:
+        return set(range(sizes["caches"]) if cache.batch_index is None else cache.batch_index.tolist())
+    lengths = [sizes["capacity"]] * sizes["batch"] if cache.lengths is None else cache.lengths.tolist()
+    rows = zip(cache.block_table.tolist(), lengths, strict=True)
+    return {page for row, n in rows for page in row[: -(-max(0, n + cache.more) // sizes["page_size"])]}
 
 
 def check_room(sizes: dict[str, int]) -> None:

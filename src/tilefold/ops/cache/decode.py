@@ -11,22 +11,14 @@ import torch
 
 from ...errors import PlanError, Unsupported
 from .. import records
-from ..bound import Bound, Slot, attribute, strides_named
-from ..call import Call, facts_of, window_of
-from ..dense.attention_parts import (
-    band_of,
-    head_strides,
-    kind_of,
-    new_results,
-    option_values,
-    problem_of,
-    shared_values,
-)
+from ..bound import Bound, Slot, attribute, new_results, strides_named
+from ..call import Call, window_of
+from ..dense.attention_parts import band_of, head_strides, kind_of, option_values, problem_of, shared_values
 from ..device import interpreting
 from ..faults import WORDS, Watch, note_of
 from ..numerics import is_invariant
 from ..records import remember
-from ..source import Cache, Scales
+from ..source import Cache, Scales, facts_of
 from ..watch import in_forward_mode, is_transformed, is_watched
 from .cached_call import cache_of, cache_values, cached_shapes
 from .decode_counters import counters
@@ -65,12 +57,9 @@ class Decoder:
     limit: int = 0  # how many pages, or caches, there are
     warm: bool = False  # all launches have been made
 
-    def run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, call: Call,
-        watch: Watch | None = None,
-    ) -> None:  # fmt: skip
-        """Launch; out and lse are written.  watch: in every run of a Decoder, or in none."""
-        device, rows = q.device, self.rows
+    def __call__(self, given: tuple[Any, ...], watch: Watch | None = None) -> None:
+        """Launch for q, k, v, out, lse and a call, as a `Bound` of attention.  watch: in every call of a Decoder, or in none."""
+        out, device, rows = given[3], given[0].device, self.rows
         part: Any = None
         stat: Any = None
         arrived: Any = None
@@ -84,12 +73,12 @@ class Decoder:
                 part, stat = memory.split_with_sizes((size, 2 * rows))
             if self.counted:
                 arrived = counters(self.counted, device)
-        noted = None if watch is None else self._noted(watch, cache_of(call), device)
-        given = q, k, v, out, lse, call, part, stat, arrived, noted
+        noted = None if watch is None else self._noted(watch, cache_of(given[5]), device)
+        given = (*given, part, stat, arrived, noted)
         self.launch(given)
         if self.merge is not None:
             self.merge(given)
-        if not self.warm:
+        if not self.warm and self.launch.launch._compiled is not None:
             self.warm = self.launch.launch.warm and (self.merge is None or self.merge.launch.warm)
 
     def grown(self, k: torch.Tensor, v: torch.Tensor, call: Call, capacity: int) -> "Decoder":
@@ -139,38 +128,47 @@ class Step:
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """The call's out."""
         out, lse = new_results(q, self.out_shape, self.lse_shape)
-        self.decoder.run(q, k, v, out, lse, self.call)
+        self.decoder((q, k, v, out, lse, self.call))
         return out
 
 
 def step_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, prepared: Any) -> Step | None:
-    """The call ready to be made again; prepared: its record, which may have no decoder; None for tensors of other classes, and
+    """The call ready to be made again; prepared: its record; None where no decoder runs it, for tensors of other classes, and
     where V lies in K: another layer's need not."""
-    if not isinstance(prepared.decoder, Decoder) or is_watched((q, k, v, call.mask)) or shares_storage(k, v, call):
+    if not isinstance(prepared.bound, Decoder) or is_watched((q, k, v, call.mask)) or shares_storage(k, v, call):
         return None
     facts = facts_of(q), facts_of(k), facts_of(v)
-    return Step(facts, prepared.decoder, prepared.out_shape, prepared.lse_shape, call)
+    return Step(facts, prepared.bound, prepared.out_shape, prepared.lse_shape, call)
 
 
 def remember_cut(family: Any, made: Any) -> None:
     """Keep a record with a decoder as the first of its family, calls that differ in the number of keys alone, and for those that
     are cut alike."""
-    from ...plan.dense.forward import cut_of
-
     remember(records.CACHE, family, made)
-    remember(records.CACHE, (family, cut_of(made.decoder.plan)), made)
+    remember(records.CACHE, (family, _rules().cut_of(made.bound.plan)), made)
 
 
-def cut_alike(family: Any, plan_of: Callable[[Any], Any]) -> Any:
-    """A record of the family that is cut as a call is, None if there is none; plan_of: that of the call, from any record."""
-    from ...plan.cache.decode import DecodePlan
-    from ...plan.dense.forward import cut_of
+@functools.cache
+def _rules() -> Any:
+    from ...plan.dense import forward  # here: `import tilefold` stays light
 
+    return forward
+
+
+def cut_alike(family: Any, keys: int, plan_of: Callable[[Any, int], Any]) -> Any:
+    """A record of the family that is cut as a call of so many keys is, None if there is none; plan_of(record, keys): a
+    call's plan, from any record.  Where a plan holds for its STEP, lengths in it are not planned anew."""
+    rules = _rules()
+    held = records.CACHE.get(step := (family, rules.step_number(keys)))
+    if held:
+        return held
     first = records.CACHE.get(family)
-    if first is None:
-        return None
-    plan = plan_of(first)
-    return records.CACHE.get((family, cut_of(plan))) if isinstance(plan, DecodePlan) else None
+    plan: Any = None if first is None else plan_of(first, keys)
+    found = records.CACHE.get((family, rules.cut_of(plan))) if isinstance(plan, rules.DecodePlan) else None
+    # a table of measured plans has single problems
+    if held is None and found is not None and keys > 0 and not rules.in_use(plan.device):
+        remember(records.CACHE, step, rules.plan_holds(keys, lambda n: plan_of(first, n)) and found)
+    return found
 
 
 def storage_of(q: torch.Tensor, k: torch.Tensor) -> str:

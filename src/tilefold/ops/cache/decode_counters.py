@@ -40,7 +40,7 @@ def counters(number: int, device: torch.device) -> torch.Tensor:
     """[number or more] int32 zeros for the next launch on the current stream, which leaves them zero."""
     index = device.index or 0
     slab = _SLABS.get(index)
-    if slab is None and interpreting():
+    if slab is None and (device.type == "cpu" or interpreting()):
         return torch.zeros(number, dtype=torch.int32, device=device)
     capturing = torch.cuda.is_current_stream_capturing()
     if slab is None and not capturing:

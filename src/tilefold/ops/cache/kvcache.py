@@ -3,33 +3,33 @@
 By the decode kernel, but for prompts (more rows a KV head than plan.decode's MOST_ROWS) over caches in the queries' dtype: those
 are attention_cached's, whose tiles have the rows of one head."""
 
-from dataclasses import dataclass, field, replace
+import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from ...check import TensorSpec, bind
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
-from ..call import MAX_HEAD_DIM, Call, check_options, is_plain, key_of
-from ..dense.attention_parts import new_results
+from ..bound import Prepared, new_results, run
+from ..call import MAX_HEAD_DIM, Call, check_options
 from ..device import device_of, on_host
 from ..faults import Watch
 from ..numerics import is_invariant
 from ..operator import Operation
-from ..places import check_side
-from ..records import Ways, no_ways, recorded
-from ..serve import BoundFunction, function_at, plan_at
-from ..source import Cache, Scales
+from ..records import recorded
+from ..serve import function_at, plan_at
+from ..source import Cache, Scales, is_plain, key_of
 from ..watch import is_watched, refuse_derivatives
+from .cached import attention_cached
 from .cached_call import (
     QUANTISED,
     cache_of,
     cached_shapes,
     cached_sizes,
+    check_contents,
     check_longest,
     check_room,
-    check_scales,
-    check_values,
     watched_call,
 )
 from .decode import (
@@ -48,94 +48,63 @@ if TYPE_CHECKING:
     from ...plan import DecodePlan, InvariantPlan
     from ...plan.device import Device
 
-__all__ = ["ATTENTION_KVCACHE", "check_contents", "plan_of", "sizes_of", "step"]
+__all__ = ["ATTENTION_KVCACHE", "plan_of", "sizes_of", "step"]
 
 
-@dataclass(slots=True)
-class Prepared:
-    """All that follows from a call's key.  decoder None: there is nothing to compute, or, with prompts, attention_cached does."""
-
-    sizes: dict[str, int]
-    out_shape: tuple[int, ...]
-    lse_shape: tuple[int, ...]
-    decoder: Decoder | BoundFunction | None = None
-    prompts: bool = False
-    unwatched: bool = False  # the kernel notes no faults: what is out of range is replaced before it
-    interpreted: bool = False  # where reading what index tensors hold costs nothing
-    keep: Any = None  # the call's plan, whose id is part of the key
-    trusted: bool = False  # the kernel notes no faults of such calls: a launch before it does
-    ways: Ways = field(default_factory=no_ways)
-
-
+Pair = tuple[torch.Tensor, torch.Tensor]
+Check = bool | Watch | None
+"""Of index tensors and scales: looked at on the host where that costs nothing, or always, or on the device, or not at all."""
 _FLOATING = ("q", "k_cache", "v_cache", "alibi_slopes", "sinks", "k_scale", "v_scale")
 
 
 def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Step | None:
     """The call ready for the other layers of a model, if the decode kernel serves it."""
-    return step_of(q, k, v, call, _prepare(q, k, v, call, False))
+    return step_of(q, k, v, call, prepare(q, k, v, call, False))
 
 
-def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: bool | Watch
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of a call whose source is a Cache; forward only.  check: what index tensors and scales hold is read and looked
-    at first, or on the device, by the kernels."""
-    return _run(_prepare(q, k, v, call, check), q, k, v, call, check)
-
-
-def _run(
+def _as_prompts(
     p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: bool | Watch
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`_forward` of a call that has this record."""
-    watch = check if isinstance(check, Watch) else None
-    if p.prompts:
-        from .cached import attention_cached
+) -> Pair:
+    """The results of attention_cached, of a call with this record."""
+    if check is True:
+        check_contents(p.sizes, q, k, call)
+    return attention_cached(q, k, v, call, check if isinstance(check, Watch) else False)
 
-        if check is True:
-            check_contents(q, call, p.sizes)
-        return attention_cached(q, k, v, call, watch or False)
-    # The kernel trusts packed calls, which take longer; and where there is no page, it cannot read another one.
-    if watch is not None and (p.unwatched or p.trusted):
-        call, watch = watched_call(call, p.sizes, watch), None
-        p = _prepare(q, k, v, call, False)
+
+def _noting(p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, watch: Watch) -> Pair:
+    """Where the kernel notes what is out of range."""
     out, lse = new_results(q, p.out_shape, p.lse_shape)
-    if p.decoder is None:
-        return out, lse
-    if not isinstance(check, Watch) and (check or p.interpreted):
-        check_contents(q, call, p.sizes)
-    p.decoder.run(q, k, v, out, lse, call, watch)
+    p.bound((q, k, v, out, lse, call), watch)
     return out, lse
 
 
-def _key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: bool | Watch) -> Any:
-    """Everything that a record depends on."""
-    return key_of(q, k, v, call), k.data_ptr() == v.data_ptr(), type(check) is Watch
+def _replacing(p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, watch: Watch) -> Pair:
+    """Where what is out of range is noted and replaced before the kernel, which notes nothing."""
+    call = watched_call(call, p.sizes, watch)
+    return run(prepare(q, k, v, call, None), q, k, v, call)
 
 
-def _near(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: bool | Watch, key: Any
-) -> Prepared | None:
+def _near(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: Check, key: Any) -> Prepared | None:
     """The record of a call from that of one with another number of keys; None if there is none."""
     family = _key_of_any_capacity(key, call)
     if family is None:
         return None
     capacity = _capacity(k, call)
-    near: Prepared | None = cut_alike(family, lambda p: _plan_again(p, call, capacity))
+    near: Prepared | None = cut_alike(family, capacity, lambda p, keys: _plan_again(p, call, keys))
     if near is None:
         return None
-    decoder = cast("Decoder", near.decoder).grown(k, v, call, capacity)
+    made = near.of_lengths(near.planned, (near.out_shape, near.lse_shape), near.bound.grown(k, v, call, capacity))
     table = cache_of(call).block_table
     most = {"seq_k": capacity} if table is None else {"max_pages": table.shape[1]}
-    return replace(near, sizes={**near.sizes, **most, "capacity": capacity}, decoder=decoder)
+    made.sizes = {**near.sizes, **most, "capacity": capacity}
+    return made
 
 
-@recorded("attention_kvcache", _key, _near)
-def _prepare(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: bool | Watch, key: Any = None
-) -> Prepared:
+@recorded("attention_kvcache", key_of, _near)
+def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: Check, key: Any = None) -> Prepared:
     """The record of this call's shapes and options, which checks everything."""
     made, family = _prepared(q, k, v, call, check), _key_of_any_capacity(key, call)
-    if family is not None and isinstance(made.decoder, Decoder):
+    if family is not None and isinstance(made.bound, Decoder):
         remember_cut(family, made)
     return made
 
@@ -145,8 +114,7 @@ def _key_of_any_capacity(key: Any, call: Call) -> Any:
     other calls.  key: of the call."""
     if key is None or not is_plain(call) or is_invariant(call.numerics):
         return None
-    (plain, source, *scales), same, watched = key
-    q, k, v, options = plain
+    (q, k, v, options), source, scales, same, check = key
     tensors, *numbers = source[1]
     table = tensors[3]
     if table is not None:
@@ -158,7 +126,7 @@ def _key_of_any_capacity(key: Any, call: Call) -> Any:
     else:
         sides = *[(t[0], t[1][:1], t[1][2:], t[2][1:], t[3:]) for t in (k, v)], k[2][0] == v[2][0]
     places = tensors[:3], tensors[4:], *numbers
-    return "attention_kvcache of any capacity", q, sides, places, options, *scales, same, watched
+    return "attention_kvcache of any capacity", q, sides, places, options, scales, same, check
 
 
 def _capacity(k: torch.Tensor, call: Call) -> int:
@@ -167,18 +135,23 @@ def _capacity(k: torch.Tensor, call: Call) -> int:
     return k.shape[1] * (1 if table is None else table.shape[1])
 
 
+@functools.cache
+def _rules() -> Any:
+    from ...plan.cache import decode  # here: `import tilefold` stays light
+
+    return decode
+
+
 def _plan_again(near: Prepared, call: Call, capacity: int) -> "DecodePlan":
     """The plan of a call that differs from near's in the capacity alone."""
-    from ...plan.cache.decode import plan_decode
-
-    old = cast("Decoder", near.decoder).plan
+    old = near.bound.plan
     attention = old.problem.attention
     problem = replace(old.problem, attention=attention.of_lengths(attention.seq_q, capacity))
-    return plan_decode(problem, old.device, cache_of(call).splits)
+    return _rules().plan_decode(problem, old.device, cache_of(call).splits)  # type: ignore[no-any-return]
 
 
-def _prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: bool | Watch) -> Prepared:
-    """`_prepare` of a call that is like none before."""
+def _prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: Check) -> Prepared:
+    """`prepare` of a call that is like none before."""
     from ...plan.cache.decode import DecodePlan, decode_kernel_refusal
     from ...plan.cache.invariant import InvariantPlan
 
@@ -189,25 +162,30 @@ def _prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, che
         check_room(sizes)
     device = device_of(q.device, "attention_kvcache")
     if 0 in (*shapes[1], sizes["batch"], sizes["seq_q"]):
-        return Prepared(sizes, *shapes, keep=call.plan)
+        return Prepared(None, *shapes, keep=(call.plan,), sizes=sizes)
     made: Any = _planned(q, k, v, call, sizes, shared, device)
+    # looked at where somebody asks, and where reading costs nothing
+    look = check_contents if check is True or (check is False and on_host(q)) else None
+
+    def record(bound: Any, run: Any) -> Prepared:
+        return Prepared(made, *shapes, bound, 1.0, (call.plan,), look, sizes, run)
+
     if isinstance(made, InvariantPlan):
-        decoder = bind_decode(q, k, v, call, sizes, made)
-        return Prepared(sizes, *shapes, decoder, interpreted=on_host(q), unwatched=True, keep=call.plan)
+        return record(bind_decode(q, k, v, call, sizes, made), _replacing if watched else run)
     if not isinstance(made, DecodePlan):
-        found = function_at("attention_kvcache", q.device, made)
-        return Prepared(sizes, *shapes, found, interpreted=on_host(q), keep=call.plan)
+        return record(function_at("attention_kvcache", q.device, made), run)
     if (
         call.plan is None
         and not shared
         and made.problem.storage == "plain"
         and decode_kernel_refusal(made.problem.attention)
     ):
-        return Prepared(sizes, *shapes, prompts=True)
-    decoder = bind_decode(q, k, v, call, sizes, made, watched)
+        return Prepared(None, *shapes, sizes=sizes, run=_as_prompts)
     # The kernel trusts packed calls, which take longer; and where there is no page, it cannot read another one.
-    trusted = watched and (cache_of(call).cu_q is not None or sizes.get("pages") == 0)
-    return Prepared(sizes, *shapes, decoder, interpreted=on_host(q), keep=call.plan, trusted=trusted)
+    trusted = cache_of(call).cu_q is not None or sizes.get("pages") == 0
+    return record(
+        bind_decode(q, k, v, call, sizes, made, watched), run if not watched else _replacing if trusted else _noting
+    )
 
 
 def _planned(
@@ -281,25 +259,6 @@ def _has_memory(*tensors: torch.Tensor) -> bool:
     return not any(is_watched((t,)) or t.device.type == "meta" for t in tensors)
 
 
-def check_contents(q: torch.Tensor, call: Call, sizes: dict[str, int]) -> None:
-    """Raise ValueRangeError, naming the entry, for lengths, offsets, caches, pages that do not exist, and scales that are not
-    positive numbers.  Reads the device."""
-    cache = cache_of(call)
-    check_values(cache, sizes)
-    if cache.cu_q is not None:
-        check_side("attention_kvcache", "q", cache.cu_q, q.shape[0], cache.max_q)
-    check_scales(call.scales, _used(cache, sizes))
-
-
-def _used(cache: Cache, sizes: dict[str, int]) -> set[int]:
-    """The pages, or caches, in which a call finds keys."""
-    if cache.block_table is None:
-        return set(range(sizes["caches"]) if cache.batch_index is None else cache.batch_index.tolist())
-    lengths = [sizes["capacity"]] * sizes["batch"] if cache.lengths is None else cache.lengths.tolist()
-    rows = zip(cache.block_table.tolist(), lengths, strict=True)
-    return {page for row, n in rows for page in row[: -(-max(0, n + cache.more) // sizes["page_size"])]}
-
-
 def plan_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> "DecodePlan | InvariantPlan":
     """The plan that a call follows; the call's own if it is one for that."""
     sizes, shared = _checked(q, k, v, call)
@@ -311,9 +270,7 @@ def plan_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> "D
 # ---------------------------------------------------------------- the dispatcher
 
 
-def _fake(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: bool | Watch) -> Pair:
     out_shape, lse_shape = cached_shapes(sizes_of(q, k, v, call), cache_of(call))
     return q.new_empty(out_shape), q.new_empty(lse_shape, dtype=torch.float32)
 
@@ -329,11 +286,9 @@ def _before(q: Any, k: Any, v: Any, call: Call, check: Any) -> None:
 
 ATTENTION_KVCACHE = Operation(
     "attention_kvcache",
-    _forward,
+    prepare,
     _fake,
     "attention_kvcache is forward only: call it under torch.no_grad()",
     _before,
     (Cache, Scales),
-    _prepare,
-    _run,
 )

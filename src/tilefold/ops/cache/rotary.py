@@ -6,16 +6,16 @@ import torch
 
 from ...check import FLOATS, TensorSpec, bind, check_own_rows
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
-from ..bound import Bound, Prepared, meta, strides_named
+from ..bound import Bound, Launched, meta, strides_named
 from ..call import MAX_HEAD_DIM, check_integer
 from ..dense.attention_parts import sequence_strides
 from ..device import interpreting, on_host
 from ..faults import Mode
 from ..operator import Operator
 from ..places import check_offsets
-from ..records import facts_of_values, recorded
+from ..records import recorded
 from ..serve import function_at
-from ..source import Packed
+from ..source import Packed, facts_of_values
 from ..watch import is_transformed, is_watched, refuse_gradients, resolved, wants_gradient
 
 __all__ = ["angles_of", "apply_rotary", "checked_offsets", "example_launch", "turn"]
@@ -174,15 +174,15 @@ def _check_offset(offset: int, offsets: torch.Tensor | None, step: int, n: dict[
 def _prepare(
     x: torch.Tensor, out: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, offsets: torch.Tensor | None,
     step: int, cu_seqlens: torch.Tensor | None, max_seqlen: int, interleaved: bool, conjugate: bool,
-) -> Prepared:  # fmt: skip
+) -> Launched:  # fmt: skip
     n = _sizes(x, cos, sin, offsets, step, cu_seqlens, max_seqlen)
     if x is out:
         check_own_rows("x", x)
     own = function_at("apply_rotary", x.device, step, n["seq"], interleaved, conjugate)
     if 0 in (n["batch"], n["seq"], n["heads"]) or x.numel() == 0:
-        return Prepared(n, None)
+        return Launched(n, None)
     if own is not None:
-        return Prepared(n, own)
+        return Launched(n, own)
     from ...kernels.cache.rotary import rotary
     from ..launch import Launch
 
@@ -214,7 +214,7 @@ def _prepare(
         "stride_s": sin.stride(0),
     }
     launch = Launch(rotary, (programs, 1, 1), constants, {"num_warps": 4}, x.device.index or 0)
-    return Prepared(n, Bound(launch, GIVEN, values))
+    return Launched(n, Bound(launch, GIVEN, values))
 
 
 # ---------------------------------------------------------------- autograd and the dispatcher

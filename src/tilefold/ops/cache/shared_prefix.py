@@ -10,13 +10,13 @@ from ..device import device_of, on_host
 from ..faults import Mode, Watch, watch_of
 from ..numerics import is_invariant
 from ..operator import Operation
-from ..records import facts_of_values, recorded
+from ..records import recorded
 from ..serve import function_at
-from ..source import Cache, Scales
+from ..source import Cache, Scales, facts_of_values
 from ..watch import refuse_at_once
-from .cached_call import cache_of, cached_shapes
+from .cached_call import cache_of, cached_shapes, check_contents
 from .decode import storage_of
-from .kvcache import ATTENTION_KVCACHE, check_contents, sizes_of
+from .kvcache import ATTENTION_KVCACHE, sizes_of
 from .merge import merge_attention
 
 __all__ = ["SharedPrefix", "attend", "plan_of"]
@@ -136,7 +136,7 @@ def _forward(
         _check_values(given, n)
     of_all, of_prefix, of_rest = _watches(given, n) if watched else (checked, False, False)
     if checked and apart:
-        check_contents(q, given.call, n)
+        check_contents(n, q, k_cache, given.call)
     if not apart:
         return ATTENTION_KVCACHE(q, k_cache, v_cache, given.call, of_all)  # type: ignore[no-any-return]
     first, rest = _parts(k_cache, v_cache, given, n, _whole(given, n))

@@ -13,40 +13,28 @@ import torch
 from ...errors import DtypeError
 from ...types import Rule, Rules
 from .. import records
-from ..bound import Bound
-from ..cache.decode import Step, bind_decode, cut_alike, invariant_or_none, remember_cut, step_of
-from ..call import (
-    Call,
-    check_hooks,
-    check_options,
-    is_plain,
-    key_of,
-    options_of,
-    result_shapes,
-    sizes_of,
-    window_of,
-)
+from ..bound import Bound, Prepared, run
+from ..cache.decode import Decoder, Step, bind_decode, cut_alike, invariant_or_none, remember_cut, step_of
+from ..call import Call, check_hooks, check_options, result_shapes, sizes_of, window_of
 from ..device import device_of, interpreting, on_host
 from ..hopper import disabled
 from ..numerics import is_invariant
 from ..places import check_inside
-from ..records import facts_of, recorded, remember
+from ..records import recorded, remember
 from ..serve import function_at, plan_at
-from ..source import Packed
+from ..source import Packed, is_plain, key_of
 from .attention_parts import (
     GIVEN,
-    Prepared,
     band_of,
     boxed,
     broadcast_strides,
     head_strides,
     hooks_of,
     kind_of,
-    new_results,
     option_values,
     problem_of,
     shared_values,
-    side_of,
+    sides_of,
 )
 from .attention_tiles import tiles_of
 
@@ -59,7 +47,6 @@ __all__ = [
     "example_launch",
     "forward",
     "prepare",
-    "run",
     "step",
 ]
 
@@ -71,19 +58,9 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tu
     return run(call.prepared or prepare(q, k, v, call), q, k, v, call)
 
 
-def run(
-    prepared: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`forward` of a call that has this record."""
-    out, lse = new_results(q, prepared.out_shape, prepared.lse_shape)
-    if prepared.planned is not None:
-        if prepared.placed:
-            check_inside(call.source, q.shape[0], k.shape[0])  # type: ignore[arg-type]
-        if prepared.decoder is not None:
-            prepared.decoder.run(q, k, v, out, lse, call)
-        else:
-            prepared.bound((q, k, v, out, lse, call))
-    return out, lse
+def _look(sizes: Any, q: torch.Tensor, k: torch.Tensor, call: Call) -> None:
+    """What says where packed sequences lie."""
+    check_inside(call.source, q.shape[0], k.shape[0])  # type: ignore[arg-type]
 
 
 def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Step | None:
@@ -97,8 +74,9 @@ def _near(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, key: An
     and compiled kernel."""
     lengths, family, alike = _keys_of_lengths(q, k, v, call, key)
     if lengths is not None:
-        # else the step is new, or its lengths are cut in several ways
-        near = records.CACHE.get(lengths) or cut_alike(lengths[:-1], lambda first: _plan_of_lengths(first, q, k, call))
+        near = cut_alike(
+            lengths, _lengths_of(q, k, call)[1], lambda first, keys: _plan_of_lengths(first, q, keys, call)
+        )
         return _grown(near, q, k, v, call) if near else None
     if (near := records.CACHE.get(alike)) is not None:
         return _of_the_same_tiles(near, q, k, v, call)
@@ -122,13 +100,10 @@ def _share(made: Prepared, family: Any, alike: Any) -> Prepared:
 def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, key: Any = None) -> Prepared:
     """The record of this call's shapes and options, which checks everything."""
     made = _prepare(q, k, v, call)
-    made.placed = call.packed is not None and on_host(q)
+    made.look = _look if call.packed is not None and on_host(q) else None
     lengths, family, alike = _keys_of_lengths(q, k, v, call, key)
-    if lengths is not None and made.decoder is not None:
-        remember_cut(lengths[:-1], made)
-        if lengths not in records.CACHE:
-            held = _rules().plan_holds(made.problem, made.decoder.plan.device)
-            remember(records.CACHE, lengths, held and made)
+    if lengths is not None and isinstance(made.bound, Decoder):
+        remember_cut(lengths, made)
     return _share(made, family, alike)
 
 
@@ -136,7 +111,7 @@ def _keys_of_lengths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Ca
     """The keys of calls that differ from this one in lengths alone: of a few keys more or less; else of any lengths, and of the
     same tiles.  key: of the call, None if it has none."""
     try:
-        lengths = _key_of_lengths(q, k, v, call)
+        lengths = _key_of_lengths(q, k, v, call, key)
         family = None if lengths is not None else _key_of_any_length(key, call)
         return lengths, family, _key_of_tiles(family, q, k, call)
     except (AttributeError, IndexError, RuntimeError, TypeError):  # the checks say which argument is wrong
@@ -150,26 +125,32 @@ def _rules() -> Any:
     return forward
 
 
-def _key_of_lengths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any:
+@functools.cache
+def _hopper() -> Any:
+    from . import attention_hopper
+
+    return attention_hopper
+
+
+def _key_of_lengths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, key: Any) -> Any:
     """The key of calls that differ in the length of k, v and mask alone, within lengths that one plan may hold for; None for
-    other calls."""
+    other calls.  key: of the call."""
     at = 1 if call.layout == "bshd" else 2
-    if k.dim() != 4 or q.numel() > _rules().MOST_ROWS * k.shape[0] * k.shape[3 - at] * k.shape[3]:
+    if key is None or k.dim() != 4 or q.numel() > _rules().MOST_ROWS * k.shape[0] * k.shape[3 - at] * k.shape[3]:
         return None  # not the decode kernel's
     mask, bare = call.mask, call if call.mask is None else call._replace(mask=None)
     if not is_plain(bare) or k.shape[:3] != v.shape[:3] or is_invariant(call.numerics):
         return None
+    plain = key if mask is None else key[0]
     sides: list[tuple[Any, ...]] = [
-        (type(t), t.shape[0], t.shape[3 - at], t.shape[3], t.stride(at), remainders(t.stride()), facts_of(t)[3:])
-        for t in (k, v)
+        (kind, shape[0], shape[3 - at], shape[3], strides[at], remainders(strides), *others)
+        for kind, shape, strides, *others in plain[1:3]
     ]
     if mask is not None:
         if mask.dim() != 4 or mask.shape[3] != k.shape[at]:
             return None
-        sides.append(
-            (type(mask), mask.shape[:3], remainders(broadcast_strides(mask)), tiles_of(mask), facts_of(mask)[3:])
-        )
-    return "attention of any length", facts_of(q), *sides, options_of(call), k.shape[at] // _rules().STEP
+        sides.append((type(mask), mask.shape[:3], remainders(broadcast_strides(mask)), tiles_of(mask), key[1][2][3:]))
+    return "attention of any length", plain[0], *sides, plain[3]
 
 
 def _key_of_any_length(key: Any, call: Call) -> Any:
@@ -184,7 +165,7 @@ def _key_of_any_length(key: Any, call: Call) -> Any:
     (q, k, v, options), places = (key, None) if packed is None else (key[0], key[1][1][:2])
     if k[1][at] != v[1][at]:
         return None
-    return "attention of any lengths", side_of(q, at), side_of(k, at), side_of(v, at), places, options
+    return "attention of any lengths", sides_of(q, k, v, at), places, options
 
 
 def _key_of_tiles(family: Any, q: torch.Tensor, k: torch.Tensor, call: Call) -> Any:
@@ -210,7 +191,7 @@ def _mean_of(q: torch.Tensor, call: Call, batch: int) -> int:
 
 def _of_other_lengths(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared | None:
     """The record of a call from that of other lengths; None where these have another kernel, tile or version of it."""
-    plan, old = _plan_of_lengths(near, q, k, call), cast("Any", near.planned)
+    plan, old = _plan_of_lengths(near, q, _lengths_of(q, k, call)[1], call), cast("Any", near.planned)
     if type(plan) is not type(old) or plan.kernel != old.kernel or plan.tile != old.tile or plan.options != old.options:
         return None
     return _bind_again(near, q, k, v, call, plan)
@@ -218,25 +199,23 @@ def _of_other_lengths(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch
 
 def _of_the_same_tiles(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
     """The record of a call from that of one whose lengths have the same `_key_of_tiles`: its plan is made when somebody asks."""
-    from .attention_hopper import grid_of, values_of_lengths
-
-    lengths, old = _lengths_of(q, k, call), cast("AttentionPlan", near.planned)
+    hopper, lengths, old = _hopper(), _lengths_of(q, k, call), cast("AttentionPlan", near.planned)
     shape, at = near.out_shape, 2 if call.layout == "bhsd" else 1
     if call.packed is not None:
         shapes: Any = (q.shape[0], *shape[1:]), (near.lse_shape[0], q.shape[0])
     else:
         shapes = (*shape[:at], lengths[0], *shape[at + 1 :]), (*near.lse_shape[:2], lengths[0])
-    values = values_of_lengths(q, k, v, call, old, shapes[0], lengths)
-    bound = near.bound.with_values(values, None if call.packed is None else grid_of(old, values["items"]))
+    values = hopper.values_of_lengths(q, call, old, shapes[0], lengths)
+    grid = None if call.packed is None else hopper.grid_of(old, values["items"])
+    bound = near.bound.with_values(values, grid, (q, k, v))
     plan = functools.partial(_rules().plan_alike, old, *lengths)
-    return Prepared(plan, shapes[0], shapes[1], near.scale, near.softcap, bound, near.mods, None, near.keep,
-                    shared=near.shared, placed=near.placed, ways=near.ways)  # fmt: skip
+    return near.of_lengths(plan, shapes, bound, near.shared)
 
 
-def _plan_of_lengths(near: Prepared, q: torch.Tensor, k: torch.Tensor, call: Call) -> Any:
-    """The plan of a call that differs from near's in its lengths alone."""
-    problem = near.problem.of_lengths(*_lengths_of(q, k, call), _mean_of(q, call, near.problem.batch))
-    return _rules().plan_forward(problem, near.plan.device, portable=disabled())  # type: ignore[union-attr]
+def _plan_of_lengths(near: Prepared, q: torch.Tensor, keys: int, call: Call) -> Any:
+    """The plan of a call that differs from near's in its lengths alone; keys: of it."""
+    problem = near.problem.of_lengths(_lengths_of(q, q, call)[0], keys, _mean_of(q, call, near.problem.batch))
+    return _rules().plan_forward(problem, near.plan.device, portable=disabled())
 
 
 def remainders(strides: tuple[int, ...]) -> tuple[tuple[int, bool, bool], ...]:
@@ -247,10 +226,8 @@ def remainders(strides: tuple[int, ...]) -> tuple[tuple[int, bool, bool], ...]:
 def _grown(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
     """The record of a call from that of another length whose keys are cut alike."""
     problem = near.problem.of_lengths(*_lengths_of(q, k, call))
-    plan = functools.partial(_rules().plan_forward, problem, near.decoder.plan.device)
-    decoder = near.decoder.grown(k, v, call, problem.seq_k)
-    return Prepared(plan, near.out_shape, near.lse_shape, near.scale, near.softcap, None, near.mods, decoder, near.keep,
-                    ways=near.ways)  # fmt: skip
+    plan = functools.partial(_rules().plan_forward, problem, near.bound.plan.device)
+    return near.of_lengths(plan, (near.out_shape, near.lse_shape), near.bound.grown(k, v, call, problem.seq_k))
 
 
 def _bind_again(
@@ -262,17 +239,14 @@ def _bind_again(
     sizes = {"batch": n.batch, "seq_q": n.seq_q, "seq_k": n.seq_k, "heads": n.heads, "kv_heads": n.kv_heads}
     shapes = result_shapes(call, {**sizes, "dim_v": n.dim_v, "total_q": q.shape[0]})
     if plan.kernel == HOPPER_KERNEL:
-        from .attention_hopper import grid_of, values_of_lengths
-
-        values = values_of_lengths(q, k, v, call, plan, shapes[0], (n.seq_q, n.seq_k))
-        grid = grid_of(plan, values["items"])
+        values = _hopper().values_of_lengths(q, call, plan, shapes[0], (n.seq_q, n.seq_k))
+        grid = _hopper().grid_of(plan, values["items"])
     else:
         if near.bound.launch.keywords["WIDE"] != _is_wide(q, call, plan):
             return None
         values, grid = _values_of_lengths(q, k, v, call, plan, sizes, near.scale, shapes[0]), plan.grid
-    bound = near.bound.with_values(values, grid)
-    return Prepared(plan, *shapes, near.scale, near.softcap, bound, near.mods, None, near.keep, placed=near.placed,
-                    ways=near.ways)  # fmt: skip
+    bound = near.bound.with_values(values, grid, (q, k, v))
+    return near.of_lengths(plan, shapes, bound)
 
 
 def _is_wide(q: torch.Tensor, call: Call, plan: "AttentionPlan") -> bool:
@@ -303,43 +277,40 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> P
     sizes = sizes_of(q, k, v, call)
     window = window_of(call.window, call.causal)
     scale = 1.0 / math.sqrt(sizes["dim_qk"]) if call.scale is None else float(call.scale)
-    softcap = float(call.softcap)
     check_hooks(call, q.device)
     if call.plan is not None and not isinstance(call.plan, (AttentionPlan, DecodePlan, InvariantPlan, TorchPlan)):
         raise DtypeError(
             f"plan must be an AttentionPlan, a DecodePlan, an InvariantPlan or None, got {type(call.plan).__name__}"
         )
-    out_shape, lse_shape = result_shapes(call, sizes)
+    shapes = result_shapes(call, sizes)
     device = device_of(q.device, "attention")
-    if 0 in (*lse_shape, sizes["batch"], sizes["seq_q"]):
-        return Prepared(None, out_shape, lse_shape, keep=hooks_of(call))
+    if 0 in (*shapes[1], sizes["batch"], sizes["seq_q"]):
+        return Prepared(None, *shapes, keep=hooks_of(call))
     problem = problem_of(q, k, v, call, sizes, window, band_of(call, window))
     problem = problem.of_lengths(problem.seq_q, problem.seq_k, _mean_of(q, call, sizes["batch"]))
     if (own := plan_at("attention", problem, device, call, call.plan)) is not None:
         bound = function_at("attention", q.device, own)
-        return Prepared(own, out_shape, lse_shape, scale, softcap, bound, keep=hooks_of(call))
+        return Prepared(own, *shapes, bound, scale, hooks_of(call))
     rows = DecodeProblem(problem, equal=call.packed is None)
     plan: Any = _prompt_or_none(call, problem, device) or invariant_or_none(call, rows, device, call.plan)
     if plan is None:
         plan = plan_forward(problem, device, portable=disabled()) if call.plan is None else call.plan
     if call.plan is not None:
         call.plan.check(problem, device)
-    if isinstance(plan, DecodePlan | InvariantPlan):
-        return _bind_decoder(q, k, v, call, sizes, scale, plan, out_shape, lse_shape)
-    if call.plan is None and plan.kernel == HOPPER_KERNEL:
-        from . import attention_hopper
-
-        made = functools.partial(attention_hopper.bind, q, k, v, call, window, scale, plan, (out_shape, lse_shape))
+    bound_to = functools.partial(_bind, q, k, v, call, sizes, scale, shapes)
+    if call.plan is None and getattr(plan, "kernel", "") == HOPPER_KERNEL:
         faults: list[str] | None = None if call.score_mod is None and call.mask_mod is None else []
-        found = bound_or_none("dense", made, lambda p: attention_hopper.compile(p, q, k, v, call), faults=faults)
+        found = bound_or_none(
+            "dense", lambda: bound_to(plan), lambda p: _hopper().compile(p, q, k, v, call), faults=faults
+        )
         if found is not None:
             return found
         if (fixed := invariant_or_none(call, rows, device, None)) is not None:
-            return _bind_decoder(q, k, v, call, sizes, scale, fixed, out_shape, lse_shape)
+            return bound_to(fixed)
         plan = plan_attention(problem, device, portable=True)
         if faults:
             plan = plan.refusing(HOPPER_KERNEL, f"It does not compile with this score_mod or mask_mod: {faults[0]}.")
-    return _bind(q, k, v, call, sizes, window, scale, softcap, plan, out_shape, lse_shape)
+    return bound_to(plan)
 
 
 def _prompt_or_none(call: Call, problem: "AttentionProblem", device: "Device") -> "AttentionPlan | None":
@@ -359,27 +330,33 @@ def _prompt_or_none(call: Call, problem: "AttentionProblem", device: "Device") -
 
 
 def _bind(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    call: Call,
-    sizes: dict[str, int],
-    window: tuple[int, int],
-    scale: float,
-    softcap: float,
-    plan: "AttentionPlan",
-    out_shape: tuple[int, ...],
-    lse_shape: tuple[int, ...],
-) -> Prepared:
-    """Kernel, grid, run-time scalars and compile-time constants of this call under this plan."""
-    if plan.kernel == HOPPER_KERNEL:
-        from . import attention_hopper
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, sizes: dict[str, int], scale: float,
+    shapes: tuple[tuple[int, ...], tuple[int, ...]], plan: "AttentionPlan | DecodePlan | InvariantPlan",
+) -> Prepared:  # fmt: skip
+    """The record of this call under this plan."""
+    from ...plan import AttentionPlan
 
-        return attention_hopper.bind(q, k, v, call, window, scale, plan, (out_shape, lse_shape))
+    if not isinstance(plan, AttentionPlan):  # k and v as they lie: a cache that is full
+        bound: Any = bind_decode(q, k, v, call, {**sizes, "capacity": sizes["seq_k"]}, plan)
+    elif plan.kernel == HOPPER_KERNEL:
+        return _hopper().bind(  # type: ignore[no-any-return]
+            q, k, v, call, window_of(call.window, call.causal), scale, plan, shapes
+        )
+    else:
+        bound = _bind_portable(q, k, v, call, sizes, scale, shapes[0], plan)
+    return Prepared(plan, *shapes, bound, scale, hooks_of(call))
+
+
+def _bind_portable(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, sizes: dict[str, int], scale: float,
+    out_shape: tuple[int, ...], plan: "AttentionPlan",
+) -> Bound:  # fmt: skip
+    """Kernel, grid, run-time scalars and compile-time constants of this call under this plan."""
     from ...device import mods
     from ...kernels.dense import attention_forward as kernels
     from ..launch import Launch
 
+    window = window_of(call.window, call.causal)
     band = band_of(call, window)
     constants = {
         "KIND": kind_of(window, band),
@@ -396,38 +373,9 @@ def _bind(
     if plan.maxnreg is not None:
         options["maxnreg"] = plan.maxnreg
     values = _values_of_lengths(q, k, v, call, plan, sizes, scale, out_shape)
-    values |= option_values(call, window, mods, softcap, q.dtype, band)
+    values |= option_values(call, window, mods, float(call.softcap), q.dtype, band)
     launch = Launch(getattr(kernels, plan.kernel), plan.grid, constants, options, q.device.index or 0)
-    bound = Bound(launch, GIVEN, values)
-    return Prepared(plan, out_shape, lse_shape, scale, softcap, bound, mods, keep=hooks_of(call))
-
-
-def _bind_decoder(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    call: Call,
-    sizes: dict[str, int],
-    scale: float,
-    plan: "DecodePlan | InvariantPlan",
-    out_shape: tuple[int, ...],
-    lse_shape: tuple[int, ...],
-) -> Prepared:
-    """The decode kernel over k and v as they lie: a cache that is full."""
-    from ...device import mods
-
-    sizes = {**sizes, "capacity": sizes["seq_k"]}
-    decoder = bind_decode(q, k, v, call, sizes, plan)
-    return Prepared(
-        planned=plan,
-        out_shape=out_shape,
-        lse_shape=lse_shape,
-        scale=scale,
-        softcap=float(call.softcap),
-        mods=mods,
-        decoder=decoder,
-        keep=hooks_of(call),
-    )
+    return Bound(launch, GIVEN, values)
 
 
 # ---------------------------------------------------------------- without a GPU
@@ -489,7 +437,7 @@ def example_call(
     )
     sizes = sizes_of(q, k, v, call)
     shapes = result_shapes(call, sizes)
-    prepared = _bind(q, k, v, call, sizes, window_of(n.window, n.causal), 1.0, call.softcap, plan, *shapes)
+    prepared = _bind(q, k, v, call, sizes, 1.0, shapes, plan)
     return (q, k, v), call, prepared, tensor(*shapes[0], dtype=dtype), tensor(*shapes[1])
 
 

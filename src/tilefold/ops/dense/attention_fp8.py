@@ -2,21 +2,20 @@
 
 import functools
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ...check import TensorSpec, bind
 from ...errors import DtypeError, ShapeError
 from ...types import Layout
-from ..bound import Bound, Slot, attribute, strides_named
-from ..call import UNBOUNDED, Call, check_heads, check_options, key_of, layout_hint, result_shapes, window_of
+from ..bound import Bound, Prepared, Slot, attribute, strides_named
+from ..call import UNBOUNDED, Call, check_heads, check_options, layout_hint, result_shapes, window_of
 from ..device import device_of
 from ..hopper import shared_layout
 from ..numerics import refuse_invariant
 from ..records import recorded
-from ..source import UNSCALED, Scales
+from ..source import UNSCALED, Scales, key_of
 from .attention_parts import boxable, describe_box, head_strides, hooks_of, kind_of, shared_values
 from .fp8 import E4M3
 
@@ -25,31 +24,29 @@ if TYPE_CHECKING:
     from ..launch import Box
 
 __all__ = [
-    "Prepared",
     "example_launch",
     "example_transposition",
-    "forward",
     "prepare",
     "result_shapes_of",
 ]
 
-GIVEN = ("q", "k", "v", "made", "out", "lse", "call")
+GIVEN = ("q", "k", "v", "out", "lse", "call", "made")
 """What a call gives to the launches; made: V transposed."""
 TRANSPOSED_AT_ONCE = 128  # keys
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass(slots=True)
-class Prepared:
-    """All that follows from a call's key; launch is None where nothing is computed or the inputs are dequantised."""
+class Transposing(NamedTuple):
+    """The launch that transposes V, and the one that attends; called as a `Bound` of attention is."""
 
-    plan: "AttentionFp8Plan | None"  # None: nothing to compute
-    out_shape: tuple[int, ...]
-    lse_shape: tuple[int, ...]
-    transposed_shape: tuple[int, ...] = ()
-    transpose: Any = None
-    launch: Any = None
-    scale: float = 1.0
-    keep: Any = None  # what has its id in the key
+    transpose: Bound
+    launch: Bound
+    shape: tuple[int, ...]  # of V transposed
+
+    def __call__(self, given: tuple[Any, ...]) -> None:
+        made = torch.empty(self.shape, dtype=torch.uint8, device=given[0].device)
+        self.transpose(given := (*given, made))
+        self.launch(given)
 
 
 def _specs(q: str, k: str, v: str) -> tuple[TensorSpec, ...]:
@@ -64,18 +61,12 @@ SPECS = {
 }
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of e4m3 tensors; see `tilefold.attention`."""
-    p = prepare(q, k, v, call)
-    if p.plan is not None and p.launch is None:
-        return _dequantised(q, k, v, call, p)
+def _run(p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Pair:
+    """(out, lse) by the kernel for e4m3 tensors."""
     out = torch.empty(p.out_shape, dtype=torch.bfloat16, device=q.device)
     lse = torch.empty(p.lse_shape, dtype=torch.float32, device=q.device)
-    if p.launch is not None:
-        made = torch.empty(p.transposed_shape, dtype=torch.uint8, device=q.device)
-        given = q, k, v, made, out, lse, call
-        p.transpose(given)
-        p.launch(given)
+    if p.bound is not None:
+        p.bound((q, k, v, out, lse, call))
     return out, lse
 
 
@@ -125,7 +116,7 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Pr
         raise DtypeError(f"plan must be an AttentionFp8Plan or None for e4m3 inputs, got {type(call.plan).__name__}")
     device = device_of(q.device)
     if 0 in (*shapes[1], sizes["batch"], sizes["seq_q"]):
-        return Prepared(None, *shapes, keep=hooks_of(call))
+        return Prepared(None, *shapes, keep=hooks_of(call), run=_run)
     problem = problem_of(q, k, call, sizes)
     if call.plan is not None:
         call.plan.check(problem, device)
@@ -169,7 +160,7 @@ def _bind(
     n = plan.problem
     scale = 1.0 / math.sqrt(n.dim_qk) if call.scale is None else float(call.scale)
     if plan.kernel != rules.KERNEL:
-        return Prepared(plan, *shapes, scale=scale, keep=hooks_of(call))
+        return Prepared(plan, *shapes, None, scale, hooks_of(call), run=_dequantised)
     from ..hopper import WORK_COUNTER, require
 
     require("plan.kernel", plan.kernel)
@@ -212,14 +203,8 @@ def _bind(
     turning = {"DIM": n.dim_v, "BLOCK_D": block_d, "BLOCK_N": TRANSPOSED_AT_ONCE}
     turn = Launch(transpose_values, (n.batch * n.kv_heads * parts, 1, 1), turning, {"num_warps": 4}, device)
     launch = Launch(attention_forward_fp8, (min(plan.device.sms, items), 1, 1), constants, options, device)
-    return Prepared(
-        plan,
-        *shapes,
-        transposed_shape=turned,
-        transpose=Bound(turn, GIVEN, transposition),
-        launch=Bound(launch, GIVEN, values),
-        keep=hooks_of(call),
-    )
+    bound = Transposing(Bound(turn, GIVEN, transposition), Bound(launch, GIVEN, values), turned)
+    return Prepared(plan, *shapes, bound, scale, hooks_of(call), run=_run)
 
 
 def _constants(plan: "AttentionFp8Plan", kind: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -273,19 +258,15 @@ def _compile(p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cal
     """Compile both kernels for this call, without a result; what the compiler raises passes through."""
     out = torch.empty(p.out_shape, dtype=torch.bfloat16, device="meta")
     lse = torch.empty(p.lse_shape, dtype=torch.float32, device="meta")
-    made = torch.empty(p.transposed_shape, dtype=torch.uint8, device="meta")
-    given = q, k, v, made, out, lse, call
-    p.transpose.compile(given)
-    p.launch.compile(given)
+    given = q, k, v, out, lse, call, torch.empty(p.bound.shape, dtype=torch.uint8, device="meta")
+    p.bound.transpose.compile(given)
+    p.bound.launch.compile(given)
 
 
-def _dequantised(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, p: Prepared
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _dequantised(p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Pair:
     """bf16 attention, which holds every e4m3 number exactly; q takes the factors of the scores, out that of the values."""
     from .attention import forward as attend
 
-    assert p.plan is not None
     heads = p.plan.problem.heads
 
     def spread(t: torch.Tensor) -> torch.Tensor:
@@ -315,7 +296,7 @@ def example_launch(
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """(kernel, args, kwargs) of a call that has this problem and plan, on tensors without memory: to compile ahead of time."""
     p, given = _example(problem, plan)
-    bound: Bound = p.launch
+    bound: Bound = p.bound.launch
     return bound.example(given)
 
 
@@ -324,7 +305,7 @@ def example_transposition(
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The same of transpose_values."""
     p, given = _example(problem, plan)
-    bound: Bound = p.transpose
+    bound: Bound = p.bound.transpose
     return bound.example(given)
 
 
@@ -338,6 +319,6 @@ def _example(n: "AttentionProblem", plan: "AttentionFp8Plan") -> tuple[Prepared,
     factor = torch.empty(n.batch, n.kv_heads, device="meta")
     call = Call(n.causal, n.window, scales=Scales(factor, factor, factor), plan=plan)
     p = _bind(q, k, v, call, plan, result_shapes_of(q, k, v, call))
-    made = torch.empty(p.transposed_shape, dtype=torch.uint8, device="meta")
+    made = torch.empty(p.bound.shape, dtype=torch.uint8, device="meta")
     out, lse = torch.empty(p.out_shape, dtype=torch.bfloat16, device="meta"), torch.empty(p.lse_shape, device="meta")
-    return p, (q, k, v, made, out, lse, call)
+    return p, (q, k, v, out, lse, call, made)

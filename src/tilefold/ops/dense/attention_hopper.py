@@ -8,21 +8,12 @@ import torch
 from ...device import mods
 from ...plan.dense import attention_hopper as rules
 from ...plan.hopper import PRODUCER_REGISTERS
-from ..bound import Bound, Slot, attribute, runtime_ints, stand_in, strides_named
+from ..bound import Bound, Prepared, Slot, attribute, runtime_ints, stand_in, strides_named
 from ..call import Call
 from ..hopper import WORK_COUNTER, box_of, require
 from ..launch import Launch
 from ..sparse.classify import TileLists
-from .attention_parts import (
-    GIVEN,
-    TENSORS,
-    Prepared,
-    hooks_of,
-    kind_of,
-    mask_mods_of,
-    option_values,
-    sequence_strides,
-)
+from .attention_parts import GIVEN, TENSORS, hooks_of, kind_of, mask_mods_of, option_values, sequence_strides
 from .attention_tiles import bytes_of, steps_of, tile_box, tiles_of
 
 if TYPE_CHECKING:
@@ -47,10 +38,11 @@ def bind(
     from ...kernels.hopper.attention_forward import attention_forward_hopper
 
     n = plan.problem
-    values = values_of_lengths(q, k, v, call, plan, shapes[0], (n.seq_q, n.seq_k))
+    values = values_of_lengths(q, call, plan, shapes[0], (n.seq_q, n.seq_k))
     grid = grid_of(plan, values["items"])
     values |= {
         **TENSORS,
+        **_boxes(q, k, v, call, plan),
         "scale": scale,
         "heads": n.heads // rules.packed_heads(n, plan.options),
         "group": n.group // rules.packed_heads(n, plan.options),
@@ -66,7 +58,7 @@ def bind(
     options = {"num_warps": plan.num_warps, "maxnreg": rules.REGISTERS[rules.consumers_of(plan.tile)][0]}
     launch = Launch(attention_forward_hopper, grid, constants, options, q.device.index or 0)
     bound = Bound(launch, GIVEN, values)
-    return Prepared(plan, *shapes, scale, float(call.softcap), bound, mods, keep=hooks_of(call))
+    return Prepared(plan, *shapes, bound, scale, hooks_of(call))
 
 
 def grid_of(plan: "AttentionPlan", items: int) -> tuple[int, int, int]:
@@ -75,10 +67,9 @@ def grid_of(plan: "AttentionPlan", items: int) -> tuple[int, int, int]:
 
 
 def values_of_lengths(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, plan: "AttentionPlan", out_shape: tuple[int, ...],
-    lengths: tuple[int, int],
-) -> dict[str, Any]:  # fmt: skip
-    """Values that differ with the lengths of a call; plan: of these, or of others that make the same tiles."""
+    q: torch.Tensor, call: Call, plan: "AttentionPlan", out_shape: tuple[int, ...], lengths: tuple[int, int]
+) -> dict[str, Any]:
+    """Numbers that differ with the lengths of a call; plan: of these, or of others that make the same tiles."""
     n = plan.problem
     pack = rules.packed_heads(n, plan.options)
     blocks, items = -(-lengths[0] * pack // plan.block_m), plan.grid[0]
@@ -87,15 +78,21 @@ def values_of_lengths(
         blocks = q.shape[0] // plan.block_m + n.batch
         items = blocks * n.heads
         values["total_q"] = q.shape[0]
-    for name, t, rows, heads in (("q", q, 64, pack), ("k", k, plan.block_n, 1), ("v", v, plan.block_n, 1)):
-        columns = 64 if rules.width_of(t.shape[-1]) % 64 == 0 else 32
-        values[f"{name}_desc"] = Slot(name, box_of(t, call.layout, rows, columns, heads).over)
     values |= {
         "q_blocks": blocks,
         "items": items,
         **strides_named("o", sequence_strides(out_shape, call.layout), "bmh"),
     }
     return values
+
+
+def _boxes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, plan: "AttentionPlan") -> dict[str, Slot]:
+    """The descriptors of q, k and v."""
+    pack, made = rules.packed_heads(plan.problem, plan.options), {}
+    for name, t, rows, heads in (("q", q, 64, pack), ("k", k, plan.block_n, 1), ("v", v, plan.block_n, 1)):
+        columns = 64 if rules.width_of(t.shape[-1]) % 64 == 0 else 32
+        made[f"{name}_desc"] = Slot(name, box_of(t, call.layout, rows, columns, heads).over)
+    return made
 
 
 def _constants(plan: "AttentionPlan") -> dict[str, Any]:

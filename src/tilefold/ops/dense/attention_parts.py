@@ -1,31 +1,27 @@
-"""What launches of attention have in common, whichever kernel: the record of a call, strides, boxes, the band, mods, dropout."""
+"""What launches of attention have in common, whichever kernel: strides, boxes, the band, mods, dropout."""
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...masks import BANDS
 from ...types import Layout, Rules
-from ..bound import Box, Slot, attribute, runtime_ints, strides_named
+from ..bound import Box, Slot, attribute, contiguous, runtime_ints, strides_named
 from ..call import UNBOUNDED, Call
-from ..records import Ways, no_ways
 from .attention_tiles import is_listed, tiles_of
 
 if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays light
-    from ...plan import AttentionPlan, AttentionProblem, DecodePlan, DecodeProblem, InvariantPlan
+    from ...plan import AttentionProblem
 
 __all__ = [
     "GIVEN",
     "TENSORS",
-    "Prepared",
     "band_of",
     "boxable",
     "boxed",
     "broadcast_strides",
-    "contiguous",
     "describe_box",
     "dropout_of",
     "head_strides",
@@ -33,72 +29,18 @@ __all__ = [
     "kind_of",
     "mask_mods_of",
     "mods_of",
-    "new_results",
     "option_values",
     "problem_of",
     "sequence_strides",
     "shared_values",
     "side_of",
+    "sides_of",
 ]
 
 
 GIVEN = ("q", "k", "v", "out", "lse", "call")
 """What a call gives to a `Bound` of forward attention."""
 TENSORS = {name: Slot(name.lower()) for name in ("Q", "K", "V", "Out", "Lse")}
-
-
-@dataclass(slots=True)
-class Prepared:
-    """All that follows from a call's key: the plan, output shapes, and the launch with its arguments."""
-
-    planned: "AttentionPlan | DecodePlan | InvariantPlan | Callable[[], DecodePlan] | None"  # None: nothing to compute
-    out_shape: tuple[int, ...]
-    lse_shape: tuple[int, ...]
-    scale: float = 1.0
-    softcap: float = 0.0
-    bound: Any = None  # the launch with its arguments, of what GIVEN names
-    mods: Any = None  # the module device.mods, which `import tilefold` does not load
-    decoder: Any = None  # the decode kernel's launches, instead of `bound`, where plan is a DecodePlan
-    keep: tuple[Any, ...] = field(default=())  # objects whose id is part of the key
-    backward: dict[Any, Any] = field(default_factory=dict)  # bound backward passes of this call
-    shared: dict[Any, Any] | None = (
-        None  # backward passes of calls whose lengths make the same tiles, where these are shared
-    )
-    placed: bool = False  # what says where sequences lie is read first: it costs nothing there
-    ways: Ways = field(default_factory=no_ways)
-
-    @property
-    def plan(self) -> "AttentionPlan | DecodePlan | InvariantPlan | None":
-        """None: nothing to compute.  A cache that has grown a little is planned when somebody asks."""
-        if callable(self.planned):
-            self.planned = self.planned()
-        return self.planned
-
-    @property
-    def problem(self) -> "AttentionProblem":
-        """That of the call, where there is something to compute."""
-        found: AttentionProblem | DecodeProblem = self.plan.problem  # type: ignore[union-attr]
-        return found if self.decoder is None else found.attention  # type: ignore[union-attr, return-value]
-
-
-def new_results(
-    q: torch.Tensor, out_shape: tuple[int, ...], lse_shape: tuple[int, ...]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for out and lse.  Shapes with strides: half the time of shapes alone."""
-    device = q.device
-    return (
-        torch.empty_strided(out_shape, contiguous(out_shape), dtype=q.dtype, device=device),
-        torch.empty_strided(lse_shape, contiguous(lse_shape), dtype=torch.float32, device=device),
-    )
-
-
-@functools.lru_cache(maxsize=1024)
-def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    strides = [1] * len(shape)
-    for at in range(len(shape) - 1, 0, -1):
-        strides[at - 1] = strides[at] * (shape[at] or 1)
-    return tuple(strides)
 
 
 def problem_of(
@@ -159,19 +101,25 @@ def _boxable(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> boo
     """`boxable` of an aligned tensor."""
     if 0 in shape:
         return False
-    for n, stride in zip(shape[:-1], strides, strict=False):
-        if n > 1 and (stride <= 0 or stride * size % 16 or stride * size >= 1 << 40):
+    for at in range(len(shape) - 1):
+        if shape[at] > 1 and (strides[at] <= 0 or strides[at] * size % 16 or strides[at] * size >= 1 << 40):
             return False
     return True
+
+
+def sides_of(q: tuple[Any, ...], k: tuple[Any, ...], v: tuple[Any, ...], at: int) -> tuple[Any, ...]:
+    """`side_of` of all three."""
+    side = side_of(k, at)
+    return side_of(q, at), side, side if v == k else side_of(v, at)
 
 
 def side_of(facts: tuple[Any, ...], at: int) -> tuple[Any, ...]:
     """What of a tensor's `facts_of` is the same in calls that differ in their lengths alone: all but its dimension `at` and the
     strides by which rows lie, where TMA reads it as before."""
-    kind, shape, strides, dtype = facts[:4]
-    sizes = tuple(shape)
-    lies = facts[6] and _boxable(sizes, strides, dtype.itemsize)
-    return kind, sizes[:at], sizes[at + 1 :], strides[-1], lies, facts[3:]
+    kind, shape, strides, dtype, *_, aligned, _ = facts
+    sizes = list(shape)
+    sizes[at] = -1
+    return kind, tuple(sizes), strides[-1], aligned and _boxable(shape, strides, dtype.itemsize), facts[3:]
 
 
 def hooks_of(call: Call) -> tuple[Any, ...]:

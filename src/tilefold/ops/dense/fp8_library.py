@@ -10,7 +10,7 @@ from ..flat import value_of
 from ..operator import Operation
 from ..source import Scales
 from ..watch import is_transformed, refuse_at_once
-from .attention_fp8 import forward, prepare, result_shapes_of
+from .attention_fp8 import prepare, result_shapes_of
 from .fp8 import DESCALES, refuse_packed
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def plan_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str
     mine = {name: options.pop(name) for name in ("causal", "window", "scale", "layout") if name in options}
     scales, given = Scales(*(options.pop(name, None) for name in DESCALES)), value_of(options.pop("plan", None))
     refuse_others(q, **options)
-    plan = prepare(q, k, v, _tidy(Call(**mine, scales=scales, plan=given))).plan
+    plan: AttentionFp8Plan | None = prepare(q, k, v, _tidy(Call(**mine, scales=scales, plan=given))).plan
     if plan is None:
         raise Unsupported(
             f"q has shape {tuple(q.shape)}: there is no query, so nothing is launched and there is no plan"
@@ -61,7 +61,7 @@ def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tupl
 
 ATTENTION_FP8 = Operation(
     "attention_fp8",
-    forward,
+    prepare,
     _fake,
     "attention of float8_e4m3fn tensors has no gradients: differentiate bfloat16 attention instead",
     lambda q, k, v, call: check_options(call),

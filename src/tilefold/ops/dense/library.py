@@ -10,7 +10,7 @@ from ..call import Call, check_options, shapes_of
 from ..flat import value_of
 from ..operator import Gradient, Operation
 from ..source import Packed
-from .attention import forward, prepare, run
+from .attention import prepare
 
 __all__ = [
     "ATTENTION",
@@ -58,13 +58,11 @@ def _before(q: Any, k: Any, v: Any, call: Call) -> None:
 
 ATTENTION = Operation(
     "attention",
-    forward,
+    prepare,
     _fake,
     Gradient(("q", "k", "v", "bias", "sinks"), _gradients, _require, _ready, mods="score_args"),
     _before,
     (Packed,),
-    prepare,
-    run,
 )
 """(out, lse) of `tilefold.attention` and `attention_varlen`."""
 

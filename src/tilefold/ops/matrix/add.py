@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from ...check import TensorSpec, bind
-from ..bound import Bound, Prepared
+from ..bound import Bound, Launched
 from ..device import device_of, interpreting
 from ..operator import one_by_one
 from ..records import recorded
@@ -62,7 +62,7 @@ def _strides(x: torch.Tensor, y: torch.Tensor) -> tuple[int, ...]:
 
 
 @recorded("add")
-def _prepare(x: torch.Tensor, y: torch.Tensor) -> Prepared:
+def _prepare(x: torch.Tensor, y: torch.Tensor) -> Launched:
     """The strides of the result, and the launch."""
     from ...kernels.matrix.add import add_flat, add_strided
     from ..launch import Launch
@@ -72,13 +72,13 @@ def _prepare(x: torch.Tensor, y: torch.Tensor) -> Prepared:
         device_of(x.device)
     strides = _strides(x, y)
     if x.numel() == 0:
-        return Prepared(strides)
+        return Launched(strides)
     emulate = interpreting() and x.dtype == torch.bfloat16
 
-    def bound(fn: Any, programs: int, constants: dict[str, Any], values: dict[str, Any]) -> Prepared:
+    def bound(fn: Any, programs: int, constants: dict[str, Any], values: dict[str, Any]) -> Launched:
         constants = {"EMULATE": emulate, **constants}
         launch = Launch(fn, (programs, 1, 1), constants, {"num_warps": 4}, x.device.index or 0)
-        return Prepared(strides, Bound(launch, ("X", "Y", "Out"), values))
+        return Launched(strides, Bound(launch, ("X", "Y", "Out"), values))
 
     if _flat(x, y):
         block = BLOCK // x.element_size()

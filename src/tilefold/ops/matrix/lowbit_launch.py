@@ -11,11 +11,11 @@ from ...errors import DtypeError, PlanError, ShapeError
 from ...quant import QuantizedTensor
 from ..bound import Bound, Slot, meta, strides_named
 from ..cache.decode_counters import counters
-from ..call import facts_of
 from ..device import device_of, interpreting
 from ..numerics import is_invariant
 from ..records import recorded, remember
 from ..serve import function_at
+from ..source import facts_of
 from .product import Epilogue, product
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from ...errors import DtypeError, LayoutError, PlanError, ShapeError, Unsupporte
 from ...types import Constant, Numerics, constant
 from ..numerics import check_numerics
 from ..operator import Gradient, Operation
-from ..records import facts_of, recorded
+from ..records import recorded
+from ..source import facts_of
 from ..watch import is_transformed, is_watched, wants_gradient
 from .matmul_gradient import gradient
 from .options import check_activation, check_tf32

@@ -15,7 +15,8 @@ from ...plan.matrix.transpose import (
 from ..bound import Bound, Slot
 from ..device import device_of
 from ..operator import one_by_one
-from ..records import facts_of_values, recorded
+from ..records import recorded
+from ..source import facts_of_values
 from ..watch import in_forward_mode, is_transformed, is_watched, resolved, wants_gradient
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -14,8 +14,9 @@ from ..call import SPECS, check_heads
 from ..dense.attention_parts import boxable
 from ..device import device_of
 from ..operator import Gradient, Operation
-from ..records import facts_of_values, recorded
+from ..records import recorded
 from ..serve import function_at, plan_at
+from ..source import facts_of_values
 from . import coarse_backward
 from .coarse_parts import CoarseCall, Prepared, constants_of, values_of
 from .project import SIZES

@@ -6,9 +6,9 @@ import torch
 
 from ..backward.backward_parts import ROWS, boxes, delta_bound, readable, side_strides, tiled
 from ..bound import Bound, meta
-from ..call import facts_of
 from ..dense.attention_parts import boxable
 from ..serve import BoundFunction, function_at
+from ..source import facts_of
 from .coarse_parts import constants_of, values_of
 from .sparse_parts import Launches
 
@@ -34,7 +34,7 @@ def backward(
     plan = cast("CoarsePlan", p.plan)
     if isinstance(p.bound, BoundFunction):
         own = function_at("attend_rows_backward", q.device, call.layout, p.scale)
-        dq, dk, dv = own.run(*saved, dout, dlse, call.block_sizes, (want_q, want_rows, want_rows))
+        dq, dk, dv = own((*saved, dout, dlse, call.block_sizes, (want_q, want_rows, want_rows)))
         return dq, dk, dv
     dout, dlse = readable(dout), None if dlse is None else dlse.contiguous()
     key = facts_of(dout), None if dlse is None else facts_of(dlse)

@@ -10,8 +10,9 @@ from ..bound import Bound, meta
 from ..call import MAX_HEAD_DIM
 from ..device import interpreting
 from ..operator import Operator
-from ..records import facts_of_values, recorded
+from ..records import recorded
 from ..serve import function_at
+from ..source import facts_of_values
 from .project import readable
 
 BRANCHES, GATES = ("coarse", "fine"), ("gate_coarse", "gate_fine")

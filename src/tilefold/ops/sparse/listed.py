@@ -6,11 +6,12 @@ from typing import NamedTuple
 import torch
 
 from ..backward.attention_backward import backward_plan_of
-from ..call import Call, check_hooks, check_options, key_of, sizes_of
+from ..call import Call, check_hooks, check_options, sizes_of
 from ..dense import attention
 from ..dense.attention_parts import hooks_of, problem_of
 from ..device import device_of
 from ..records import recorded
+from ..source import key_of
 
 __all__ = ["tiles_refusals"]
 

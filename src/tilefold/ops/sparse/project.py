@@ -6,7 +6,7 @@ import torch
 
 from ...check import FLOATS, TensorSpec, bind
 from ...errors import ShapeError, Unsupported, ValueRangeError
-from ..bound import Bound, Prepared, meta, strides_named
+from ..bound import Bound, Launched, meta, strides_named
 from ..call import MAX_HEAD_DIM, check_integer
 from ..dense.attention_parts import head_strides
 from ..device import interpreting
@@ -120,31 +120,31 @@ def weight_gradient(
 
 
 @recorded("project: gather")
-def _bind_gather(x: Any, weight: Any, sizes: Any, block: int, kind: int, layout: str, names: str) -> Prepared:
+def _bind_gather(x: Any, weight: Any, sizes: Any, block: int, kind: int, layout: str, names: str) -> Launched:
     n = _check(x, weight, sizes, block, layout, names)
     shape = _result_shape(n, "blocks", layout)
     given = ("X", "Weight", "Sizes", "Rows")
-    return Prepared(
+    return Launched(
         shape, _bind("gather_blocks", given, n, x, meta(*shape, dtype=x.dtype), weight, sizes, layout, KIND=kind)
     )
 
 
 @recorded("project: spread")
-def _bind_spread(rows: Any, weight: Any, sizes: Any, length: int, block: int, kind: int, layout: str) -> Prepared:
+def _bind_spread(rows: Any, weight: Any, sizes: Any, length: int, block: int, kind: int, layout: str) -> Launched:
     n = _check(rows, weight, sizes, block, layout, "rows weight block_sizes", length)
     shape = _result_shape(n, "seq", layout)
     given = ("Rows", "Weight", "Sizes", "X")
-    return Prepared(
+    return Launched(
         shape, _bind("spread_blocks", given, n, meta(*shape, dtype=rows.dtype), rows, weight, sizes, layout, KIND=kind)
     )
 
 
 @recorded("project: weight gradient")
-def _bind_weight(x: Any, drows: Any, weight: Any, sizes: Any, block: int, layout: str) -> Prepared:
+def _bind_weight(x: Any, drows: Any, weight: Any, sizes: Any, block: int, layout: str) -> Launched:
     n = _check(x, weight, sizes, block, layout)
     shape = (n["batch"], n["blocks"], n["heads"], block)
     given = ("X", "DRows", "Sizes", "Part")
-    return Prepared(shape, _bind("block_weight_gradient", given, n, x, drows, weight, sizes, layout))
+    return Launched(shape, _bind("block_weight_gradient", given, n, x, drows, weight, sizes, layout))
 
 
 def _bind(name: str, given: tuple[str, ...], n: dict[str, int], x: torch.Tensor, rows: torch.Tensor, weight: Any, sizes: Any,

@@ -2,30 +2,24 @@
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .. import records
-from ..bound import Bound, Slot, attribute, stand_in, strides_named
-from ..call import Call, is_plain, key_of, result_shapes
-from ..dense.attention_parts import (
-    boxable,
-    boxed,
-    head_strides,
-    hooks_of,
-    new_results,
-    problem_of,
-    shared_values,
-    side_of,
-)
+from ..bound import Bound, Prepared, attribute, run, stand_in
+from ..call import Call, result_shapes
+from ..dense.attention_parts import boxable, boxed, head_strides, hooks_of, problem_of, shared_values, sides_of
+from ..dense.split import Split, bind_merge
 from ..device import device_of, interpreting, on_host
+from ..hopper import disabled
 from ..numerics import refuse_invariant
 from ..places import check_inside, check_pages
 from ..records import recorded, remember
 from ..serve import function_at, plan_at
+from ..source import Packed, Paged, is_plain, key_of
 from .sparse_call import check_call, check_lists
-from .sparse_parts import GIVEN, HOPPER_KERNEL, TO_MERGE, Prepared, list_values, mod_values
+from .sparse_parts import GIVEN, HOPPER_KERNEL, list_values, mod_values
 
 if TYPE_CHECKING:
     from ...plan.sparse.sparse import SparsePlan
@@ -34,7 +28,6 @@ __all__ = [
     "bind",
     "forward",
     "prepare",
-    "run",
 ]
 
 BLOCK_SPLITS = 16  # partials that one step of the merge takes in
@@ -45,34 +38,14 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tu
     return run(prepare(q, k, v, call), q, k, v, call)
 
 
-def run(
-    p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, *others: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`forward` of a call that has this record."""
-    out, lse = new_results(q, p.out_shape, p.lse_shape)
-    if p.plan is None:
-        return out, lse
-    if p.placed:
-        _check_placement(k, q.shape[0], call)
-    splits = p.plan.splits
-    if splits == 1:
-        p.bound((q, k, v, out, lse, call))
-    else:
-        part = torch.empty((splits, *p.out_shape), dtype=torch.float32, device=q.device)
-        part_lse = torch.empty((splits, *p.lse_shape), dtype=torch.float32, device=q.device)
-        p.bound((q, k, v, part, part_lse, call))
-        p.merge((part, part_lse, out, lse))
-    return out, lse
-
-
-def _check_placement(k: torch.Tensor, total_q: int, call: Call) -> None:
+def _look(sizes: Any, q: torch.Tensor, k: torch.Tensor, call: Call) -> None:
     """In the interpreter a read outside a tensor ends the process: look at what says where blocks and sequences lie."""
+    source = call.source
     check_lists(call.lists)
-    if call.packed is not None:
-        check_inside(call.packed, total_q, k.shape[0])
-    if call.paged is not None:
-        page_size = k.shape[1 if call.layout == "bshd" else 2]
-        check_pages(call.paged, k.shape[0], page_size, call.lists.seq_k)
+    if isinstance(source, Packed):
+        check_inside(source, q.shape[0], k.shape[0])
+    if isinstance(source, Paged):
+        check_pages(source, k.shape[0], k.shape[1 if call.layout == "bshd" else 2], call.lists.seq_k)
 
 
 def _near(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, *others: Any, key: Any) -> Prepared | None:
@@ -82,13 +55,13 @@ def _near(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, *others
 
 
 @recorded("sparse_attention", key_of, _near)
-def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, key: Any = None) -> Prepared:
+def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, *others: Any, key: Any = None) -> Prepared:
     """The record of this call's shapes and options; checks everything."""
     refuse_invariant("sparse attention", "its tiles follow the lists of blocks", call.numerics)
     found, family = _prepare(q, k, v, call), _key_of_any_length(key, call)
     if family is not None and getattr(found.plan, "kernel", "") == HOPPER_KERNEL:
         remember(records.CACHE, family, found)
-    found.placed = on_host(q)
+    found.look = _look if on_host(q) else None
     return found
 
 
@@ -97,7 +70,7 @@ def _key_of_any_length(key: Any, call: Call) -> Any:
     the call."""
     if key is None or call.source is not None or not is_plain(call):
         return None
-    (q, k, v, options), _, (_, (parts, (block_q, block_k, seq_q, seq_k))), _ = key
+    (q, k, v, options), _, (_, (parts, (block_q, block_k, seq_q, seq_k))) = key
     at = 2 if call.layout == "bhsd" else 1
     if not len(q[1]) == len(k[1]) == len(v[1]) == 4 or seq_q != q[1][at] or not seq_k == k[1][at] == v[1][at]:
         return None
@@ -105,7 +78,7 @@ def _key_of_any_length(key: Any, call: Call) -> Any:
         return None
     lists = [None if t is None else (len(t[1]), t[1][: min(2, len(t[1]) - 1)], t[3:]) for t in parts]
     blocks = block_q, block_k, parts[0][1][3], seq_k % block_k == 0
-    return "sparse attention of any lengths", side_of(q, at), side_of(k, at), side_of(v, at), *lists, blocks, options
+    return "sparse attention of any lengths", sides_of(q, k, v, at), *lists, blocks, options
 
 
 def _of_other_lengths(family: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared | None:
@@ -113,37 +86,45 @@ def _of_other_lengths(family: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Te
     first = records.CACHE.get(family)
     if first is None:
         return None
-    from ...plan.sparse.sparse import plan_sparse
-    from ..hopper import disabled
-    from .sparse_hopper import values_of_lengths
-
+    rules, hopper = _rules()
     lengths = call.lists.seq_q, call.lists.seq_k
     # Everything that a plan of this family counts is query tiles, of 16 rows or a multiple; the longest keys are 2^30.
     alike = None if disabled() else (family, -(-lengths[0] // 16), (lengths[1] - 1) >> 30)
     near: Prepared | None = records.CACHE.get(alike)
-    old = cast("SparsePlan", (near or first).plan)
-    problem = old.problem.of_lengths(*lengths)
-    if near is not None:
-        plan = old.alike(problem, ("reason",), lambda: plan_sparse(problem, old.device))
-    else:
-        plan = plan_sparse(problem, old.device, portable=alike is None)
-        if plan.kernel != HOPPER_KERNEL or plan.tile != old.tile:
+    plan: Any = (near or first).planned
+    if near is None:
+        plan = rules.plan_sparse(first.plan.problem.of_lengths(*lengths), first.plan.device, portable=alike is None)
+        if plan.kernel != HOPPER_KERNEL or plan.tile != first.plan.tile:
             return None
-    n = problem.attention
-    shapes = result_shapes(call, {"batch": n.batch, "seq_q": n.seq_q, "heads": n.heads, "dim_v": n.dim_v})
-    bound = first.bound.with_values(*values_of_lengths(q, k, v, call, plan, shapes[0]))
-    made = Prepared(plan, *shapes, first.scale, first.mods, bound, None, first.keep, placed=first.placed,
-                    ways=first.ways)  # fmt: skip
-    if alike is None:
-        return made
-    made.shared = {} if near is None else near.shared
-    return made if near is not None else remember(records.CACHE, alike, made)
+    batch, heads, _ = first.lse_shape
+    dim = first.out_shape[-1]
+    out = (batch, lengths[0], heads, dim) if call.layout == "bshd" else (batch, heads, lengths[0], dim)
+    shapes = out, (batch, heads, lengths[0])
+    bound = first.bound.with_values(*hopper.values_of_lengths(q, call, plan, out), (q, k, v))
+    if near is not None:
+        return near.of_lengths(functools.partial(_plan_alike, plan, *lengths), shapes, bound, near.shared)
+    made: Prepared = first.of_lengths(plan, shapes, bound, None if alike is None else {})
+    return made if alike is None else remember(records.CACHE, alike, made)
+
+
+def _plan_alike(plan: "SparsePlan", *lengths: int) -> "SparsePlan":
+    """The plan of the same problem with other lengths, which make the same tiles."""
+    problem = plan.problem.of_lengths(*lengths)
+    return plan.alike(problem, ("reason",), lambda: _rules()[0].plan_sparse(problem, plan.device))
+
+
+@functools.cache
+def _rules() -> tuple[Any, Any]:
+    from ...plan.sparse import sparse  # here: `import tilefold` stays light
+    from . import sparse_hopper
+
+    return sparse, sparse_hopper
 
 
 def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
     """The record of a call; checks everything."""
     from ...plan.sparse.sparse import SparseProblem, plan_sparse
-    from ..hopper import bound_or_none, disabled
+    from ..hopper import bound_or_none
 
     sizes, scale = check_call(q, k, v, call)
     out_shape, lse_shape = result_shapes(call, sizes)
@@ -165,7 +146,7 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> P
     )
     shapes = out_shape, lse_shape
     if (own := plan_at("sparse_attention", problem, device, call, call.plan)) is not None:
-        return Prepared(own, *shapes, scale, bound=function_at("sparse_attention", q.device, own), keep=keep)
+        return Prepared(own, *shapes, function_at("sparse_attention", q.device, own), scale, keep)
     if call.plan is not None:
         given: SparsePlan = call.plan  # type: ignore[assignment]
         given.check(problem, device)
@@ -192,16 +173,13 @@ def bind(
     shapes: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> Prepared:
     """The record of this call under this plan."""
-    from ...device import mods
-
     if plan.kernel == HOPPER_KERNEL:
         from . import sparse_hopper
 
-        bound, merge = sparse_hopper.bind(q, k, v, call, scale, plan, shapes[0]), None
+        bound: Any = sparse_hopper.bind(q, k, v, call, scale, plan, shapes[0])
     else:
-        bound, merge = _bind(q, k, v, call, sizes, scale, plan, shapes[0], mods)
-    keep = hooks_of(call)
-    return Prepared(plan, *shapes, scale, mods, bound, merge, keep)
+        bound = _bind(q, k, v, call, sizes, scale, plan, shapes[0])
+    return Prepared(plan, *shapes, bound, scale, hooks_of(call))
 
 
 def _bind(
@@ -213,23 +191,20 @@ def _bind(
     scale: float,
     plan: "SparsePlan",
     out_shape: tuple[int, ...],
-    mods: Any,
-) -> tuple[Bound, Bound]:
-    """The portable kernel, and the merge of its shares: run-time scalars and compile-time constants."""
+) -> Bound | Split:
+    """The portable kernel, with the merge of its shares where there are some: run-time scalars and compile-time constants."""
+    from ...device import mods
     from ...kernels.sparse import sparse_forward
     from ..launch import Launch
 
     problem = plan.problem
     n = problem.attention
-    q_strides, k_strides, v_strides, out_strides = (head_strides(t, call.layout) for t in (q, k, v, out_shape))
+    q_strides, k_strides, v_strides = (head_strides(t, call.layout) for t in (q, k, v))
     emulate = interpreting() and q.dtype == torch.bfloat16
     early = plan.splits > 1 and plan.device.dependent_launches
     constants = _constants(plan, emulate, early, (q_strides[-2], k_strides[-2], v_strides[-2]))
     options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages, **({"launch_pdl": True} if early else {})}
     launch = Launch(getattr(sparse_forward, plan.kernel), plan.grid, constants, options, q.device.index or 0)
-    # To the merge, and in the kernel's own arguments, packed rows are those of one long sequence.
-    batch, rows = (1, sizes["total_q"]) if n.varlen else (n.batch, n.seq_q)
-    share = math.prod(out_shape)
     values = {
         **shared_values({**sizes, "seq_k": n.seq_k}, scale, q, k, v, out_shape, call.layout),
         "CuQ": attribute("call", "source.cu_q", call.packed),
@@ -238,15 +213,19 @@ def _bind(
         "Lengths": attribute("call", "paged.cache_seqlens", call.paged),
         "stride_kp": k_strides[0],
         "stride_vp": v_strides[0],
-        "stride_os": share,
+        "stride_os": math.prod(out_shape),
         "stride_tb": None if call.paged is None else call.paged.block_table.stride(0),
         **list_values(call),
         **mod_values(mods, call, q.dtype),
     }
     if plan.kernel == "sparse_forward_box":
         values |= boxed(k, v, call.layout, plan.block_n, (n.block_qk, n.block_v))
-    merge = _merge(plan, batch, rows, (share, *out_strides), emulate, early, launch.device)
-    return Bound(launch, GIVEN, values), merge
+    bound = Bound(launch, GIVEN, values)
+    if plan.splits == 1:
+        return bound
+    blocks = n.block_v, BLOCK_SPLITS
+    merge = bind_merge(out_shape, call.layout, plan.splits, blocks, emulate, launch.device, early)
+    return Split(bound, merge, plan.splits)
 
 
 def _constants(plan: "SparsePlan", emulate: bool, early: bool, rows: tuple[int, int, int]) -> dict[str, Any]:
@@ -269,27 +248,3 @@ def _constants(plan: "SparsePlan", emulate: bool, early: bool, rows: tuple[int, 
         "BLOCK_QK": n.block_qk,
         "BLOCK_V": n.block_v,
     }
-
-
-def _merge(
-    plan: "SparsePlan", batch: int, rows: int, strides: tuple[int, ...], emulate: bool, early: bool, device: int
-) -> Bound:
-    """The launch that merges the shares of `rows` rows of each of `batch` sequences; strides: of a share, and of out."""
-    from ...kernels.cache.combine import combine
-    from ..launch import Launch
-
-    n = plan.problem.attention
-    constants = {"EMULATE": emulate, "DIM": n.dim_v, "BLOCK_D": n.block_v, "BLOCK_S": BLOCK_SPLITS, "EARLY": early}
-    options = {"num_warps": max(1, n.block_v // 128), **({"launch_pdl": True} if early else {})}
-    launch = Launch(combine, (rows * n.heads * batch, 1, 1), constants, options, device)
-    each = strides[1:] if len(strides) == 4 else (0, *strides[1:])
-    values = {
-        **{name: Slot(of) for name, of in zip(("Part", "PartLse", "Out", "Lse"), TO_MERGE, strict=True)},
-        "splits": plan.splits,
-        "batch": batch,
-        "seq_q": rows,
-        "heads": n.heads,
-        **strides_named("p", (strides[0], *each), "sbmh"),
-        **strides_named("o", each, "bmh"),
-    }
-    return Bound(launch, TO_MERGE, values)

@@ -8,13 +8,12 @@ import torch
 from ...errors import DtypeError, Unsupported
 from ..backward.backward_parts import ROWS, boxes, delta_bound, readable, score_slope, side_strides, slopes_of, tiled
 from ..bound import Bound, attribute, meta
-from ..call import facts_of
 from ..dense.attention_parts import side_of
 from ..device import device_of, interpreting
 from ..first_call import without_collector
 from ..operator import differentiable, first_derivative
 from ..serve import BoundFunction, function_at, plan_at
-from ..source import Lists
+from ..source import Lists, facts_of
 from ..watch import resolved, wants_gradient
 from . import sparse, sparse_backward_hopper
 from .sparse_call import check_unchanged, versions_of
@@ -37,7 +36,8 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if found is None and wants_gradient((q, k, v)):  # not if only functorch watches: then the backward pass says so
         check_differentiable(q, k, v, call)
-    return sparse.run(found or sparse.prepare(q, k, v, call), q, k, v, call)
+    found = found or sparse.prepare(q, k, v, call)
+    return found.run(found, q, k, v, call)  # type: ignore[no-any-return]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -117,7 +117,7 @@ def backward(
         return cast("Gradients", tuple(made))
     if isinstance(prepared.bound, BoundFunction):
         own = function_at("sparse_attention_backward", q.device, _plan(prepared, call, q))
-        return cast("Gradients", own.run(*saved, dout, dlse, call, wanted))
+        return cast("Gradients", own((*saved, dout, dlse, call, wanted)))
     dout, lse, dlse = readable(dout), lse.contiguous(), None if dlse is None else dlse.contiguous()
     saved = q, k, v, out, lse
     bound = _bound(prepared, saved, dout, dlse, call, transposed)
@@ -156,7 +156,7 @@ def _bound(
     # A launch keeps what it compiled: where an argument may be None, that is part of the key.
     given = (dout, saved[3], dlse, transposed.indices, transposed.counts)
     key = *(None if t is None else facts_of(t) for t in given), *map(id, hooks)
-    found: Launches | HopperBound | None = prepared.backward.get(key)
+    found: Launches | HopperBound | None = prepared.further.get(key)
     if found is None:
         alike = _key_of_tiles(prepared, call, key)
         if (near := None if alike is None else prepared.shared.get(alike)) is not None:
@@ -166,7 +166,7 @@ def _bound(
                 found = _bound_anew(prepared, saved, dout, call, transposed)
             if alike is not None and not isinstance(found, Launches):
                 prepared.shared[alike] = found
-        prepared.backward[key] = found
+        prepared.further[key] = found
         prepared.keep += hooks
     return found
 
@@ -219,6 +219,7 @@ def _bind(
     transposed: "Lists",
     plan: "SparseBackwardPlan",
 ) -> Launches:
+    from ...device import mods
     from ...kernels.sparse import sparse_backward as kernels
 
     q, k, v, out, lse = saved
@@ -251,8 +252,8 @@ def _bind(
         "group": n.heads // n.kv_heads,
         "CuQ": attribute("call", "source.cu_q", call.packed),
         "CuK": attribute("call", "source.cu_k", call.packed),
-        **mod_values(prepared.mods, call, q.dtype),
-        "slopes": slopes_of(prepared.mods, float(call.softcap), call, q.dtype == torch.float32)[0],
+        **mod_values(mods, call, q.dtype),
+        "slopes": slopes_of(mods, float(call.softcap), call, q.dtype == torch.float32)[0],
     }
     of_queries, of_keys = {**values, **list_values(call)}, {**values, **list_values(call, transposed)}
     if boxed:  # what streams by

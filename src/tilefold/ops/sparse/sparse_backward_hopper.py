@@ -45,7 +45,7 @@ class HopperBound(NamedTuple):
     def of_lengths(self, saved: Saved, dout: torch.Tensor, call: "Call") -> "HopperBound":
         """The launches of a call that differs in its lengths, which make the same tiles, over lists that lie alike."""
         values = values_of_lengths(saved[:4], dout, call)
-        statistics, main = self.statistics.with_values(values), self.main.with_values(values)
+        statistics, main = (one.with_values(values, None, (*saved, dout)) for one in (self.statistics, self.main))
         return HopperBound(statistics, self.places, main, (*self.buffers[:-3], *gradients_of(saved)))
 
 

@@ -78,16 +78,16 @@ def check_lists(lists: Lists) -> None:
     """The values of the lists: only in the interpreter, where a number out of range would end the process."""
     capacity, blocks = lists.indices.shape[3], -(-lists.seq_k // lists.block_k)
     counts = lists.counts
-    _refuse("counts", counts, (counts < 0) | (counts > capacity), f"0 to {capacity}, the capacity of the lists")
+    if (wrong := (counts < 0) | (counts > capacity)).any():
+        raise _error("counts", counts, wrong, f"0 to {capacity}, the capacity of the lists")
     meant = torch.arange(capacity, device=counts.device) < counts[..., None]
-    outside = meant & ((lists.indices < 0) | (lists.indices >= blocks))
-    _refuse("indices", lists.indices.expand_as(outside), outside, f"0 to {blocks - 1}, the last KV block")
+    if (wrong := meant & ((lists.indices < 0) | (lists.indices >= blocks))).any():
+        raise _error("indices", lists.indices.expand_as(wrong), wrong, f"0 to {blocks - 1}, the last KV block")
 
 
-def _refuse(part: str, values: torch.Tensor, wrong: torch.Tensor, expected: str) -> None:
-    if wrong.any():
-        place = wrong.nonzero()[0].tolist()
-        raise ValueRangeError(f"index.{part}{place} is {int(values[tuple(place)])}, expected {expected}")
+def _error(part: str, values: torch.Tensor, wrong: torch.Tensor, expected: str) -> ValueRangeError:
+    place = wrong.nonzero()[0].tolist()
+    return ValueRangeError(f"index.{part}{place} is {int(values[tuple(place)])}, expected {expected}")
 
 
 # ---------------------------------------------------------------- unchanged until the backward pass

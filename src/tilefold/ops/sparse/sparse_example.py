@@ -4,11 +4,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..bound import Bound, meta
+from ..bound import Bound, Prepared, meta
 from ..call import Call, result_shapes, sizes_of
+from ..dense.split import Split
 from ..source import Lists, Packed, Paged
 from . import sparse, sparse_mixed
-from .sparse_parts import Prepared
 
 if TYPE_CHECKING:
     from ...plan.sparse.sparse import SparsePlan
@@ -57,9 +57,11 @@ def example_launch(
     """(kernel, args, kwargs) of a call that has this plan, of its merge, or with another branch mixed in, on tensors without
     memory, to compile ahead."""
     qkv, call, p, out, lse = example_call(plan)
-    bound: Bound = p.merge if merge else p.bound
+    split = p.bound if isinstance(p.bound, Split) else None
+    bound: Bound = p.bound if split is None else split.launch
     if merge:
-        return bound.example((meta(plan.splits, *p.out_shape), meta(plan.splits, *p.lse_shape), out, lse))
+        assert split is not None
+        return split.merge.example((meta(plan.splits, *p.out_shape), meta(plan.splits, *p.lse_shape), out, lse))
     given = (*qkv, out, lse, call)
     if mixed:
         branch, gate = meta(*p.out_shape, dtype=out.dtype), meta(*p.out_shape[:3], dtype=out.dtype)

@@ -8,7 +8,7 @@ from ..bound import Bound, Slot, attribute, strides_named
 from ..call import Call
 from ..dense.attention_parts import TENSORS, sequence_strides
 from ..hopper import WORK_COUNTER, box_of, require
-from .sparse_parts import GIVEN, list_values
+from .sparse_parts import GIVEN, LISTED, list_strides, list_values
 
 if TYPE_CHECKING:
     from ...plan.sparse.sparse import SparsePlan
@@ -27,7 +27,7 @@ def bind(
 ) -> Bound:
     """Kernel, descriptors, run-time scalars and compile-time constants of this call; Unsupported without Gluon."""
     from ...plan.hopper import PRODUCER_REGISTERS
-    from ...plan.sparse.sparse_hopper import is_masked, key_slots, registers
+    from ...plan.sparse.sparse_hopper import box_rows, is_masked, key_slots, registers
     from ..launch import Launch
 
     require("plan.kernel", plan.kernel)
@@ -52,9 +52,16 @@ def bind(
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
     }
     options = {"num_warps": plan.num_warps, "maxnreg": at_launch}
-    values, grid = values_of_lengths(q, k, v, call, plan, out_shape)
+    values, grid = values_of_lengths(q, call, plan, out_shape)
+    keys, lists = box_rows(problem), list_values(call)
+    boxes = {name: box_of(t, call.layout, rows) for name, t, rows in (("q", q, 64), ("k", k, keys), ("v", v, keys))}
     values |= {
         **TENSORS,
+        **{f"{name}_desc": Slot(name, box.over) for name, box in boxes.items()},
+        "branch_desc": Slot("q", boxes["q"].over),  # which nothing reads
+        **lists,
+        # counts stand for sizes that there are none of, and are not read as such
+        **{name: lists[name] or lists["Count"] for name in ("Sizes", "QuerySizes")},
         "scale": scale,
         "heads": n.heads,
         "group": n.group,
@@ -69,28 +76,19 @@ def bind(
 
 
 def values_of_lengths(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, plan: "SparsePlan", out_shape: tuple[int, ...]
+    q: torch.Tensor, call: Call, plan: "SparsePlan", out_shape: tuple[int, ...]
 ) -> tuple[dict[str, Any], tuple[int, int, int]]:
-    """Values that differ with the lengths of a call, and the grid."""
-    from ...plan.sparse.sparse_hopper import box_rows
-
+    """Numbers that differ with the lengths of a call, and the grid; plan: of these, or of others that make the same tiles."""
     problem, n = plan.problem, plan.problem.attention
-    blocks = -(-n.seq_q // problem.block_q)
+    blocks = -(-call.lists.seq_q // problem.block_q)
     items = n.batch * n.heads * blocks
     if call.packed is not None:  # places of all sequences: kernels.hopper.scheduler.sequence_of_place
         blocks = q.shape[0] // problem.block_q + n.batch
         items = n.heads * blocks
-    keys = box_rows(problem)
-    boxes = {name: box_of(t, call.layout, rows) for name, t, rows in (("q", q, 64), ("k", k, keys), ("v", v, keys))}
-    lists = list_values(call)
     values = {
-        **{f"{name}_desc": Slot(name, box.over) for name, box in boxes.items()},
-        "branch_desc": Slot("q", boxes["q"].over),  # which nothing reads
-        **lists,
-        # counts stand for sizes that there are none of, and are not read as such
-        **{name: lists[name] or lists["Count"] for name in ("Sizes", "QuerySizes")},
-        "seq_q": n.seq_q,
-        "seq_k": n.seq_k,
+        **strides_named("", list_strides(call.lists), LISTED),
+        "seq_q": call.lists.seq_q,
+        "seq_k": call.lists.seq_k,
         "q_blocks": blocks,
         "items": items,
         **strides_named("o", sequence_strides(out_shape, call.layout), "bmh"),

@@ -35,11 +35,11 @@ class Turned(NamedTuple):
     counts: torch.Tensor
 
 
-def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, turned: Turned | None) -> Pair:
-    return sparse.forward(q, k, v, call)
+def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, turned: Turned | None) -> Pair:
+    return _fake_paged(q, k, v, call)
 
 
-def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, turned: Turned | None = None) -> Pair:
+def _fake_paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Pair:
     _before(q, k, v, call)
     out_shape, lse_shape = result_shapes(call, sizes_of(q, k, v, call))
     return q.new_empty(out_shape), q.new_empty(lse_shape, dtype=torch.float32)
@@ -106,23 +106,19 @@ class SparseOperation(Operation):
 
 SPARSE = SparseOperation(
     "sparse_attention",
-    _forward,
+    sparse.prepare,
     _fake,
     Gradient(("q", "k", "v"), _gradients, _require, _ready),
     _before,
     (Packed, Lists),
-    sparse.prepare,
-    sparse.run,
 )
 """(out, lse) of `tilefold.sparse_attention` and `sparse_attention_varlen`."""
 SPARSE_PAGED = Operation(
     "sparse_attention_paged",
-    sparse.forward,
-    _fake,
+    sparse.prepare,
+    _fake_paged,
     "gradients of tilefold::sparse_attention_paged are not implemented: pages have no backward pass",
     _before,
     (Paged, Lists),
-    sparse.prepare,
-    sparse.run,
 )
 """(out, lse) of `tilefold.sparse_attention_paged`."""

@@ -6,12 +6,12 @@ two are fused by a launch of their own.  No gradient passes: the backward pass n
 
 import torch
 
-from ..bound import Bound, Slot, strides_named
+from ..bound import Bound, Prepared, Slot, strides_named
 from ..call import Call
 from ..dense.attention_parts import boxable
-from ..records import facts_of_values
+from ..source import facts_of_values
 from . import fuse, sparse
-from .sparse_parts import GIVEN, HOPPER_KERNEL, Prepared
+from .sparse_parts import GIVEN, HOPPER_KERNEL
 
 Gate = torch.Tensor | None
 
@@ -34,8 +34,8 @@ def attend_and_fuse(
         return fuse.forward((branch, fine), (gate_branch, gate), call.layout)
     out = torch.empty(p.out_shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(p.lse_shape, dtype=torch.float32, device=q.device)
-    key = facts_of_values(branch, gate_branch, gate)
-    bound = p.mixed.get(key) or p.mixed.setdefault(key, bind(p, call, out, branch, gate_branch, gate))
+    key = "mixed", facts_of_values(branch, gate_branch, gate)
+    bound = p.further.get(key) or p.further.setdefault(key, bind(p, call, out, branch, gate_branch, gate))
     bound((q, k, v, out, lse, call, branch, gate_branch, gate))
     return out
 

@@ -1,6 +1,5 @@
-"""What launches of block-sparse attention have in common: the record of a call, strides of its lists, its mods."""
+"""What launches of block-sparse attention have in common: strides of its lists, its mods."""
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -8,34 +7,12 @@ import torch
 from ..bound import Bound, Slot, attribute, runtime_ints, strides_named
 from ..call import Call
 from ..dense.attention_parts import mask_mods_of, mods_of
-from ..records import Ways, no_ways
 from ..source import Lists
 
 if TYPE_CHECKING:
-    from ...plan.sparse.sparse import SparsePlan
+    pass
 
 HOPPER_KERNEL = "sparse_forward_hopper"
-
-
-@dataclass(slots=True)
-class Prepared:
-    """All that follows from a call's key."""
-
-    plan: "SparsePlan | None"  # None: nothing to compute
-    out_shape: tuple[int, ...]
-    lse_shape: tuple[int, ...]
-    scale: float = 1.0
-    mods: Any = None
-    bound: Any = None  # the launch with its arguments, of what GIVEN names
-    merge: Any = None  # of what TO_MERGE names
-    keep: tuple[Any, ...] = field(default=())
-    backward: dict[Any, Any] = field(default_factory=dict)  # bound backward passes of this call
-    shared: dict[Any, Any] | None = (
-        None  # backward passes of calls whose lengths make the same tiles, where these are shared
-    )
-    mixed: dict[Any, Any] = field(default_factory=dict)  # launches that also mix in another branch
-    placed: bool = False  # what says where blocks and sequences lie is read first: it costs nothing there
-    ways: Ways = field(default_factory=no_ways)
 
 
 class Launches(NamedTuple):
@@ -47,7 +24,6 @@ class Launches(NamedTuple):
 
 
 GIVEN = ("q", "k", "v", "out", "lse", "call")
-TO_MERGE = ("part", "part_lse", "out", "lse")
 """What a call gives to the launches."""
 
 

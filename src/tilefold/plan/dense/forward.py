@@ -4,7 +4,7 @@ A dense kernel gives each query head tiles of its own and folds all keys of a ti
 leaves most SMs idle, and reads K and V once a query head.  The decode kernel makes the query heads of a KV head rows of one tile
 and cuts the keys (split-KV)."""
 
-from dataclasses import replace
+from collections.abc import Callable
 from functools import lru_cache
 
 from tilefold.plan.architecture import SM_90
@@ -18,11 +18,11 @@ from tilefold.plan.problem import AttentionProblem, mean_of
 from tilefold.plan.table import in_use
 
 __all__ = ["FILLED_ROWS", "LEAST_KEYS", "MOST_ROWS", "STEP", "cut_of", "decode_refusal", "lengths_alike", "mean_of", "plan_alike",
-           "plan_forward", "plan_holds", "shared_by_tiles"]  # fmt: skip
+           "plan_forward", "plan_holds", "shared_by_tiles", "step_number"]  # fmt: skip
 
 FILLED_ROWS = 64  # query rows of a head, or of heads packed into one tile: with so many a dense kernel wastes little
 TILE_ROWS = 128  # that a dense kernel folds at once, at most
-STEP = 128  # keys by which a cache may grow before its plan is looked at again
+STEP = 64  # keys by which a cache may grow before its plan is looked at again
 LEAST_KEYS = 256  # of several queries: below that one program a tile is as soon done as several and a merge
 
 
@@ -76,14 +76,21 @@ def _not_dense(problem: AttentionProblem, device: Device) -> Rejected:
     return Rejected("a dense kernel", f"{why}.")
 
 
-def plan_holds(problem: AttentionProblem, device: Device) -> bool:
-    """Whether every length of k in the same STEP is cut as this one is, by the decode kernel.
+def step_number(keys: int) -> int:
+    """Which STEP a number of keys, 1 or more, lies in: whole tiles are its last."""
+    return -(-keys // STEP)
 
-    Each decision is a threshold in the length, and nothing else of it changes inside a step: if both ends of the step are cut
+
+def plan_holds(keys: int, plan_of: Callable[[int], object]) -> bool:
+    """Whether every number of keys in the same STEP is cut as this one is, by the decode kernel; plan_of: what plans a call of so
+    many.
+
+    Each decision is a threshold in the number, and nothing else of it changes inside a step: if both ends of the step are cut
     alike, so is what lies between."""
-    first = problem.seq_k // STEP * STEP
-    ends = [plan_forward(replace(problem, seq_k=max(1, n)), device) for n in (first, first + STEP - 1)]
-    return all(isinstance(plan, DecodePlan) for plan in ends) and cut_of(ends[0]) == cut_of(ends[1])  # type: ignore[arg-type]
+    last = step_number(keys) * STEP
+    ends = [plan_of(n) for n in (last - STEP + 1, last)]
+    cuts = {cut_of(plan) if isinstance(plan, DecodePlan) else None for plan in ends}
+    return len(cuts) == 1 and None not in cuts
 
 
 def cut_of(plan: DecodePlan) -> tuple[object, ...]:
