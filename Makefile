@@ -84,12 +84,17 @@ docs: .venv-test/stamp ## build the documentation's site into out/site, every wa
 	@NO_MKDOCS_2_WARNING=1 .venv-test/bin/python -m mkdocs build --strict --quiet --site-dir out/site
 	@echo "docs: out/site/index.html (the search needs a server: python3 -m http.server -d out/site)"
 
+SITE_CHECK ?=
+.PHONY: site-check
+site-check: .venv-release/stamp ## look at the built site in Chromium: accessibility, narrow screens, dark mode (SITE_CHECK="--all --shots out/shots")
+	@.venv-release/bin/python scripts/docs/site_check.py $(SITE_CHECK)
+
 .PHONY: pictures
-pictures: .venv-test/stamp ## draw docs/assets anew: the chart of speed from benchmarks/results, the fold, maps of blocks
+pictures: .venv-test/stamp ## draw docs/assets anew: the charts of speed from benchmarks/results, the fold, maps of blocks
 	@.venv-test/bin/python scripts/docs/pictures.py
 
 clean: ## remove environments, caches and build outputs
-	rm -rf .venv-demo .venv-test .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis dist build out
+	rm -rf .venv-demo .venv-test .venv-release .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis dist build out
 	find src tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv-demo/stamp: $(MADE_FROM)
@@ -98,6 +103,13 @@ clean: ## remove environments, caches and build outputs
 
 .venv-test/stamp: $(MADE_FROM)
 	@python=$$(sh scripts/find-python) && "$$python" scripts/environment.py .venv-test dev
+	@touch $@
+
+# For the site alone: a browser's driver.
+.venv-release/stamp: constraints/release.txt scripts/find-python
+	@python=$$(sh scripts/find-python) && "$$python" -m venv .venv-release
+	@.venv-release/bin/python -m pip install --quiet --progress-bar off -r constraints/release.txt
+	@.venv-release/bin/python -m pip install --quiet --progress-bar off --no-deps axe-playwright-python==0.1.8 # for axe-core alone
 	@touch $@
 
 # The newest Triton, to compile every kernel under it too.  Without a network its tests are skipped and say so.

@@ -1,6 +1,6 @@
-"""The pictures of the README and of the docs, as SVG in docs/assets: the chart of speed, the fold, maps, schedules, layouts.
+"""The pictures of the README and of the docs, as SVG in docs/assets: the charts of speed, the fold, maps, schedules, layouts.
 
-    python scripts/docs/pictures.py            # writes them; the chart from benchmarks/results
+    python scripts/docs/pictures.py            # writes them; the charts from benchmarks/results
 
 Equal input gives equal bytes.  A picture stands in the colours of its reader, light or dark; inside a page of the site it takes
 those of the page.
@@ -8,144 +8,18 @@ those of the page.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from html import escape
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-__all__ = ["PICTURES", "Bars", "newest", "pictures"]
+import charts
+from svg import EDGE, FULL, OTHERS, OURS_TOO, arrow, box, svg, text
+
+__all__ = ["PICTURES", "pictures"]
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks" / "results"
 ASSETS = ROOT / "docs" / "assets"
-STYLE = (
-    "svg{color:#1f2328;font-family:system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif}.paper{fill:#fff}"
-    "@media(prefers-color-scheme:dark){svg{color:#e6edf3}.paper{fill:#0d1117}}"
-)
-OURS, OURS_TOO, OTHERS = "#5c6bc0", "#9fa8da", "#8b949e"  # on white and on black alike
-FULL, EDGE = "#5c6bc0", "#e8a33d"
-
-
-# --- SVG --------------------------------------------------------------------------------------------------------------------
-
-
-def svg(width: int, height: int, title: str, parts: list[str]) -> str:
-    """A whole picture.  title: what a reader who does not see it is told."""
-    body = "\n".join(parts)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'role="img" aria-label="{escape(title)}">\n<style>{STYLE}</style>\n'
-        f'<rect class="paper" width="{width}" height="{height}" rx="8"/>\n{body}\n</svg>\n'
-    )
-
-
-def box(x: float, y: float, width: float, height: float, fill: str, more: str = "") -> str:
-    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{fill}"{more}/>'
-
-
-def text(
-    x: float, y: float, said: str, size: int = 13, anchor: str = "start", weight: str = "", mono: bool = False
-) -> str:
-    more = f' font-weight="{weight}"' if weight else ""
-    more += ' font-family="ui-monospace,SFMono-Regular,Menlo,Consolas,monospace"' if mono else ""
-    at = f'x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}"'
-    return f'<text {at} fill="currentColor"{more}>{escape(said)}</text>'
-
-
-def arrow(x: float, y: float, to_x: float, to_y: float) -> str:
-    """A line with a head, along one axis."""
-    head = (
-        f"{to_x - 7:g},{to_y - 4:g} {to_x - 7:g},{to_y + 4:g}"
-        if y == to_y
-        else f"{to_x - 4:g},{to_y - 7:g} {to_x + 4:g},{to_y - 7:g}"
-    )
-    line = f'<path d="M{x:g} {y:g}L{to_x:g} {to_y:g}" stroke="currentColor" stroke-width="1.4" fill="none"/>'
-    return f'{line}<polygon points="{to_x:g},{to_y:g} {head}" fill="currentColor"/>'
-
-
-# --- the chart --------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Bars:
-    """A group of the chart: one case of one family, and who is shown: (name in the results, name in the chart)."""
-
-    title: str
-    family: str
-    case: str
-    shown: tuple[tuple[str, str], ...]
-
-
-FORWARD = (("tilefold", "tilefold"), ("fa4", "FA4"), ("cudnn", "cuDNN"), ("flash", "FA2"))
-BACKWARD = (
-    ("tilefold", "tilefold"),
-    ("non-deterministic", "tilefold \N{DAGGER}"),
-    ("fa4", "FA4 \N{DAGGER}"),
-    ("cudnn", "cuDNN"),
-)
-CHART = (
-    Bars("Forward, head dim 128, causal", "dense", "d128_h16_n16384x1_causal", FORWARD),
-    Bars("Forward, head dim 64, causal", "dense", "d64_h32_n16384x1_causal", FORWARD),
-    Bars("Backward, head dim 128, causal", "dense", "d128_h16_n16384x1_causal_backward", BACKWARD),
-    Bars("Backward, head dim 64, causal", "dense", "d64_h32_n16384x1_causal_backward", BACKWARD),
-    Bars(
-        "Block-sparse forward, 80 % left out",
-        "sparse",
-        "d128_h12_n23296x1_b64_random_s80",
-        (("tilefold", "tilefold"), ("bsa", "cuDNN BSA"), ("tk", "ThunderKittens"), ("fa4", "FA4")),
-    ),
-)
-
-
-def newest(group: Bars, results: Path = RESULTS) -> tuple[dict[str, float], dict[str, Any]]:
-    """TFLOP/s of everybody in a group, of the newest run in which all of them were measured, and what that run says of itself.
-
-    ValueError: there is no such run."""
-    runs: dict[tuple[str, str, str], dict[str, dict[str, Any]]] = {}
-    for line in (results / f"{group.family}.jsonl").read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        if row["case"] == group.case and row["status"] == "ok":
-            runs.setdefault((row["date"], row["commit"], row["device"]), {})[row["implementation"]] = row
-    whole = [run for run in sorted(runs) if all(name in runs[run] for name, _ in group.shown)]
-    if not whole:
-        raise ValueError(f"{results} has no run of {group.case} with {', '.join(name for name, _ in group.shown)}")
-    rows = runs[whole[-1]]
-    return {name: rows[name]["tflops"] for name, _ in group.shown}, rows[group.shown[0][0]]
-
-
-def chart(results: Path = RESULTS) -> str:
-    """Bars of TFLOP/s, a group a case; the longest bar of all is as long as there is room."""
-    found = [(group, *newest(group, results)) for group in CHART]
-    most = max(rate for _, rates, _ in found for rate in rates.values())
-    left, room, bar, step = 150, 350, 17, 21
-    parts = [text(16, 30, "Attention, TFLOP/s: longer is faster", 17, weight="600")]
-    y = 46
-    for group, rates, _ in found:
-        y += 22
-        parts.append(text(16, y, group.title, 15, weight="600"))
-        y += 9
-        for name, shown in group.shown:
-            fill = OURS if name == "tilefold" else OURS_TOO if name == "non-deterministic" else OTHERS
-            parts.append(text(left - 8, y + 13, shown, 14, "end"))
-            parts.append(box(left, y, round(room * rates[name] / most, 1), bar, fill, ' rx="2"'))
-            weight = "600" if name == "tilefold" else ""
-            parts.append(
-                text(left + round(room * rates[name] / most, 1) + 6, y + 13, f"{rates[name]:.0f}", 14, weight=weight)
-            )
-            y += step
-    said = [f"{', '.join(sorted({row['device'] for *_, row in found}))}, bfloat16, 16384 tokens; sparse 23296."]
-    said += ["\N{DAGGER} non-deterministic gradients; tilefold's default is deterministic."]
-    said += ["Newest runs in benchmarks/results: " + ", ".join(sorted({row["date"][:10] for *_, row in found})) + "."]
-    for turn, line in enumerate(said):
-        parts.append(text(16, y + 24 + 18 * turn, line, 13))
-    told = "; ".join(
-        f"{group.title}: " + ", ".join(f"{shown} {rates[name]:.0f}" for name, shown in group.shown)
-        for group, rates, _ in found
-    )
-    return svg(560, y + 24 + 18 * len(said), f"Attention in TFLOP/s. {told}", parts)
 
 
 # --- the fold ---------------------------------------------------------------------------------------------------------------
@@ -451,7 +325,10 @@ def shards() -> str:
 
 
 PICTURES: dict[str, Callable[[], str]] = {
-    "speed": chart,
+    "speed": charts.speed,
+    "forward": charts.forward,
+    "backward": charts.backward,
+    "block_sparse": charts.block_sparse,
     "fold": fold,
     "split": split,
     "masks": masks,

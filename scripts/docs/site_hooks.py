@@ -22,6 +22,11 @@ ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
 FENCE = re.compile(r"^(```.*?^```[ \t]*$)", re.MULTILINE | re.DOTALL)
 PICTURE = re.compile(rf'<img[^>]* src="[^"]*assets/({"|".join(pictures.PICTURES)})\.svg"[^>]*>')
+LEAST = 10  # pixels that the smallest text of a picture has on a narrow screen
+LEVEL = re.compile(
+    r'(<nav class="md-nav" data-md-level="\d" )aria-labelledby="\w+"([^>]*>\s*<label class="md-nav__title".*?</label>)',
+    re.DOTALL,
+)
 LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(\))")
 
 
@@ -31,7 +36,14 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     shown = re.findall(r"\]\((\w+)\.py\)", (notebooks.FOLDER / "README.md").read_text(encoding="utf-8"))  # in its order
     filled = {"API": api, "NOTEBOOKS": ["notebooks/README.md", *(f"notebooks/{name}.md" for name in shown)]}
     config.nav = _filled(config.nav, filled)
+    config.copyright = f"tilefold {version()} · Apache-2.0"
     return config
+
+
+@cache
+def version() -> str:
+    """The version of the checkout."""
+    return str(re.findall(r'^__version__ = "(.+)"$', (ROOT / "src/tilefold/__init__.py").read_text(), re.MULTILINE)[0])
 
 
 def _filled(nav: Any, parts: dict[str, Any]) -> Any:
@@ -72,17 +84,32 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Pictures stand inside the page, so that they have its colours."""
-    return PICTURE.sub(lambda found: inlined(found[1]), html)
+    """Pictures stand inside the page, so that they have its colours.  A cell without text heads no column."""
+    return PICTURE.sub(lambda found: inlined(found[1]), re.sub(r"<th([^>]*)></th>", r"<td\1></td>", html))
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Names for parts that the theme leaves without one."""
+    output = output.replace(
+        'data-md-component="search" role="dialog"', 'data-md-component="search" role="dialog" aria-label="Search"'
+    )
+    return LEVEL.sub(lambda found: f'{found[1]}aria-label="{_title(found[2])}"{found[2]}', output)
+
+
+def _title(label: str) -> str:
+    """The text of an element's HTML."""
+    return " ".join(re.sub(r"<[^>]*>", " ", label[label.index(">") + 1 :]).split()).replace('"', "&quot;")
 
 
 @cache
 def inlined(name: str) -> str:
     """A picture of docs/assets without a style of its own."""
     made = (pictures.ASSETS / f"{name}.svg").read_text(encoding="utf-8")
-    return re.sub(r"<style>.*?</style>\n", "", made.strip(), flags=re.DOTALL).replace(
-        "<svg ", '<svg class="picture" ', 1
+    wide, least = (
+        float(min(re.findall(one, made), key=float)) for one in (r'<svg [^>]* width="(\d+)"', r'font-size="(\d+)"')
     )
+    begin = f'<svg class="picture" style="min-width:{wide * LEAST / least:.0f}px" '
+    return re.sub(r"<style>.*?</style>\n", "", made.strip(), flags=re.DOTALL).replace("<svg ", begin, 1)
 
 
 def relink(markdown: str, place: str) -> str:

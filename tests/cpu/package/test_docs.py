@@ -333,7 +333,7 @@ def test_pictures_stand_inside_the_page() -> None:
     for name in pictures.PICTURES:
         asked = f'<p><img alt="x" src="../assets/{name}.svg" /></p>'
         made = on_page_content(asked, *[None] * 3)  # type: ignore[arg-type]
-        assert made.startswith('<p><svg class="picture" '), name
+        assert made.startswith('<p><svg class="picture" style="min-width:'), name
         assert "<style>" not in made
         assert "currentColor" in made
     other = '<img alt="demo" src="demo.png" />'

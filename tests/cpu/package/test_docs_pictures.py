@@ -5,6 +5,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+import charts
 import pictures
 import pytest
 
@@ -16,7 +17,9 @@ def test_what_is_kept_is_what_the_command_makes(name: str) -> None:
     made = pictures.pictures()[name]
     assert (pictures.ASSETS / name).read_text(encoding="utf-8") == made, "run: python scripts/docs/pictures.py"
     root = ElementTree.fromstring(made)
-    assert root.get("aria-label")
+    named = {one.get("id") for tag in ("title", "desc") for one in root.iter(f"{SVG}{tag}") if one.text}
+    assert named == set(root.get("aria-labelledby", "").split())
+    assert any(str(one).endswith("-title") for one in named)
     width, height = (float(root.get(side, "0")) for side in ("width", "height"))
     for one in root.iter(f"{SVG}text"):
         assert one.get("fill") == "currentColor"
@@ -35,23 +38,23 @@ def results(folder: Path, *rows: tuple[str, str, str, float | None]) -> Path:
     return folder
 
 
-GROUP = pictures.Bars("made up", "dense", "case", (("tilefold", "tilefold"), ("fa4", "FA4")))
+GROUP = charts.Bars("made up", "dense", "case", (("tilefold", "tilefold"), ("fa4", "FA4")))
 
 
 def test_a_group_is_of_the_newest_run_that_has_all_of_it(tmp_path: Path) -> None:
     old = [("1", "case", "tilefold", 10.0), ("1", "case", "fa4", 20.0)]
     new = [("2", "case", "tilefold", 11.0), ("2", "case", "fa4", 21.0)]
     lacks = [("3", "case", "tilefold", 12.0), ("3", "case", "fa4", None)]
-    rates, row = pictures.newest(GROUP, results(tmp_path, *new, *lacks, *old))
+    rates, row = charts.newest(GROUP, results(tmp_path, *new, *lacks, *old))
     assert rates == {"tilefold": 11.0, "fa4": 21.0}
     assert row["date"] == "2"
     with pytest.raises(ValueError, match="no run of case with tilefold, fa4"):
-        pictures.newest(GROUP, results(tmp_path, *lacks))
+        charts.newest(GROUP, results(tmp_path, *lacks))
 
 
 def test_bars_are_as_long_as_the_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pictures, "CHART", (GROUP,))
-    made = pictures.chart(results(tmp_path, ("1", "case", "tilefold", 300.0), ("1", "case", "fa4", 400.0)))
+    monkeypatch.setattr(charts, "CHART", (GROUP,))
+    made = charts.speed(results(tmp_path, ("1", "case", "tilefold", 300.0), ("1", "case", "fa4", 400.0)))
     bars = [float(one) for one in re.findall(r'width="([\d.]+)" height="17"', made)]
     assert bars[0] / bars[1] == pytest.approx(0.75, abs=1e-3)
     assert "tilefold 300, FA4 400" in made
