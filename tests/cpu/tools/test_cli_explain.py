@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cases.cli import command
-from tilefold.ops.cache.kvcache import _prepare
+from tilefold.ops.cache.kvcache import prepare
 from tilefold.ops.call import Call
 from tilefold.ops.source import Cache, Scales
 from tilefold.plan import DEVICES, AttentionPlan, AttentionProblem, DecodePlan, device_named, plan_forward
@@ -135,15 +135,16 @@ def test_what_is_said_of_a_cache_is_what_a_call_does(held, seq_q, part, page, di
     q = torch.zeros(3, seq_q, 7, dim, dtype=torch.bfloat16)
     lengths = torch.full((3,), 30, dtype=torch.int32)
     cache = Cache(lengths=lengths, block_table=table)
-    call = _prepare(q, k, v, Call(source=cache, scales=Scales(None, scale, scale)), False)
+    call = prepare(q, k, v, Call(source=cache, scales=Scales(None, scale, scale)), False)
     asked = ("--heads", 7, "--kv-heads", 1, "--batch", 3, "--q", seq_q, "--kv", rows, "--dim", dim, "--dim-v", 8,
              "--cache", held, "--page-size", page, *["--v-in-k"] * part, "--json")  # fmt: skip
     result = run("--device", "h200", *map(str, asked))
-    if call.prompts:
+    prompts = call.planned is None
+    if prompts:
         assert json.loads(result.output)["kernel"] == "attention_cached"
     else:
-        assert DecodePlan.from_json(result.output).problem == call.decoder.plan.problem
-    assert call.prompts == (held == "same" and seq_q == 19 and not part)
+        assert DecodePlan.from_json(result.output).problem == call.planned.problem
+    assert prompts == (held == "same" and seq_q == 19 and not part)
 
 
 def test_a_prompt_over_a_cache_says_whose_it_is():

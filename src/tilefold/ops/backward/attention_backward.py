@@ -149,6 +149,7 @@ def backward_plan_of(
 
     bias = tuple(call.bias.shape[:3]) if with_bias and call.bias is not None else ()
     device = device_of(q.device, "attention_backward")
+    problem = problem.of_lengths(problem.seq_q, problem.seq_k)  # no rule asks for the mean of a packed batch
     if (own := plan_at("attention_backward", problem, device, call, call.backward_plan)) is not None:
         return own  # type: ignore[no-any-return]
     if call.backward_plan is None:
