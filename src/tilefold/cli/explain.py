@@ -186,6 +186,8 @@ def explain(
         raise Unsupported("--mean goes with --varlen")
     if q is None:
         raise ValueRangeError("--q must be given, the queries per sequence: only --trace does without")
+    if mean is not None and not 1 <= mean <= q:
+        raise ValueRangeError(f"--mean must be from 1 to {q}, the queries of the longest sequence, got {mean}")
     problem = AttentionProblem(
         batch=batch,
         seq_q=q,

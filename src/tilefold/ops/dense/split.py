@@ -1,16 +1,13 @@
 """Calls of attention that several launches make: parts and their merge, or one kernel beside another."""
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ...types import Layout
 from ..bound import Bound, Slot, strides_named
 from .attention_parts import sequence_strides
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["Both", "Split", "bind_merge"]
 
