@@ -1,7 +1,7 @@
 """The Gluon kernels for the gradients of attention on sm_90: which plans choose them, what has to hold of each.
 
 `dense` keeps the order of dq's sums; `spans` is the same kernel where queries come in spans, forced small ones; `reduce` adds dq
-in memory, `ordered` in an order; `packed` serves packed sequences."""
+in memory, `ordered` in an order, `apart` with programs for each query head of a group; `packed` serves packed sequences."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,8 +112,11 @@ SPANS = Spans(
 )  # fmt: skip
 ADDED = Kernel(REDUCE, others=(({"heads_at_once": 1}, KEYS),), ordered=False)
 ORDERED = Kernel(REDUCE, {"options": ReduceOptions(ordered=True)}, others=(({}, ALL), ({"heads_at_once": 1}, ALL)))
+APART = Kernel(
+    REDUCE, {"options": ReduceOptions(ordered=True, apart=True)}, others=(({}, ALL), ({"heads_at_once": 1}, ALL))
+)
 PACKED = Packed(portable="attention_backward")
-KERNELS = {"dense": DENSE, "spans": SPANS, "reduce": ADDED, "ordered": ORDERED, "packed": PACKED}
+KERNELS = {"dense": DENSE, "spans": SPANS, "reduce": ADDED, "ordered": ORDERED, "apart": APART, "packed": PACKED}
 
 
 def several(rows):

@@ -52,17 +52,19 @@ def test_lengths(monkeypatch, kernel, together, options, dim, dtype):
 
 DIMS = (256, 256), (256, 128), (96, 96), (80, 72), (64, 128), (128, 64), (48, 40)
 NARROW = (16, 16), (32, 48), (40, 40)
+IN_PARTS = (96, 96), (80, 80), (72, 72), (88, 96), (72, 64), (64, 80)  # of products of 64 and 16 or 32 columns
 HEAD_DIMS = {
     "dense": [(dims, options) for options in MASKS for dims in DIMS],
     "spans": [(dims, options) for options in MASKS[:3] for dims in DIMS[:4]],
-    "reduce": [(dims, {}) for dims in NARROW],
-    "ordered": [(dims, options) for options in MASKS[:2] for dims in NARROW],
+    "reduce": [(dims, {}) for dims in (*NARROW, *IN_PARTS)],
+    "ordered": [(dims, options) for options in MASKS[:3] for dims in (*NARROW, *IN_PARTS, (104, 112))],
+    "apart": [(dims, options) for options in MASKS[:3] for dims in (*IN_PARTS[:3], (128, 128))],
 }
 
 
 @pytest.mark.parametrize(("kernel", "dims", "options"), several(HEAD_DIMS))
 def test_head_dims(kernel, dims, options):
-    """Padded to 64, 128 or 256 columns; 256 has a kernel of its own."""
+    """Padded to 64, 128 or 256 columns, where dq is added in memory also to 80 or 96; 256 has a kernel of its own."""
     dtype = torch.float16 if kernel is DENSE and options.get("causal") else BF
     changes = {"queries_at_once": 192} if kernel is SPANS else {}
     for sq, sk in LENGTHS if kernel is DENSE else ((333, 1001), (1001, 333)):

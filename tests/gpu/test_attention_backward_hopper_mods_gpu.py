@@ -84,7 +84,7 @@ def held(names, tensors, version=LATE, **options):
     )
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128])
 @pytest.mark.parametrize("names", EACH, ids="-".join)
 def test_first(names, dim):
     """Two blocks of keys, a few tiles of queries."""
@@ -224,7 +224,7 @@ MASK_MODS = ("numbered", "dilated", "sliding", "alone", "by_head")
 LISTS = replace(LATE, lists=True)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128])
 @pytest.mark.parametrize("name", MASK_MODS)
 def test_lists_first(name, dim):
     """Tiles of every kind: hidden, partial, whole; blocks of keys that nobody sees."""

@@ -80,13 +80,13 @@ class Pointer:
 
 
 class Output:
-    """A gradient in memory."""
+    """A gradient in memory, from a column on: strides are 0."""
 
-    def __init__(self, name):
-        self.name = name
+    def __init__(self, name, first=0):
+        self.name, self.first = name, first
 
     def __add__(self, offset):
-        return self
+        return Output(self.name, self.first + int(offset))
 
 
 GRADIENTS = tuple(map(Output, ("dq", "dk", "dv")))

@@ -11,11 +11,11 @@ from simulated import Anything, Number, Offsets, Ring, Turn, barriers, run_threa
 from simulated.backward import FULL, GRADIENTS, WINDOW, Backward, Panel, Value, View
 from tilefold.kernels.hopper import (
     attention_backward_reduce,
-    backward_consumer,
     backward_epilogue,
     backward_mask,
     backward_mods,
     backward_pipeline,
+    config,
     dq_sums,
     group_sums,
     parts,
@@ -35,14 +35,17 @@ class Statistics(Panel):
 
 
 class Sums(Panel):
-    """A part of a tile of dq, on its way to memory."""
+    """A part of a tile of dq, on its way to memory.  Each box of it stands for the whole."""
+
+    def slice(self, begin, size, dim):
+        return self
 
     def store(self, value):
         self.fill(value)
 
 
 class Operand(View):
-    """Some panels, of which a product takes a part: the rows or columns that `part` names."""
+    """Some panels, of which a product takes some, or the rows or columns that `part` names."""
 
     dtype = Anything()
 
@@ -51,7 +54,12 @@ class Operand(View):
         self.part = part
 
     def slice(self, begin, size, dim):
-        return Operand(self.panels, f"{self.part}{'rc'[dim]}{int(begin) // size}")
+        if dim == 0:
+            return Operand(self.panels, f"{self.part}r{int(begin) // size}")
+        return Operand(self.panels[int(begin) // 64 : -(-int(begin + size) // 64)], self.part)
+
+    def load(self, layout):
+        return Product(self.tags())
 
     def tags(self):
         content = super().tags()
@@ -70,11 +78,15 @@ class Both(Operand):
     """dS of both warpgroups: rows are keys."""
 
     def slice(self, begin, size, dim):
-        return Half([self.panels[int(begin) // size]]) if dim == 0 else super().slice(begin, size, dim)
+        return Half([self.panels[int(begin) // size]]) if dim == 0 else Operand(self.panels, f"c{int(begin) // size}")
 
 
 class Product(Value):
-    """An accumulator, in whatever shape."""
+    """An accumulator, in whatever order."""
+
+    def __init__(self, tags=frozenset(), log=(), shape=None):
+        super().__init__(tags, log)
+        self.shape = shape
 
     def reshape(self, shape):
         return self
@@ -89,15 +101,16 @@ class Boxes(str):
 
 
 class Run(Backward):
-    """sizes: queries, keys, heads of queries, how many share a KV head; dim 64 or 128.  late: dP behind P.  mask: rows of a
-    tile of the mask that all heads share, 0 for none.  lists: a third of the tiles is hidden, at random, from some block.  apart:
+    """sizes: queries, keys, heads of queries, how many share a KV head; dim 64, 80, 96 or 128.  late: dP behind P.  mask: rows of
+    a tile of the mask that all heads share, 0 for none.  lists: a third of the tiles is hidden, at random, from some block.  apart:
     each head of a group has programs of its own."""
 
     functions = (
         (parts, ("load_panels",)),
         (backward_pipeline, ("first_stage", "next_stage")),
         (reduce_scheduler, ("own_keys",)),
-        (backward_consumer, ("zero_gradient",)),
+        (config, ("wide_of",)),
+        (reduce_pipeline, ("zero_sums", "wait_sums")),
         (attention_backward_reduce, ("produce", "add", "step", "consume")),
     )
     classes = (
@@ -120,7 +133,8 @@ class Run(Backward):
         super().__init__(seed)
         self.kind, self.dim, self.ordered, self.late_dp, self.mask = kind, dim, ordered, late, mask
         self.seq_q, self.seq_k, self.heads, self.group = sizes
-        self.queries, self.slots, self.heads_at_once = 8192 // dim, slots, heads_at_once
+        self.queries, self.slots, self.heads_at_once = 128 if dim == 64 else 64, slots, heads_at_once
+        self.box = 2 * (dim % 64) or 128
         self.q_tiles, self.blocks = -(-self.seq_q // self.queries), -(-self.seq_k // KEYS)
         self.no_tile = self.heads * self.q_tiles
         self.sums, self.adding, self.adders = {}, 0, {}
@@ -157,7 +171,8 @@ class Run(Backward):
         names["gl"].program_id = lambda axis: Number(self.local.program)
         names["gl"].load = lambda pointer: Number(pointer.values[pointer.i])
         names["gl"].num_programs = lambda axis: Number(self.programs)
-        names["GroupSums"].add = lambda sums, which, acc, block, own: self.add_in_group(sums, which, acc, block, own)
+        names["gl"].zeros = lambda shape, *rest: Product(shape=shape)
+        names["GroupSums"].add = lambda sums, *args: self.add_in_group(sums, *args)
         names["ReducePipeline"].tile = lambda pipe, panels, slot, slots, rows: self.tiles(panels, slots).index(slot)
         return names
 
@@ -167,7 +182,7 @@ class Run(Backward):
         )
 
     def tiles(self, buffers, slots):
-        each = self.dim // 64
+        each = -(-self.dim // 64)
         return Ring((Operand(buffers.items[i * each : (i + 1) * each]) for i in range(slots)), Anything())
 
     def copy(self, desc, place, barrier, panel):
@@ -181,7 +196,17 @@ class Run(Backward):
 
     def product(self, a, b, acc, use_acc=True, is_async=True):
         made = super().product(a, b, acc, use_acc)
-        return Product(made.tags, made.log)
+        own = Product(made.tags | acc.tags if use_acc else made.tags, made.log, acc.shape)
+        self.local.__dict__.setdefault("flying", []).append(own)
+        return own
+
+    def wait_products(self, pending, deps):
+        """What is waited for has been made."""
+        found, flying = super().wait_products(pending, deps), self.local.flying
+        del flying[: max(0, len(flying) - pending)]
+        if any(one is dep for one in flying for dep in deps):
+            self.memory.fail("an accumulator is read while it is made")
+        return found
 
     def pair_barrier(self, own, i):
         first = 2 * (i % self.pairs)
@@ -190,13 +215,13 @@ class Run(Backward):
 
     # ------------------------------------------------------------ dq in memory
 
-    def added(self, row, part, log):
-        self.sums.setdefault((row, part), []).extend(log)
+    def added(self, row, box, log):
+        self.sums.setdefault((row, box), []).extend(log)
 
     def add_copy(self, desc, place, panel):
         """A copy that reads its buffer some time, and adds it some time later."""
         rows = self.queries * self.dim // 32
-        row, part = int(place[0]) // rows, int(place[0]) % rows // 128
+        row, box = int(place[0]) // rows, int(place[0]) % rows // self.box
         state = {"read": False, "written": False}
         self.copies().append(state)
         program = self.local.program
@@ -208,17 +233,17 @@ class Run(Backward):
             self.memory.later(self.memory.random.random(), lambda: add(value))
 
         def add(value):
-            self.added(row, part, value.log)
-            self.adders.setdefault((row, part), []).append(program)
+            self.added(row, box, value.log)
+            self.adders.setdefault((row, box), []).append(program)
             self.adding, state["written"] = self.adding - 1, True
 
         self.later(read)
 
-    def add_in_group(self, sums, which, acc, block, own):
+    def add_in_group(self, sums, which, acc, block, own, first):
         """As GroupSums.add: what a program reads has to be what all before it have left."""
         if sums.place is None:
             return acc
-        key, part = (which, int(sums.number(block, own))), int(block.part)
+        key, part = (which, first, int(sums.number(block, own))), int(block.part)
         before, log = self.group_sums.get(key, (0, ()))
         if before != part:
             self.memory.fail(f"sum {key} has {before} parts, and part {part} is added")
@@ -249,8 +274,8 @@ class Run(Backward):
                 return True
         return False
 
-    def boxes(self, side, h, row, part=""):
-        found = frozenset((side, 0, h, row, column) for column in range(0, self.dim, 64))
+    def boxes(self, side, h, row, part="", columns=None):
+        found = frozenset((side, 0, h, row, column) for column in columns or range(0, self.dim, 64))
         return frozenset((part, one) for one in found) if part else found
 
     def pair(self, h, tile, block, half, row):
@@ -264,36 +289,39 @@ class Run(Backward):
         return p, ds
 
     def expected(self):
-        """({output, KV head, block, half: products}, {row, part: summands}), each a Counter, without the row of no tile."""
+        """({output, KV head, block, half, first column: products}, {row, box: summands}), each a Counter, without the row of no
+        tile."""
         made, sums = {}, {}
+        parts = {0: (0,), 64: (64,)} if self.dim in (80, 96) else {0: None}  # the columns of the boxes
+        firsts = 128 // self.box
         for hk in range(self.heads // self.group):
             for block in range(self.blocks):
                 tiles = [t for t in range(self.q_tiles) if self.sees(t, block)]
-                logs = {(out, half): Counter() for out in ("dk", "dv") for half in (0, 1)}
+                logs = {(out, half, first): Counter() for out in ("dk", "dv") for half in (0, 1) for first in parts}
                 for h in range(hk * self.group, (hk + 1) * self.group):
                     for tile in tiles or [self.q_tiles]:
                         row = h * self.q_tiles + tile if tiles else self.no_tile
                         both = [self.pair(h, tile, block, half, row) for half in (0, 1)]
                         for half, (p, ds) in enumerate(both):
-                            logs["dv", half][p, self.boxes("do", h, tile * self.queries)] += 1
-                            logs["dk", half][ds, self.boxes("q", h, tile * self.queries)] += 1
-                        for part in (0, 1) if tiles else ():
-                            ds = both[0][1] | both[1][1]
-                            columns = f"c{part}"
-                            left = ds if self.dim == 128 else frozenset((columns, one) for one in ds)
-                            right = self.boxes("k", hk, block * KEYS, columns if self.dim == 128 else "")
-                            sums.setdefault((row, part), Counter())[left, right] += 1
-                made |= {(out, hk, block, half): log for (out, half), log in logs.items()}
+                            for first, columns in parts.items():
+                                logs["dv", half, first][p, self.boxes("do", h, tile * self.queries, "", columns)] += 1
+                                logs["dk", half, first][ds, self.boxes("q", h, tile * self.queries, "", columns)] += 1
+                        for box in range(self.queries * self.dim // 32 // self.box) if tiles else ():
+                            ds, part = both[0][1] | both[1][1], box // firsts
+                            left = ds if self.dim > 64 else frozenset((f"c{part}", one) for one in ds)
+                            right = self.boxes("k", hk, block * KEYS, "", (64 * part,) if self.dim > 64 else None)
+                            sums.setdefault((row, box), Counter())[left, right] += 1
+                made |= {(out, hk, block, half, first): log for (out, half, first), log in logs.items()}
         return made, sums
 
     def store(self, out, acc, rows, stride, dtype, columns=None):
-        self.record((out.name, *self.local.place), Counter(acc.log))
+        self.record((out.name, *self.local.place, out.first), Counter(acc.log))
 
     # ------------------------------------------------------------ threads
 
     def program(self, number):
         """The partitions of one program."""
-        names, memory, each, slots = self.namespace(), self.memory, self.dim // 64, self.slots
+        names, memory, each, slots = self.namespace(), self.memory, -(-self.dim // 64), self.slots
 
         def buffers(name, count, kind=Panel):
             return Ring((kind(memory, f"{name} {i}", frozenset()) for i in range(count)), Anything())
@@ -303,9 +331,9 @@ class Run(Backward):
         ds = Ring(Both(buffers(f"dS {i}", 2).items) for i in (0, 1))
         bars = barriers(memory, kv_full=(1, 1), q_full=(slots, 1), do_full=(slots, 1), empty=(slots, 2))
         buffers = Ring((Sums(memory, f"dq {i}", Value()) for i in (0, 1)), Anything())
-        adders = 2 if self.ordered and self.dim == 128 else 1
+        adders = 2 if self.ordered and self.dim > 64 else 1
         ends = barriers(memory, sum_full=(2 * adders, 1), sum_empty=(2, 1))
-        sums = names["DqSums"]("sums", 0, buffers, *ends, self.queries * self.dim, self.ordered, adders)
+        sums = names["DqSums"]("sums", 0, buffers, *ends, self.queries * self.dim, self.box, self.ordered, adders)
         turns = [Turn(memory, f"meeting {i}") for i in range(4)]
         config = names["ReduceConfig"](None, self.dim, self.queries, slots, self.late_dp)
         pipe = names["ReducePipeline"]("q", "do", "k", "v", "stat", q, do, k, v, ds, statistics, *bars, config)

@@ -18,6 +18,13 @@ CASES = {
     "d128 ordered": (problem(128), ORDERED),
     "d128 causal fp16 ordered": (problem(128, causal=True, dtype="float16"), ORDERED),
     "d128 window ordered": (problem(128, window=(256, 100)), ORDERED),
+    "d96": (problem(96), ReduceOptions()),
+    "d96 causal ordered": (problem(96, causal=True), ORDERED),
+    "d96 causal apart": (problem(96, causal=True), ReduceOptions(ordered=True, apart=True)),
+    "d96 causal mods that load": (problem(96, causal=True, **USER), LATE),
+    "d80 ordered": (problem(80), ORDERED),
+    "d72 window fp16": (problem(72, window=(256, 100), dtype="float16"), ReduceOptions()),
+    "d80 softcap": (problem(80, score_mods=("softcap",)), LATE),
     "d64": (problem(64), ReduceOptions()),
     "d64 causal fp16": (problem(64, causal=True, dtype="float16"), ReduceOptions()),
     "d64 window": (problem(64, window=(256, 100)), ReduceOptions()),
@@ -81,7 +88,7 @@ JOBS = {
     )
     for name, (made, _) in CASES.items()
     for part in ("statistics", "main", "last")
-    if part == "main" or name in ("d128", "d64")
+    if part == "main" or name in ("d128", "d96", "d64")
 }
 NEWEST = (
     "main d128 softcap",
@@ -92,6 +99,8 @@ NEWEST = (
     "main d128",
     "main d128 causal",
     "main d128 ordered",
+    "main d96 causal ordered",
+    "main d80 ordered",
     "main d64",
     "main d64 ordered",
     "main d64 causal ordered",
@@ -119,7 +128,8 @@ def test_versions(results: Results, name: str) -> None:
     few = 0 if plan.problem.dim_qk == 64 else 12 if found.report.triton.startswith("3.9") else 4
     changed, table = not plan.problem.plain, "table" in name  # which partial tiles alone are asked about
     assert all(loop.spills <= (96 if table else 24 if changed else few) for loop in found.report.loops)
-    assert found.report.spill_store_bytes <= (512 if table else 192 if changed else 64)
+    parts = 65 <= plan.problem.dim_qk <= 96  # values stay in registers
+    assert found.report.spill_store_bytes <= (512 if table else 192 if changed else 128 if parts else 64)
     shared = reduce_shared(plan.problem, plan.keys.num_stages)
     assert 0 <= shared - found.report.shared_bytes < 512
     assert found.report.occupancy.programs == 1

@@ -264,7 +264,7 @@ def test_packed_backward(kind, places, case):
         backward_packed.Run(places, kind, *BATCHES[case], query_tiles, hold=places == 1)(places)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128])
 @pytest.mark.parametrize("places", [1, 2, 5])
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
@@ -276,7 +276,7 @@ def test_reducing_backward(dim, places, ordered, kind, sizes):
     if sizes[3] > 1:
         for seed in range(3):
             Reduce(seed, kind, sizes, dim, ordered, heads_at_once, apart=True)(places)
-    for mask in (0, 1, 8192 // dim):
+    for mask in (0, 1, 128 if dim == 64 else 64):
         Reduce(places, kind, sizes, dim, ordered, late=mask != 1, mask=mask)(places)
     for seed in range(3):
         Reduce(seed, kind, sizes, dim, ordered, late=seed > 1, lists=True)(places)

@@ -21,15 +21,17 @@ def backward_reduced(
     D: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Sums [B * H * q_tiles, 2, 4096] fp32: of each tile of QUERIES queries two parts, each [64, 64] in the order of the
+    """Sums [B * H * q_tiles, QUERIES * D] fp32: of each tile of QUERIES queries two parts, each [64, 64] in the order of the
     registers of a warpgroup (kernels.hopper.dq_sums); DQ [B, Sq, H, COLUMNS] by strides, all rows of which are written.
 
-    Parts are columns side by side (QUERIES = 64, D = 128) or rows one after the other (128, 64).  Grid (B * H * q_tiles * 2,)."""
+    Parts are columns side by side (QUERIES = 64, D = 128; of 80 and 96 the second has what is left) or rows one after the other
+    (128, 64).  Grid (B * H * q_tiles * 2,)."""
     item = tl.program_id(0)
     part = item % 2
     i_m = item // 2 % q_tiles
     i_bh = (item // 2 // q_tiles).to(tl.int64)
-    x = tl.load(Sums + item.to(tl.int64) * 4096 + tl.arange(0, 4096))
+    place, inside = tl.arange(0, 4096), QUERIES * D - part * 4096
+    x = tl.load(Sums + (item // 2).to(tl.int64) * (QUERIES * D) + part * 4096 + place, mask=place < inside, other=0.0)
     x = x.reshape(8, 4, 8, 4, 2, 2)  # group of 8 columns, warp, row of 8, thread of a quad, row half, column
     x = x.permute(1, 4, 2, 0, 3, 5).reshape(64, 64)
     o_r, o_d = tl.arange(0, 64), tl.arange(0, 64)

@@ -14,7 +14,6 @@ Source: the division of work is FlashAttention-3's (Shah et al. 2024, arXiv:2407
 """
 
 from .backward_config import UNIT
-from .backward_consumer import zero_gradient
 from .backward_epilogue import Gradient
 from .backward_mask import BackwardMask, Lengths
 from .backward_mods import BackwardMods, make_mod_tiles
@@ -28,13 +27,12 @@ from .gluon import (
     narrowed,
     pair_barrier,
     schedule_fence_16,
-    wgmma,
     wgmma_wait,
     widened,
 )
 from .group_sums import make_group_sums
 from .recompute import Recompute
-from .reduce_pipeline import ReduceConfig, make_reduce_pipeline
+from .reduce_pipeline import ReduceConfig, make_reduce_pipeline, wait_sums, zero_sums
 from .reduce_scheduler import BlockScheduler, own_keys
 
 RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_units", "kv_units", "members", "q_tiles", "blocks", "left", "right",
@@ -71,8 +69,8 @@ def add(ADDER: gl.constexpr, scheduler, sums):
 
 
 @jit
-def step(dk, dv, own, block, visit, pipe, mods, recompute, sums, i, CID: gl.constexpr):
-    """The i-th visit, of a query tile of a head, and this consumer's own 64 keys.  What is in flight behind each line:
+def step(dk, dv, own, k, v, block, visit, pipe, mods, recompute, sums, i, CID: gl.constexpr):
+    """The i-th visit, of a query tile of a head, and this consumer's own 64 keys, k and v.  What is in flight behind each line:
 
         issue S, dP; wait for S; P                 dP
         wait for dP; dS; publish dS; issue dv      dv
@@ -81,22 +79,24 @@ def step(dk, dv, own, block, visit, pipe, mods, recompute, sums, i, CID: gl.cons
         wait for dq, hand it over                  dk
         wait for dk: the slot is free
 
-    LATE: dP is issued behind P, since changes of scores have no registers beside it.
+    LATE: dP is issued behind P, since changes of scores have no registers beside it.  dk and dv have one part or two; S, dP and
+    the products of dk and dv have as many wgmma groups.
 
     Source: the order of the products is FlashAttention-4's (https://github.com/Dao-AILab/flash-attention, flash_bwd_sm90.py)."""
     config = pipe.config
+    PARTS: gl.constexpr = config.PARTS
     tile = visit.tile
     stage = pipe.stage(i)
     ds = pipe.ds.index(i & 1)
     batch, head = block.batch, block.query_head + visit.head
     slope = mods.slope(batch, head)
-    s_flying = pipe.issue_scores(stage, CID)
+    s_flying = pipe.issue_scores(k, stage)
     statistics = recompute.row(stage.slot)
     if config.LATE:
         s = wgmma_wait(0, deps=(s_flying,))
     else:
-        dp_flying = pipe.issue_dp(stage, CID)
-        s = wgmma_wait(1, deps=(s_flying,))
+        dp_flying = pipe.issue_dp(v, stage)
+        s = wgmma_wait(PARTS, deps=(s_flying,))
     if mods.ON:
         s, steep = mods.apply(
             s, slope, batch, head, tile * config.QUERIES, own.tile * UNIT, own.lengths, visit.partial, stage.slot, CID
@@ -106,7 +106,7 @@ def step(dk, dv, own, block, visit, pipe, mods, recompute, sums, i, CID: gl.cons
     if mods.STEEP:
         p = p * steep
     if config.LATE:
-        dp_flying = pipe.issue_dp(stage, CID)
+        dp_flying = pipe.issue_dp(v, stage)
     schedule_fence_16(p16)
     if config.ROUNDED:
         short = narrowed(p, config.DTYPE) if mods.STEEP else p16
@@ -116,16 +116,16 @@ def step(dk, dv, own, block, visit, pipe, mods, recompute, sums, i, CID: gl.cons
         p = widened(short)
     ds16 = narrowed(recompute.gradient(p, dp, statistics), config.DTYPE)
     ds.slice(CID * UNIT, UNIT, dim=0).store(ds16)
-    dv_flying = wgmma(p16, pipe.dout(stage), dv, is_async=True)
+    dv_flying = pipe.issue_sums(p16, pipe.dout(stage), dv)
     fence_async_shared()
     left = gl.convert_layout(ds16, config.LEFT)
     pair_barrier(CID, i)
     dq_flying = pipe.issue_dq(ds, CID)
-    dv, p16 = wgmma_wait(1, deps=(dv_flying, p16))
-    dk_flying = wgmma(left, pipe.q(stage), dk, is_async=True)
-    dq = wgmma_wait(1, deps=(dq_flying,))
+    dv, p16 = wait_sums(1, dv_flying, p16)
+    dk_flying = pipe.issue_sums(left, pipe.q(stage), dk)
+    dq = wgmma_wait(PARTS, deps=(dq_flying,))
     sums.hand_over(dq, i, CID)
-    dk, left = wgmma_wait(0, deps=(dk_flying, left))
+    dk, left = wait_sums(0, dk_flying, left)
     pipe.release(stage)
     return dk, dv
 
@@ -136,22 +136,25 @@ def consume(CID: gl.constexpr, scheduler, pipe, mods, sums, group_sums, dk_out, 
     config = pipe.config
     block = scheduler.block()
     own = own_keys(block.tile * 2 + CID, scheduler)
-    dk = zero_gradient(config)
-    dv = zero_gradient(config)
+    dk = zero_sums(config)
+    dv = zero_sums(config)
     mbarrier.wait(pipe.kv_full.index(0), 0)
+    k = pipe.own_rows(pipe.k(), CID, config.HOLD_K)
+    v = pipe.own_rows(pipe.v(), CID, config.HOLD_V)
     visit = scheduler.first_visit(block)
     for i in range(block.visits):
         recompute = Recompute(pipe.statistics, mods.to_base_2(), config.SCORES, config.QUERIES)
-        dk, dv = step(dk, dv, own, block, visit, pipe, mods, recompute, sums, i, CID)
+        dk, dv = step(dk, dv, own, k, v, block, visit, pipe, mods, recompute, sums, i, CID)
         visit = scheduler.next_visit(visit, block)
     n = own.tile.to(gl.int64) * UNIT
     rows = own.lengths.seq_k - own.tile * UNIT
     group_sums.await_turn(block, CID)
-    dv = group_sums.add(0, dv, block, CID)
-    dk = group_sums.add(1, dk, block, CID)
-    if group_sums.is_last(block):
-        dv_out.store(dv, block, n, rows)
-        dk_out.store(dk * mods.scale, block, n, rows)
+    for part in gl.static_range(config.PARTS):
+        dv_part = group_sums.add(0, dv[part], block, CID, part * config.WIDE)
+        dk_part = group_sums.add(1, dk[part], block, CID, part * config.WIDE)
+        if group_sums.is_last(block):
+            dv_out.store(dv_part, block, n, rows, part * config.WIDE)
+            dk_out.store(dk_part * mods.scale, block, n, rows, part * config.WIDE)
     group_sums.arrive(CID)
 
 
@@ -167,11 +170,12 @@ def attention_backward_reduce(
     ORDERED: gl.constexpr, LATE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q_desc, do_desc [B, H, Sq, D], boxes [1, 1, QUERIES, 64]; k_desc, v_desc [B, H/group, Sk, D], boxes [1, 1, 128, 64].  D,
-    the width of the tiles, is 64 with QUERIES 128, or 128 with QUERIES 64; COLUMNS_QK and COLUMNS_V of them are the head dims,
-    None for all, and TMA fills the others with zeros.  stat_desc: statistics (`recompute`, of QUERIES queries) as one dimension,
-    box [2 * QUERIES], the last row being number no_tile = B * H * q_tiles, of a tile without queries.
+    the width of products, is 64 with QUERIES 128, or 80, 96 or 128 with QUERIES 64; COLUMNS_QK and COLUMNS_V of them are the
+    head dims, None for all, and TMA fills the others with zeros.  stat_desc: statistics (`recompute`, of QUERIES queries) as one
+    dimension, box [2 * QUERIES], the last row being number no_tile = B * H * q_tiles, of a tile without queries.
 
-    sum_desc: zeros [no_tile + 1, QUERIES * D] fp32 as [.., 32], box [128, 32], to which dq / scale is added.  ORDERED:
+    sum_desc: zeros [no_tile + 1, QUERIES * D] fp32 as [.., 32], box [128, 32], or of D = 80 and 96 as much as there are columns
+    above 64, to which dq / scale is added.  ORDERED:
     Progress, zeros [no_tile + 1] int32, how many blocks of keys have added to a tile of queries.
     members: query heads of a program, all of a group or one.  Where it is not all, KeySums is the memory of GroupSums, and
     Progress has its turns behind its own numbers.
@@ -188,8 +192,8 @@ def attention_backward_reduce(
     Grid: B * H / members * blocks, heads_at_once of the heads' programs at a time."""
     config = ReduceConfig(q_desc.dtype, D, QUERIES, SLOTS, LATE)
     pipe = make_reduce_pipeline(q_desc, do_desc, k_desc, v_desc, stat_desc, config)
-    ADDERS: gl.constexpr = 2 if ORDERED and D == 128 else 1
-    sums = make_dq_sums(sum_desc, Progress, QUERIES * D, ORDERED, ADDERS)
+    ADDERS: gl.constexpr = 2 if ORDERED and D > 64 else 1
+    sums = make_dq_sums(sum_desc, Progress, config, ORDERED, ADDERS)
     group_sums = make_group_sums(Progress + no_tile + 1, KeySums, blocks, heads, group, members, config)
     fence_async_shared()
     lengths = Lengths(seq_q, seq_k, q_units, kv_units)

@@ -27,12 +27,16 @@ class Gradient:
     written: Value = None
 
     @jit
-    def store(self, acc, work, row, rows):
-        """64 rows from `row` on, of which there are so many."""
+    def store(self, acc, work, row, rows, FIRST: gl.constexpr = 0):
+        """64 rows from `row` on, of which there are so many.  FIRST: the first of acc's columns."""
         out = self.out + work.head.to(gl.int64) * self.stride_h + row.to(gl.int64) * self.stride_n
         if self.stride_b is not None:
             out += work.batch.to(gl.int64) * self.stride_b
-        store_accumulator(out, acc, rows, self.stride_n, self.DTYPE, self.COLUMNS)
+        if FIRST == 0:
+            store_accumulator(out, acc, rows, self.stride_n, self.DTYPE, self.COLUMNS)
+        else:
+            COLUMNS: gl.constexpr = None if self.COLUMNS is None else self.COLUMNS - FIRST
+            store_accumulator(out + FIRST, acc, rows, self.stride_n, self.DTYPE, COLUMNS)
 
     @jit
     def add(self, acc, work):

@@ -40,15 +40,17 @@ class GroupSums:
             await_counter(self.turns + self.number(block, CID), block.part)
 
     @jit
-    def add(self, WHICH: gl.constexpr, acc, block, CID: gl.constexpr):
-        """-> acc and what the heads before have added; it goes to memory, but for the last head's.  WHICH: 0 dv, 1 dk."""
+    def add(self, WHICH: gl.constexpr, acc, block, CID: gl.constexpr, FIRST: gl.constexpr = 0):
+        """-> acc and what the heads before have added; it goes to memory, but for the last head's.  WHICH: 0 dv, 1 dk.  FIRST: of
+        its columns."""
         if self.place is not None:
             D: gl.constexpr = self.config.D
-            o_r = gl.arange(0, UNIT, layout=gl.SliceLayout(1, self.config.OUT))
-            o_d = gl.arange(0, D, layout=gl.SliceLayout(0, self.config.OUT))
+            LAYOUT: gl.constexpr = acc.type.layout
+            o_r = gl.arange(0, UNIT, layout=gl.SliceLayout(1, LAYOUT))
+            o_d = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, LAYOUT))
             number = self.number(block, CID) + WHICH * (gl.num_programs(0) // (self.group // self.members) * 2)
             place = self.place + number.to(gl.int64) * (UNIT * D)
-            place += gl.expand_dims(o_r * D, 1) + gl.expand_dims(o_d, 0)
+            place += gl.expand_dims(o_r * D + FIRST, 1) + gl.expand_dims(o_d, 0)
             if block.part > 0:
                 acc += gl.load(place)
             if ~self.is_last(block):

@@ -1,7 +1,7 @@
 """Constants of `attention_backward_reduce`, its shared memory, and the products that read it."""
 
 from .backward_config import UNIT
-from .config import accumulator
+from .config import accumulator, wide_of
 from .gluon import (
     aggregate,
     barriers,
@@ -10,9 +10,11 @@ from .gluon import (
     gl,
     jit,
     mbarrier,
+    opaque,
     reinterpret,
     tma_load,
     wgmma,
+    wgmma_wait,
 )
 from .parts import PANEL, load_panels
 from .pipeline import Stage
@@ -27,29 +29,46 @@ class ReduceConfig:
     bits then need not stay in registers: at D=64 there are none for them."""
 
     DTYPE: gl.constexpr
-    D: gl.constexpr
+    D: gl.constexpr  # columns of products: the head dims, or a few more
+    WIDE: gl.constexpr  # columns of the first part of dk and dv
+    REST: gl.constexpr  # of the second, 0 where there is none
+    PARTS: gl.constexpr  # 1 or 2, and so many wgmma groups has each product but that of dq
+    HELD: gl.constexpr  # columns of tiles in shared memory: whole panels
     QUERIES: gl.constexpr  # of a tile
     SLOTS: gl.constexpr  # of the rings of q and of dout
     ROUNDED: gl.constexpr
     LATE: gl.constexpr  # issue dP behind P
+    HOLD_K: gl.constexpr  # keep own keys in registers, where there are some: shared memory is the bound
+    HOLD_V: gl.constexpr  # and values
     SCORES: gl.constexpr  # layouts: of S, P, dP and dS [64, QUERIES],
-    OUT: gl.constexpr  # of dk and dv [64, D],
-    LEFT: gl.constexpr  # of P and dS as left operands,
-    DQ: gl.constexpr  # and of a consumer's part of dq, [64, 64]
+    OUT: gl.constexpr  # of the first part of dk and dv [64, WIDE],
+    OUT_REST: gl.constexpr  # of the second,
+    LEFT: gl.constexpr  # of P and dS as left operands of either,
+    LEFT_REST: gl.constexpr
+    OWN: gl.constexpr  # of K and V in registers,
+    DQ: gl.constexpr  # and of the consumers' parts of dq, [64, 64] or [64, REST]
+    DQ_REST: gl.constexpr
 
     @constexpr_function
     def __init__(self, DTYPE, D, QUERIES, SLOTS, LATE):
         self.DTYPE, self.D, self.QUERIES = gl.constexpr(DTYPE), gl.constexpr(D), gl.constexpr(QUERIES)
         self.SLOTS, self.ROUNDED = gl.constexpr(SLOTS), gl.constexpr(D == 64)
         self.LATE = gl.constexpr(LATE)
-        self.SCORES, self.OUT = gl.constexpr(accumulator(QUERIES)), gl.constexpr(accumulator(D))
-        self.LEFT = gl.constexpr(gl.DotOperandLayout(0, accumulator(D), k_width=2))
-        self.DQ = gl.constexpr(accumulator(64))
+        wide = wide_of(D)
+        out, rest = accumulator(wide), accumulator(D - wide or wide)
+        self.WIDE, self.REST, self.PARTS = gl.constexpr(wide), gl.constexpr(D - wide), gl.constexpr(1 + (D > wide))
+        self.HELD = gl.constexpr((D + 63) // 64 * 64)
+        self.SCORES, self.OUT, self.OUT_REST = gl.constexpr(accumulator(QUERIES)), gl.constexpr(out), gl.constexpr(rest)
+        self.LEFT = gl.constexpr(gl.DotOperandLayout(0, out, k_width=2))
+        self.LEFT_REST = gl.constexpr(gl.DotOperandLayout(0, rest, k_width=2))
+        self.OWN = gl.constexpr(gl.DotOperandLayout(0, accumulator(QUERIES), k_width=2))
+        self.HOLD_K, self.HOLD_V = gl.constexpr(D == 80), gl.constexpr(D in (80, 96))
+        self.DQ, self.DQ_REST = gl.constexpr(accumulator(64)), gl.constexpr(rest)
 
 
 @struct
 class ReducePipeline:
-    """Panels of rings of q and of dout [SLOTS, QUERIES, D], of K and V [128, D]; two tiles of dS [128, QUERIES].
+    """Panels of rings of q and of dout [SLOTS, QUERIES, HELD], of K and V [128, HELD]; two tiles of dS [128, QUERIES].
 
     Both consumers release q and dout of a slot together."""
 
@@ -73,7 +92,7 @@ class ReducePipeline:
     @jit
     def load_keys(self, block):
         """Issue the TMA loads of K and V."""
-        D: gl.constexpr = self.config.D
+        D: gl.constexpr = self.config.HELD
         bar = self.kv_full.index(0)
         mbarrier.expect(bar, 2 * KEYS * D * 2)
         load_panels(self.k_desc, bar, self.k_panels, 0, block.batch, block.head, block.tile * KEYS, D)
@@ -82,7 +101,7 @@ class ReducePipeline:
     @jit
     def load_queries(self, stage, block, head, tile, row, mods):
         """Issue those of q, dout, statistics and the mask of a query tile."""
-        D: gl.constexpr = self.config.D
+        D: gl.constexpr = self.config.HELD
         QUERIES: gl.constexpr = self.config.QUERIES
         slot = stage.slot
         mbarrier.wait(self.empty.index(slot), stage.phase)
@@ -101,8 +120,8 @@ class ReducePipeline:
 
     @jit
     def tile(self, panels, slot, SLOTS: gl.constexpr, ROWS: gl.constexpr):
-        """Panels as tiles [ROWS, D]: that of a slot."""
-        D: gl.constexpr = self.config.D
+        """Panels as tiles [ROWS, HELD]: that of a slot."""
+        D: gl.constexpr = self.config.HELD
         BOX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], self.config.DTYPE)
         return reinterpret(panels, self.config.DTYPE, [SLOTS, ROWS, D], BOX).index(slot)
 
@@ -129,31 +148,93 @@ class ReducePipeline:
     # ------------------------------------------------------------ products of consumer CID
 
     @jit
-    def issue_scores(self, stage, CID: gl.constexpr):
-        """S of a query tile, when it has arrived."""
-        nothing = gl.zeros([UNIT, self.config.QUERIES], gl.float32, self.config.SCORES)  # use_acc=False: never read
+    def issue_scores(self, own, stage):
+        """S of a query tile, when it has arrived.  own: as of own_rows, of K."""
         mbarrier.wait(self.q_full.index(stage.slot), stage.phase)
-        own = self.k().slice(CID * UNIT, UNIT, dim=0)
-        return wgmma(own, self.q(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        return self.issue_over_columns(own, self.q(stage))
 
     @jit
-    def issue_dp(self, stage, CID: gl.constexpr):
-        """dP, likewise."""
-        nothing = gl.zeros([UNIT, self.config.QUERIES], gl.float32, self.config.SCORES)
+    def issue_dp(self, own, stage):
+        """dP, likewise.  own: of V."""
         mbarrier.wait(self.do_full.index(stage.slot), stage.phase)
-        own = self.v().slice(CID * UNIT, UNIT, dim=0)
-        return wgmma(own, self.dout(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        return self.issue_over_columns(own, self.dout(stage))
+
+    @jit
+    def own_rows(self, tile, CID: gl.constexpr, HOLD: gl.constexpr):
+        """This consumer's 64 rows of K or V, in parts of the head dim.  HOLD: in registers."""
+        WIDE: gl.constexpr = self.config.WIDE
+        REST: gl.constexpr = self.config.REST
+        rows = tile.slice(CID * UNIT, UNIT, dim=0)
+        if REST == 0:
+            return (rows,)
+        elif HOLD:
+            return (
+                rows.slice(0, WIDE, dim=1).load(self.config.OWN),
+                rows.slice(WIDE, REST, dim=1).load(self.config.OWN),
+            )
+        else:
+            return (rows.slice(0, WIDE, dim=1), rows.slice(WIDE, REST, dim=1))
+
+    @jit
+    def issue_over_columns(self, own, tile):
+        """own times tile [QUERIES, HELD], turned, over D of their columns."""
+        WIDE: gl.constexpr = self.config.WIDE
+        REST: gl.constexpr = self.config.REST
+        nothing = gl.zeros([UNIT, self.config.QUERIES], gl.float32, self.config.SCORES)  # use_acc=False: never read
+        if REST == 0:
+            return wgmma(own[0], tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        else:
+            turned = tile.slice(0, WIDE, dim=1).permute((1, 0))
+            made = wgmma(own[0], turned, nothing, use_acc=False, is_async=True)
+            return wgmma(own[1], tile.slice(WIDE, REST, dim=1).permute((1, 0)), made, is_async=True)
+
+    @jit
+    def issue_sums(self, left, tile, sums):
+        """dk or dv [64, D], in their parts, + left [64, QUERIES] times tile [QUERIES, HELD]."""
+        WIDE: gl.constexpr = self.config.WIDE
+        REST: gl.constexpr = self.config.REST
+        if REST == 0:
+            return (wgmma(left, tile, sums[0], is_async=True),)
+        else:
+            first = wgmma(left, tile.slice(0, WIDE, dim=1), sums[0], is_async=True)
+            left = gl.convert_layout(left, self.config.LEFT_REST)
+            return (first, wgmma(left, tile.slice(WIDE, REST, dim=1), sums[1], is_async=True))
 
     @jit
     def issue_dq(self, ds, CID: gl.constexpr):
-        """This consumer's part of dq: 64 columns of 64 rows, or 64 of 128 rows.  ds [128, QUERIES]."""
-        nothing = gl.zeros([64, 64], gl.float32, self.config.DQ)
-        if self.config.D == 128:
-            own = self.k().slice(CID * 64, 64, dim=1)
-            return wgmma(ds.permute((1, 0)), own, nothing, use_acc=False, is_async=True)
-        else:
+        """This consumer's part of dq: of 64 rows 64 columns, or the rest, or 64 of 128 rows.  ds [128, QUERIES]."""
+        REST: gl.constexpr = self.config.REST
+        if self.config.QUERIES == 128:
+            nothing = gl.zeros([64, 64], gl.float32, self.config.DQ)
             own = ds.slice(CID * 64, 64, dim=1).permute((1, 0))
             return wgmma(own, self.k(), nothing, use_acc=False, is_async=True)
+        elif REST and CID == 1:
+            nothing = gl.zeros([64, REST], gl.float32, self.config.DQ_REST)
+            return wgmma(ds.permute((1, 0)), self.k().slice(64, REST, dim=1), nothing, use_acc=False, is_async=True)
+        else:
+            nothing = gl.zeros([64, 64], gl.float32, self.config.DQ)
+            return wgmma(ds.permute((1, 0)), self.k().slice(CID * 64, 64, dim=1), nothing, use_acc=False, is_async=True)
+
+
+@jit
+def zero_sums(config):
+    """dk or dv [64, D] in one part or two, written before the first product, or all would wait."""
+    first = opaque(gl.zeros([UNIT, config.WIDE], gl.float32, config.OUT))
+    if config.REST == 0:
+        return (first,)
+    else:
+        return (first, opaque(gl.zeros([UNIT, config.REST], gl.float32, config.OUT_REST)))
+
+
+@jit
+def wait_sums(PENDING: gl.constexpr, flying, left):
+    """Wait for all but PENDING wgmma groups, among them those of dk or dv and of their left operand."""
+    if len(flying) == 1:
+        first, left = wgmma_wait(PENDING, deps=(flying[0], left))
+        return (first,), left
+    else:
+        first, rest, left = wgmma_wait(PENDING, deps=(flying[0], flying[1], left))
+        return (first, rest), left
 
 
 @jit
@@ -162,7 +243,7 @@ def make_reduce_pipeline(q_desc, do_desc, k_desc, v_desc, stat_desc, config):
     DTYPE: gl.constexpr = config.DTYPE
     QUERIES: gl.constexpr = config.QUERIES
     SLOTS: gl.constexpr = config.SLOTS
-    PANELS: gl.constexpr = config.D // PANEL
+    PANELS: gl.constexpr = config.HELD // PANEL
     Q_PANEL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([QUERIES, PANEL], DTYPE)
     K_PANEL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, PANEL], DTYPE)
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], DTYPE)

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 GIVEN = (*SIDES, "Statistics", "Progress", "Sums", "KeySums", "DQ", "DK", "DV")
 """What a call gives to the launches: scratch is statistics, counters, zeroed sums of dq, and those of dk and dv over a group."""
-SUM_BOX = [128, 32]  # fp32 of a warpgroup's part of a tile of dq
 Tensors = tuple[torch.Tensor, ...]
 
 
@@ -40,7 +39,7 @@ def bound_launches(
     """The launches of this call under this plan; tensors: q, k, v, out."""
     from ...kernels.backward.backward_reduced import backward_reduced
     from ...plan.backward import attention_backward_reduce as rules
-    from ...plan.backward.attention_backward_hopper import tiles, width_of
+    from ...plan.backward.attention_backward_hopper import tiles
     from ..launch import Launch
 
     q, k, v, out = tensors
@@ -48,9 +47,9 @@ def bound_launches(
     assert options is not None  # of this kernel's plans
     rows, q_tiles = rules.rows(n), -(-n.seq_q // queries)
     counters, key_sums = rules.counters(n, options), rules.key_sums(n, options)
-    width = width_of(n)
-    numbers = rows * queries * width
-    grid, constants = ((rows - 1) * 2, 1, 1), {"QUERIES": queries, "D": width, "COLUMNS": n.dim_qk}
+    columns = rules.columns_of(n)
+    numbers = rows * queries * columns
+    grid, constants = ((rows - 1) * 2, 1, 1), {"QUERIES": queries, "D": columns, "COLUMNS": n.dim_qk}
     last = Launch(backward_reduced, grid, constants, {"num_warps": 4}, q.device.index or 0)
     q_units, kv_units = tiles(n)
     left, right = (UNBOUNDED if side < 0 else side for side in window_of(call.window, call.causal))
@@ -58,7 +57,7 @@ def bound_launches(
     values = {
         **boxed_sides(tuple(box_of(t, call.layout, size) for t, size in sides)),
         "stat_desc": Slot("Statistics", statistics_box(rows, 2 * queries).over),
-        "sum_desc": Slot("Sums", _sum_box(numbers).over),
+        "sum_desc": Slot("Sums", _sum_box(numbers, columns).over),
         "scale": scale,
         "seq_q": n.seq_q,
         "seq_k": n.seq_k,
@@ -151,17 +150,16 @@ def _lists_of(call: Call, plan: "AttentionBackwardPlan", device: torch.device) -
     return QueryLists(n.kv_heads, call, sizes, tile, window_of(call.window, call.causal), device, options.anew)
 
 
-def _sum_box(numbers: int) -> Any:
-    """Of the sums [.., 32], a warpgroup's part of a tile at a time."""
-    floats = torch.float32
-    return Box(stand_in(floats), [numbers // 32, 32], [32, 1], SUM_BOX, *descriptor(tuple(SUM_BOX), floats))
+def _sum_box(numbers: int, columns: int) -> Any:
+    """Of the sums [.., 32], a warpgroup's part of a tile at a time, or the smaller part."""
+    floats, box = torch.float32, [2 * (columns % 64) or 128, 32]
+    return Box(stand_in(floats), [numbers // 32, 32], [32, 1], box, *descriptor(tuple(box), floats))
 
 
 def _main(plan: "AttentionBackwardPlan", call: Call, device: int) -> "Launch":
     """The kernel's launch."""
     from ...kernels.hopper.attention_backward_reduce import attention_backward_reduce
     from ...plan.backward import attention_backward_reduce as rules
-    from ...plan.backward.attention_backward_hopper import width_of
     from ...plan.hopper import PRODUCER_REGISTERS
     from ..launch import Launch
 
@@ -171,9 +169,9 @@ def _main(plan: "AttentionBackwardPlan", call: Call, device: int) -> "Launch":
         "SOFTCAP": 0 if "softcap" not in n.score_mods else 2 if n.dtype == "bfloat16" else 1,
         "MASK": _mask_rows(call, n),
         "KIND": kind_of(window_of(call.window, call.causal)),
-        "D": (width := width_of(n)),
-        "COLUMNS_QK": None if n.dim_qk == width else n.dim_qk,
-        "COLUMNS_V": None if n.dim_v == width else n.dim_v,
+        "D": (columns := rules.columns_of(n)),
+        "COLUMNS_QK": None if n.dim_qk == columns else n.dim_qk,
+        "COLUMNS_V": None if n.dim_v == columns else n.dim_v,
         "QUERIES": rules.queries_of(n),
         "SLOTS": plan.keys.num_stages,
         "ORDERED": options.ordered,

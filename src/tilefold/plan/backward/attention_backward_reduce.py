@@ -17,6 +17,7 @@ from tilefold.plan.problem import AttentionProblem
 KERNEL = "attention_backward_reduce"
 KEYS = 128  # of a program
 REGISTERS = (168, 240)  # of a thread at launch, of a folding thread
+COLUMNS = (64, 80, 96, 128)
 CHANGES = ("softcap", "alibi", "bias", "mask", "user")  # of scores
 LEAST_DIM, NARROW = 16, 64  # head dims below NARROW are padded to it
 LEAST_CHANGED = 512
@@ -32,6 +33,11 @@ than any order."""
 MANY = 32768
 """Of wider tiles, where no heads share K and V: queries and keys from which on an order is faster under a causal mask, and no
 order without one where DRAM is slow."""
+LEAST_IN_PARTS = {80: (512, 1024), 96: (1024, 2048)}
+"""By columns, without and with a causal mask: queries, keys or a window from which on an order is faster than keeping dS, whose
+tiles have 128 columns.  Without an order half of it is, and at least 512."""
+APART_FROM = 4096
+"""Queries and keys from which on heads of a group are faster by themselves, of 80 and 96 columns."""
 SLOW_DRAM = 4e12
 SUMS_AT_ONCE = 16 << 20
 """Bytes of sums of dq that the programs of one batch of query heads add to: of 50 MiB of L2, each half of which keeps its own
@@ -90,7 +96,7 @@ def reduce_refusal(problem: AttentionProblem, device: Device) -> str | None:
         return "the base or the strides of Q are not multiples of 16 bytes"
     if n.seq_k == 0:
         return "there are no keys"
-    if rows(n) * (queries_of(n) * width_of(n) // 32) >= 1 << 31:
+    if rows(n) * (queries_of(n) * columns_of(n) // 32) >= 1 << 31:
         return "the sums of dq have more rows than a descriptor can count"
     if programs(n, ReduceOptions(apart=True)) > MAX_GRID:
         return f"there are more than {MAX_GRID} blocks of {KEYS} keys"
@@ -109,17 +115,23 @@ def options_for(problem: AttentionProblem, device: Device, deterministic: bool) 
             return f"with fewer than {LEAST_CHANGED} queries or keys it was not measured with changes of scores"
         lists = n.mask_by_place and n.seq_q * n.seq_k >= LISTS_FROM
         ordered = deterministic or not _any_order_pays(n, device)
-        return ReduceOptions(ordered, is_late(n), lists, apart=_is_apart(n) and not lists)
+        return ReduceOptions(ordered, is_late(n), lists, apart=_is_apart(n, ordered) and not lists)
     causal, tokens = max(n.sides) >= 0, min(n.seq_q, n.seq_k)
-    apart = _is_apart(n)
     if width_of(n) == 64:
         if tokens < LEAST_NARROW:
             return f"with fewer than {LEAST_NARROW} queries or keys it was not faster than keeping dS"
         if waits := _order_refusal(n, causal, device):
             return waits if deterministic else ANY_ORDER
+    elif columns_of(n) in LEAST_IN_PARTS:
+        least = LEAST_IN_PARTS[columns_of(n)][n.causal]
+        if not deterministic:
+            least = max(least // 2, 512)
+        if min(tokens, _window(n)) < least and is_kept_well(n, device):
+            return f"with fewer than {least} queries or keys keeping dS is faster"
     elif is_kept_well(n, device) and (causal or n.group == 1 or tokens < LEAST_OF_GROUPS):
         return "there is room for dS, and keeping it is faster"
-    return ReduceOptions(ordered=deterministic or not _any_order_pays(n, device), apart=apart)
+    ordered = deterministic or not _any_order_pays(n, device)
+    return ReduceOptions(ordered, apart=_is_apart(n, ordered))
 
 
 def is_late(problem: AttentionProblem) -> bool:
@@ -128,16 +140,25 @@ def is_late(problem: AttentionProblem) -> bool:
     return bool(n.score_mods or {*n.mask_mods} - {"mask"} or (n.mask_mods and not n.mask_descriptors))
 
 
-def _is_apart(n: AttentionProblem) -> bool:
+def _is_apart(n: AttentionProblem, ordered: bool) -> bool:
     """Whether each head of a group is faster by itself: of wide tiles where the mask has a diagonal.
 
     There blocks are unlike in length, and so heads come to be at work side by side whose sums L2 does not hold."""
+    if columns_of(n) in LEAST_IN_PARTS and not (ordered and min(n.seq_q, n.seq_k) >= APART_FROM):
+        return False
     return width_of(n) == 128 and max(n.sides) >= 0 and n.group > 1
+
+
+def _window(n: AttentionProblem) -> int:
+    """How many keys a query sees at most."""
+    return n.seq_k if min(n.sides) < 0 else sum(n.sides) + 1
 
 
 def _any_order_pays(n: AttentionProblem, device: Device) -> bool:
     """Whether any order is faster than the keys'."""
     tokens, causal = min(n.seq_q, n.seq_k), max(n.sides) >= 0
+    if columns_of(n) in LEAST_IN_PARTS:
+        return True
     if width_of(n) == 128:
         slow, many = device.dram_bytes_per_s < SLOW_DRAM, tokens >= MANY
         return n.group > 1 or ((causal or many) if slow else (causal and not many))
@@ -153,6 +174,14 @@ def _order_refusal(n: AttentionProblem, causal: bool, device: Device) -> str | N
 
 
 # ---------------------------------------------------------------- sizes
+
+
+def columns_of(problem: AttentionProblem) -> int:
+    """Columns of products and of sums of dq: the least of COLUMNS that hold both head dims.
+
+    A product's sides are powers of two; 80 and 96 are two of them, 64 + 16 and 64 + 32."""
+    most = max(problem.dim_qk, problem.dim_v)
+    return next(columns for columns in COLUMNS if most <= columns)
 
 
 def queries_of(problem: AttentionProblem) -> int:
@@ -192,19 +221,19 @@ def counters(problem: AttentionProblem, options: ReduceOptions | None) -> int:
 def key_sums(problem: AttentionProblem, options: ReduceOptions | None) -> int:
     """Elements of the fp32 sums of dk and dv, where heads of a group are apart."""
     apart = options is not None and options.apart
-    return apart * 2 * programs(problem, None) * KEYS * width_of(problem)
+    return apart * 2 * programs(problem, None) * KEYS * columns_of(problem)
 
 
 def scratch_bytes(problem: AttentionProblem, options: ReduceOptions | None) -> int:
     """Memory for the fp32 sums of dq, statistics, the counters, and the fp32 sums of dk and dv over the heads of a group."""
-    sums = rows(problem) * queries_of(problem) * (width_of(problem) + 2)
+    sums = rows(problem) * queries_of(problem) * (columns_of(problem) + 2)
     return 4 * (sums + counters(problem, options) + key_sums(problem, options))
 
 
 def heads_at_once(problem: AttentionProblem, options: ReduceOptions | None = None) -> int:
     """Programs' heads of a batch, a divisor of all: as many as SUMS_AT_ONCE holds dq of one query head of each."""
     n = problem
-    head = n.seq_q * width_of(n) * 4
+    head = n.seq_q * columns_of(n) * 4
     return max(d for d in divisors(n.batch * n.heads // members(n, options)) if d == 1 or d * head <= SUMS_AT_ONCE)
 
 
