@@ -102,8 +102,8 @@ class Boxes(str):
 
 class Run(Backward):
     """sizes: queries, keys, heads of queries, how many share a KV head; dim 64, 80, 96 or 128.  late: dP behind P.  mask: rows of
-    a tile of the mask that all heads share, 0 for none.  lists: a third of the tiles is hidden, at random, from some block.  apart:
-    each head of a group has programs of its own."""
+    a tile of the mask that all heads share, 0 for none.  lists: a third of the tiles is hidden, at random, from some block.
+    apart: each head of a group has programs of its own."""
 
     functions = (
         (parts, ("load_panels",)),

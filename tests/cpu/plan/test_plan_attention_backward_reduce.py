@@ -96,6 +96,66 @@ def test_where_keeping_ds_is_faster(changes: dict[str, Any], why: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("dim", "tokens", "batch", "changes", "ordered", "any_order"),
+    [  # measured on an H100, as CUDA graphs: whether an order, and no order, is faster than keeping dS
+        (80, 512, 32, {}, True, True),
+        (80, 512, 32, {"causal": True}, False, True),
+        (80, 1024, 16, {"causal": True}, True, True),
+        (72, 2048, 1, {}, True, True),
+        (96, 512, 32, {}, False, True),
+        (96, 1024, 16, {}, True, True),
+        (96, 1024, 16, {"causal": True}, False, True),
+        (96, 2048, 1, {"heads": 8, "kv_heads": 8}, False, True),
+        (96, 2048, 8, {"causal": True}, True, True),
+        (96, 2048, 8, {"window": (255, 0)}, False, False),
+        (96, 8192, 2, {"window": (1023, 0)}, True, True),
+        (80, 8192, 2, {"window": (4095, 0)}, True, True),
+        (104, 2048, 8, {}, False, False),
+    ],
+    ids=str,
+)
+def test_head_dims_of_two_parts(
+    dim: int, tokens: int, batch: int, changes: dict[str, Any], ordered: bool, any_order: bool
+) -> None:
+    shape = {"dim_qk": dim, "dim_v": dim, "seq_q": tokens, "seq_k": tokens, "batch": batch, "heads": 16, "kv_heads": 16}
+    problem = replace(LONG, **{**shape, **changes})
+    for deterministic, taken in ((True, ordered), (False, any_order)):
+        plan = plan_attention_backward(problem, H200, deterministic=deterministic)
+        assert plan.kernel == (rules.KERNEL if taken else DETERMINISTIC)
+        if taken:
+            assert plan.options == rules.ReduceOptions(ordered=deterministic)
+
+
+def test_heads_of_a_group_of_two_parts() -> None:
+    """By themselves in order from 4096 tokens on, under a mask with a diagonal."""
+    for tokens, causal, deterministic, apart in (
+        (2048, True, True, False), (4096, True, True, True), (4096, True, False, False), (4096, False, True, False),
+    ):  # fmt: skip
+        problem = replace(GROUPS, dim_qk=96, dim_v=96, seq_q=tokens, seq_k=tokens, batch=4, causal=causal)
+        plan = plan_attention_backward(problem, H200, deterministic=deterministic)
+        assert plan.options == rules.ReduceOptions(deterministic, apart=apart)
+
+
+def test_sums_and_memory_of_two_parts() -> None:
+    """Sums of dq have as many columns as products; of 104 columns and more they are 128."""
+    memory = {}
+    for dim in (64, 72, 80, 96, 104, 128):
+        problem = replace(LONG, dim_qk=dim, dim_v=dim)
+        memory[dim] = rules.columns_of(problem), rules.scratch_bytes(problem, ORDERED) // (65536 * 16)
+    assert {dim: columns for dim, (columns, _) in memory.items()} == {
+        64: 64,
+        72: 80,
+        80: 80,
+        96: 96,
+        104: 128,
+        128: 128,
+    }
+    assert {dim: each for dim, (_, each) in memory.items()} == {
+        dim: 4 * (columns + 2) for dim, (columns, _) in memory.items()
+    }
+
+
+@pytest.mark.parametrize(
     ("changes", "why"),
     [
         ({"dtype": "float32"}, "it multiplies bfloat16 and float16, not float32"),

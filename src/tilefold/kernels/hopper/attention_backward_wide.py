@@ -58,7 +58,7 @@ class Exchange:
 @jit
 def probabilities(s, stage, i, pipe, recompute, exchange):
     """P of a tile whose S is there, also to the other consumer; q and lse are no longer needed here."""
-    p = recompute.probabilities(s, recompute.row(stage.slot))
+    p = recompute.probabilities(s, recompute.lse(recompute.row(stage.slot)))
     exchange.publish(p, i)
     pipe.release_q(stage)
     return p

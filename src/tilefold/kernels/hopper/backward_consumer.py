@@ -60,7 +60,7 @@ def key_step(state, own, stage, row, pipe, recompute, ds, LAST: gl.constexpr, li
     config = pipe.config
     s, dp, dk, dv = state
     statistics = recompute.row(stage.slot)
-    p = recompute.probabilities(s, statistics)
+    p = recompute.probabilities(s, recompute.lse(statistics))
     if live_k is not None:
         dead = gl.expand_dims(gl.arange(0, UNIT, layout=gl.SliceLayout(1, config.SCORES)) >= live_k, 1)
         p = gl.where(dead, 0.0, p)

@@ -24,9 +24,13 @@ class Recompute:
         return self.statistics.index(slot)
 
     @jit
-    def probabilities(self, s, row):
+    def lse(self, row):
+        """That of each column of the scores."""
+        return row.slice(0, self.QUERIES).load(gl.SliceLayout(0, self.SCORES))
+
+    @jit
+    def probabilities(self, s, lse):
         """P = exp2(S * scale - lse)."""
-        lse = row.slice(0, self.QUERIES).load(gl.SliceLayout(0, self.SCORES))
         return gl.exp2(s * self.scale - gl.expand_dims(lse, 0))
 
     @jit

@@ -128,6 +128,8 @@ def options_for(problem: AttentionProblem, device: Device, deterministic: bool) 
             least = max(least // 2, 512)
         if min(tokens, _window(n)) < least and is_kept_well(n, device):
             return f"with fewer than {least} queries or keys keeping dS is faster"
+        if deterministic and not causal and (waits := _order_refusal(n, causal, device)):
+            return waits
     elif is_kept_well(n, device) and (causal or n.group == 1 or tokens < LEAST_OF_GROUPS):
         return "there is room for dS, and keeping it is faster"
     ordered = deterministic or not _any_order_pays(n, device)
@@ -166,7 +168,7 @@ def _any_order_pays(n: AttentionProblem, device: Device) -> bool:
 
 
 def _order_refusal(n: AttentionProblem, causal: bool, device: Device) -> str | None:
-    """Why keeping dS is faster than the ordered version at D=64."""
+    """Why keeping dS is faster than the ordered version, by the tiles of queries that wait."""
     least = LEAST_TILES[causal and device.dram_bytes_per_s >= SLOW_DRAM]
     if rows(n) - 1 < least and is_kept_well(n, device):
         return f"with fewer than {least} tiles of queries waiting for one's turn takes too long"
