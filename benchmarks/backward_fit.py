@@ -21,6 +21,8 @@ def main() -> None:
         if row["version"].startswith("FA4"):
             continue
         batch, tokens, heads, kv_heads, dim, causal = row["case"]
+        if dim not in (64, 128):
+            continue
         problem = AttentionProblem(batch, tokens, tokens, heads, kv_heads, dim, dim, causal=causal)
         device = "h200" if "H200" in row["device"] else "h100"
         rows.setdefault((device, row["version"], dim, causal), []).append((features(problem), row["ms"]))

@@ -33,7 +33,7 @@ def forced(problem: AttentionProblem = LONG, **fields: Any) -> AttentionBackward
 
 def test_taken_where_it_can_be() -> None:
     """A plan that does not take the kernel says why."""
-    assert plan_attention_backward(MANY, H200).kernel == rules.KERNEL
+    assert plan_attention_backward(replace(MANY, seq_q=4096, seq_k=4096), H200).kernel == rules.KERNEL
     assert plan_attention_backward(LONG, H200, portable=True).kernel == "attention_backward_box"
     assert plan_attention_backward(replace(LONG, sinks=True), H200).kernel == "attention_backward_box"
     odd = plan_attention_backward(replace(LONG, dim_qk=192, dim_v=128), H200)

@@ -24,8 +24,9 @@ LEAST_CHANGED = 512
 """Queries and keys from which on it is taken with changes of scores, which of these kernels it alone has: not measured."""
 LEAST_NARROW = 2048
 """Queries and keys from which on it was faster than keeping dS at D=64."""
-LEAST_OF_GROUPS = 2048
-"""The same of wider tiles without a mask, where query heads share KV heads; else it is taken where there is no room for dS."""
+LEAST_ALONE, LEAST_OF_GROUPS = 8192, 2048
+"""The same of 128 columns, where each head has its own K and V, and without a mask where heads share them; else it is taken where
+there is no room for dS."""
 LEAST_TILES, ORDER_PAYS = (384, 1024), (8192, 32768)
 """At D=64, without and with a causal mask: tiles of queries from which on an order is faster than keeping dS, since the last
 block of keys waits in the beginning for all others (the first where DRAM is slow); queries and keys from which on it is faster
@@ -37,7 +38,7 @@ LEAST_IN_PARTS = {80: (512, 1024), 96: (1024, 2048)}
 """By columns, without and with a causal mask: queries, keys or a window from which on an order is faster than keeping dS, whose
 tiles have 128 columns.  Without an order half of it is, and at least 512."""
 APART_FROM = 4096
-"""Queries and keys from which on heads of a group are faster by themselves, of 80 and 96 columns."""
+"""Queries and keys from which on heads of a group are faster by themselves, of 80 and 96 columns and in order."""
 SLOW_DRAM = 4e12
 SUMS_AT_ONCE = 16 << 20
 """Bytes of sums of dq that the programs of one batch of query heads add to: of 50 MiB of L2, each half of which keeps its own
@@ -130,7 +131,9 @@ def options_for(problem: AttentionProblem, device: Device, deterministic: bool) 
             return f"with fewer than {least} queries or keys keeping dS is faster"
         if deterministic and not causal and (waits := _order_refusal(n, causal, device)):
             return waits
-    elif is_kept_well(n, device) and (causal or n.group == 1 or tokens < LEAST_OF_GROUPS):
+    elif is_kept_well(n, device) and (
+        min(tokens, _window(n)) < LEAST_ALONE if n.group == 1 else causal or tokens < LEAST_OF_GROUPS
+    ):
         return "there is room for dS, and keeping it is faster"
     ordered = deterministic or not _any_order_pays(n, device)
     return ReduceOptions(ordered, apart=_is_apart(n, ordered))
