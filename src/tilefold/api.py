@@ -71,10 +71,10 @@ def attention(
     """Attention of every query over every key it may see: softmax(scale * q k^T, modified and masked) v.
 
     Args:
-        q: [batch, seq_q, heads, dim] fp16, bf16, fp32 or float8_e4m3fn (see below); dim 1 to 256; any strides with
+        q: [batch, seq_q, heads, dim] fp16, bf16, fp32 or float8_e4m3fn (see below); dim 1 to 512 (e4m3: 256); any strides with
             a contiguous last dimension.
         k: [batch, seq_k, kv_heads, dim], dtype of q; heads must be a multiple of kv_heads (MHA, GQA, MQA).
-        v: [batch, seq_k, kv_heads, dim_v], dtype of q; dim_v 1 to 256, may differ from dim.
+        v: [batch, seq_k, kv_heads, dim_v], dtype of q; dim_v 1 to 512, may differ from dim.
         causal: query i sees key j if j <= i + seq_k - seq_q (aligned to the bottom right).
         window: (left, right): it also needs i + seq_k - seq_q - left <= j <= i + seq_k - seq_q + right; None or -1: unbounded.
         scale: factor on q k^T, greater than 0; default 1 / sqrt(dim).
@@ -284,7 +284,7 @@ def apply_rotary(
     """x with its first 2 * pairs channels turned by each token's position.
 
     Args:
-        x: [batch, seq, heads, dim] fp16, bf16 or fp32, dim 1 to 256, any strides with a contiguous last dimension; or
+        x: [batch, seq, heads, dim] fp16, bf16 or fp32, dim 1 to 512, any strides with a contiguous last dimension; or
             [total, heads, dim] with cu_seqlens.
         cos, sin: [positions, pairs] of one float dtype, 2 * pairs at most dim: the angles' cosines and sines.
         interleaved: pair i is the channels (2i, 2i + 1); otherwise (i, i + pairs).

@@ -68,8 +68,8 @@ def attention_kvcache(
     Args:
         q: [batch, seq_q, heads, dim] fp16, bf16 or fp32; or packed, [total_q, heads, dim] with cu_seqlens_q and max_seqlen_q.
         k_cache: [caches, capacity, kv_heads, dim]; or [pages, page size, kv_heads, dim] with block_table, pages of any size.  In
-            q's dtype, or float8_e4m3fn or int8 (see k_scale).  dim 1 to 256.
-        v_cache: the same with dim_v, 1 to 256.  Where it is k_cache[..., :dim_v], its bytes are read once, and dims may be larger
+            q's dtype, or float8_e4m3fn or int8 (see k_scale).  dim 1 to 512.
+        v_cache: the same with dim_v, 1 to 512.  Where it is k_cache[..., :dim_v], its bytes are read once, and dims may be larger
             (MLA: 576 and 512).
         cache_seqlens: [batch] int32: keys in each cache, those of the queries' own tokens included: query i of a causal call
             sits at key cache_seqlens - seq_q + i.  None: all rows.

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.no_poison
 
 @pytest.mark.parametrize("portable", ["0", "1"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("dim", [32, 40, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("dim", [32, 40, 64, 96, 128, 192, 256, 320, 512])
 def test_planned_tiles(monkeypatch, dim, dtype, portable):
     """The planner's own tiles, lengths that are no multiple of anything, with one head a KV head and with four."""
     if portable == "1" and (dim not in (64, 128) or dtype == torch.float32):
@@ -28,7 +28,7 @@ def test_planned_tiles(monkeypatch, dim, dtype, portable):
             check_gradients(q, k, v, tile=None, **options)
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 256, 512])
 def test_planned_options(dim):
     q, k, v = qkv(2, 500, 700, 4, 2, dim, dtype=torch.bfloat16, device=DEVICE)
     check_gradients(q, k, v, tile=None, softcap=5.0, sinks=rand(4, device=DEVICE), causal=True, unjudged=("dsinks",))
@@ -41,7 +41,7 @@ def test_planned_options(dim):
         check_gradients(q, k, v, tile=None, bias=rand(*shape, dtype=torch.bfloat16, device=DEVICE), causal=True)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 512])
 def test_planned_varlen(dim):
     lengths = [500, 0, 33, 1, 1000], [700, 30, 0, 999, 1000]
     tensors, where = packed(*lengths, h=8, hk=2, d=dim, dv=dim, dtype=torch.bfloat16, device=DEVICE)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.no_poison
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("dim", [32, 40, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("dim", [32, 40, 64, 96, 128, 192, 256, 320, 512])
 def test_planned_tiles(dim, dtype):
     """The planner's own tiles, lengths that are no multiple of anything."""
     q, k, v = qkv(2, 333, 1001, 8, 2, dim, dtype=dtype, device=DEVICE)
@@ -22,7 +22,7 @@ def test_planned_tiles(dim, dtype):
         check(q, k, v, None, **options)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 512])
 def test_planned_mods(dim):
     q, k, v = qkv(2, 500, 700, 4, 2, dim, dtype=torch.bfloat16, device=DEVICE)
     check(q, k, v, None, bias=rand(2, 1, 500, 700, dtype=torch.bfloat16, device=DEVICE), causal=True)
@@ -34,7 +34,7 @@ def test_planned_varlen():
     cu_q, cu_k = (
         torch.tensor([0, *torch.tensor(x).cumsum(0)], dtype=torch.int32, device=DEVICE) for x in (lengths_q, lengths_k)
     )
-    for dim in (64, 128):
+    for dim in (64, 128, 512):
         q = rand(sum(lengths_q), 8, dim, dtype=torch.bfloat16, device=DEVICE)
         k, v = (rand(sum(lengths_k), 2, dim, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
         for options in ({}, {"causal": True}, {"window": (100, 0)}):

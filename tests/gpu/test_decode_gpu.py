@@ -26,7 +26,7 @@ def test_uneven_lengths(page, way):
 
 @pytest.mark.parametrize("group", [1, 7, 8])
 @pytest.mark.parametrize("seq_q", [1, 4])
-@pytest.mark.parametrize("dim", [40, 64, 192, 256])
+@pytest.mark.parametrize("dim", [40, 64, 192, 256, 512])
 def test_rows_and_dims(dim, seq_q, group):
     case = Case([900, 33, 513], seq_q, heads=2 * group, kv_heads=2, dim=dim, page=16, dtype=torch.float16)
     run(dataclasses.replace(case, options={"causal": True}), DEVICE)

@@ -10,7 +10,7 @@ from tilefold.errors import DeviceError, DtypeError, ShapeError, Unsupported, Va
 from tilefold.ops.device import device_of, interpreting
 from tilefold.ops.watch import refuse_tangents, refuse_transforms
 from tilefold.plan.device import Device
-from tilefold.plan.problem import MAX_HEAD_DIM, AttentionProblem, next_power_of_two
+from tilefold.plan.problem import NARROW_HEAD_DIM, AttentionProblem, next_power_of_two
 
 SPECS = (
     TensorSpec("q", "batch seq_q heads dim", FLOATS, contiguous_last=True),
@@ -75,8 +75,8 @@ def checked(q: Any, k: Any, v: Any, causal: bool, tile: Tile | None, **others: A
     sizes = bind(SPECS, {"q": q, "k": k, "v": v, **others})
     if sizes["heads"] < 1 or sizes["kv_heads"] < 1 or sizes["heads"] % sizes["kv_heads"]:
         raise ShapeError(f"k has {sizes['kv_heads']} heads: q's must be a multiple of them, got {sizes['heads']}")
-    if not 1 <= sizes["dim"] <= MAX_HEAD_DIM:
-        raise ShapeError(f"q has head dim {sizes['dim']}, accepted: 1 to {MAX_HEAD_DIM}")
+    if not 1 <= sizes["dim"] <= NARROW_HEAD_DIM:
+        raise ShapeError(f"q has head dim {sizes['dim']}, accepted: 1 to {NARROW_HEAD_DIM}")
     if tile is not None and not isinstance(tile, Tile):
         raise DtypeError(f"tile must be a ladder.Tile or None, got {type(tile).__name__}")
     for name, one in {"q": q, "k": k, "v": v, **others}.items():

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # imported where it is needed: `import tilefold` stays light
 
 __all__ = [
     "MAX_HEAD_DIM",
+    "NARROW_HEAD_DIM",
     "SPECS",
     "UNBOUNDED",
     "Call",
@@ -37,7 +38,7 @@ __all__ = [
     "window_of",
 ]
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM, NARROW_HEAD_DIM = 512, 256  # as plan.problem has them
 UNBOUNDED = (1 << 30) - 1  # a window side that never cuts; its sum with two positions fits int32
 
 _OPTIONS = (
@@ -177,16 +178,16 @@ def _sizes_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> 
     return sizes
 
 
-def check_heads(sizes: dict[str, int], k: str = "k", v: str = "v") -> None:
-    """Groups of heads are whole, head dims are served; k, v: what the arguments are called."""
+def check_heads(sizes: dict[str, int], k: str = "k", v: str = "v", most: int = MAX_HEAD_DIM) -> None:
+    """Groups of heads are whole, head dims are served, up to `most`; k, v: what the arguments are called."""
     heads, kv_heads = sizes["heads"], sizes["kv_heads"]
     if heads and (kv_heads == 0 or heads % kv_heads):
         raise ShapeError(
             f"q has {heads} heads and {k} has {kv_heads}: the heads of q must be a multiple of those of k and v"
         )
     for name, dim in ((f"q and {k if v != 'v' else 'k'} have", sizes["dim_qk"]), (f"{v} has", sizes["dim_v"])):
-        if not 1 <= dim <= MAX_HEAD_DIM:
-            raise Unsupported(f"{name} head dim {dim}; accepted: 1 to {MAX_HEAD_DIM}")
+        if not 1 <= dim <= most:
+            raise Unsupported(f"{name} head dim {dim}; accepted: 1 to {most}")
 
 
 def shapes_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -181,11 +181,11 @@ def grid_of(problem: AttentionProblem, block_m: int) -> tuple[int, int, int]:
     return (-(-problem.seq_q // block_m) * problem.batch * problem.heads, 1, 1)
 
 
-def require_supported(problem: AttentionProblem, device: Device) -> None:
-    """Raise Unsupported, naming the argument, where no tile could help."""
+def require_supported(problem: AttentionProblem, device: Device, most: int = MAX_HEAD_DIM) -> None:
+    """Raise Unsupported, naming the argument, where no tile could help.  most: of a head dim."""
     for name in ("dim_qk", "dim_v"):
-        if getattr(problem, name) > MAX_HEAD_DIM:
-            raise Unsupported(f"{name} must be at most {MAX_HEAD_DIM}, got {getattr(problem, name)}")
+        if getattr(problem, name) > most:
+            raise Unsupported(f"{name} must be at most {most}, got {getattr(problem, name)}")
     for name in ("seq_q", "seq_k"):
         if getattr(problem, name) > MAX_LENGTH:
             raise Unsupported(f"{name} must be at most 2**30 = {MAX_LENGTH}, got {getattr(problem, name)}")

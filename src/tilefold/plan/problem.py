@@ -8,7 +8,7 @@ from tilefold.errors import DtypeError, ShapeError, ValueRangeError
 from tilefold.plan.base import require_equal
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM, NARROW_HEAD_DIM = 512, 256  # of dense, packed and cached attention; of all else
 
 _SIZES = ("batch", "seq_q", "seq_k", "mean_q", "heads", "kv_heads", "dim_qk", "dim_v")
 _TILES = ("", "tiles", "keys")

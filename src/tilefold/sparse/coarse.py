@@ -6,7 +6,7 @@ import torch
 
 from ..check import FLOATS, TensorSpec, bind, check_number
 from ..errors import ValueRangeError
-from ..ops.call import SPECS, check_heads
+from ..ops.call import NARROW_HEAD_DIM, SPECS, check_heads
 from ..ops.records import recorded
 from ..ops.sparse.coarse import COARSE
 from ..ops.sparse.coarse_parts import CoarseCall
@@ -196,7 +196,7 @@ def attend_rows(
 
 def _check_tokens(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout) -> bool:
     """The tensors of a call, under their own names: what follows sees rows."""
-    check_heads(bind(SPECS[layout][:3], {"q": q, "k": k, "v": v}))
+    check_heads(bind(SPECS[layout][:3], {"q": q, "k": k, "v": v}), most=NARROW_HEAD_DIM)
     return True
 
 

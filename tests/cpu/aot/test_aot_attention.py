@@ -22,6 +22,7 @@ PROBLEMS = {
     ),
     "d96 odd": problem(40, 96, descriptors=False),
     "d256 causal": problem(256, causal=True),
+    "d512 causal": problem(512, causal=True),
     "d128 one query": problem(128, seq_q=1),
     "d128 dropout": problem(128, dropout=True),
     "d128 prefix": problem(128, mask_mods=("prefix",)),
@@ -163,7 +164,9 @@ def test_planned_configuration(results: Results, name: str, target: str) -> None
     tensor = "none" if "fp32" in name else "any" if "one query" in name else "best"
     # the folding warps of sm_90 and the random numbers keep a few registers of the prologue in memory
     spare = (target == "sm_90" and name in SM_90) or "dropout" in name
-    spills = "any" if name == LAZY or name in READS else "outside loops" if spare else "none"  # see test_hopper
+    # of 512 columns the tile of 64 keys, which moves registers to memory, was measured to be faster than that of 32
+    kept = name == LAZY or name in READS or "d512" in name
+    spills = "any" if kept else "outside loops" if spare else "none"  # see test_hopper
     assert results.of(name, target).problems(tensor=tensor, spills=spills) == ()
 
 

@@ -15,6 +15,7 @@ PROBLEMS = {
     "d128 alone": problem(128, kv_heads=16),
     "d64 window": problem(64, kv_heads=16, window=(256, 0)),
     "d256": problem(256),
+    "d512 causal": problem(512, causal=True),
     "varlen d128 causal fp16": problem(128, varlen=True, causal=True, dtype="float16"),
     "d128 every mod": problem(
         128, causal=True, score_mods=("softcap", "alibi", "bias", "user"), mask_mods=("mask", "user"), sinks=True
@@ -144,8 +145,10 @@ def test_planned_configuration(results: Results, name: str, target: str) -> None
     """No registers go to memory in a loop; but for dk and dv, the fullest, a few do: the tiles without measured slower."""
     part = name.split()[0]
     spills = "any" if part in ("keys", "bias") else "none"
-    report = results.clean(name, target, tensor="none" if part in ("sinks", "weights") else "best", spills=spills)
-    few = 120 if name == "keys d256" else 8  # Triton 3.6 has 17 there, 3.9 has 109
+    wide = "d512" in name  # dk and dv of 64 keys, which the best instruction takes, have no registers
+    tensor = "none" if part in ("sinks", "weights") else "any" if wide else "best"
+    report = results.clean(name, target, tensor=tensor, spills=spills)
+    few = 120 if name == "keys d256" or wide else 8  # of D=256 Triton 3.6 has 17, 3.9 has 109
     assert report.loop_spills <= few
 
 

@@ -45,7 +45,7 @@ def test_dtypes(dtype, device):
     check_gradients(q, k, v, tile=None, window=(30, 2), sinks=rand(4, dtype=dtype, device=device))
 
 
-@pytest.mark.parametrize("dims", [(1, 1), (3, 5), (40, 24), (64, 96), (128, 64), (256, 256)])
+@pytest.mark.parametrize("dims", [(1, 1), (3, 5), (40, 24), (64, 96), (128, 64), (256, 256), (320, 512), (512, 512)])
 def test_head_dims(dims, device):
     check_gradients(*qkv(1, 21, 37, 1, 1, *dims, dtype=torch.float16, device=device), causal=True)
 

@@ -60,6 +60,7 @@ def test_rows(device, group, seq_q):
 @pytest.mark.parametrize("page", [1, 3, 16, 32, 96, 1024])
 def test_pages(device, page):
     run(Case([50, 1, 97], heads=4, page=page, dim=24, dim_v=40), device)
+    run(Case([50, 1, 97], heads=4, page=page, dim=512, dim_v=384), device)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +231,7 @@ def test_refusals(device):
         ({"num_splits": 129}, tilefold.ValueRangeError, "num_splits"),
         ({"check": 1}, tilefold.DtypeError, "check"),
         ({"plan": 3}, tilefold.DtypeError, "plan"),
-        ({"v_cache": torch.randn(6, 8, 2, 300, device=device)}, tilefold.Unsupported, "300"),
+        ({"v_cache": torch.randn(6, 8, 2, 600, device=device)}, tilefold.Unsupported, "600"),
     ):
         with pytest.raises(error, match=text):
             tilefold.attention_kvcache(**small(device, **changes))

@@ -32,7 +32,7 @@ def bytes_of(table=None, **changes):
 
 
 BAD = torch.tensor([[1.0, 1.0], [1.0, -2.0]])
-WIDE = torch.randn(2, 16, 2, 320)
+WIDE = torch.randn(2, 16, 2, 576)
 NONE = torch.randn(2, 16, 2, 0)
 
 ATTENTION = [
@@ -45,7 +45,7 @@ ATTENTION = [
     (attend(q=torch.randn(2, 1, 4, 0), k_cache=NONE, v_cache=NONE), Unsupported, "q and k_cache have head dim 0; accepted"),
     (attend(k_cache=torch.randn(2, 16, 2, 32).to_sparse()), LayoutError, "k_cache must be a dense strided tensor"),
     (attend(k_cache=torch.tensor(1.0), v_cache=torch.tensor(1.0)), tilefold.ShapeError, "k_cache has 0 dimensions"),
-    (attend(v_cache=torch.randn(2, 16, 2, 300)), Unsupported, "v_cache has head dim 300; accepted: 1 to 256"),
+    (attend(v_cache=torch.randn(2, 16, 2, 520)), Unsupported, "v_cache has head dim 520; accepted: 1 to 512"),
     (bytes_of(k_scale=BAD, check=True), ValueRangeError, "k_scale[1, 1] must be a number above 0, got -2.0"),
 ]  # fmt: skip
 

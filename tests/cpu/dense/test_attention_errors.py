@@ -129,10 +129,10 @@ def bad_calls(device):
     yield DtypeError, "v must be a torch.Tensor, got NoneType", (q, k, None), {}
     yield DtypeError, "q must be a torch.Tensor, got list", ([1.0], k, v), {}
     yield DeviceError, "k is on meta, but q is on", (q, k.to("meta"), v), {}
-    wide = half(2, 20, 4, 320, device=device)
-    yield Unsupported, "q and k have head dim 320; accepted: 1 to 256", (wide, wide, wide), {}
-    yield Unsupported, "v has head dim 320", (q, q, wide), {}
-    yield Unsupported, "q and k have head dim 0; accepted: 1 to 256", (q[..., :0], k[..., :0], v), {}
+    wide = half(2, 20, 4, 520, device=device)
+    yield Unsupported, "q and k have head dim 520; accepted: 1 to 512", (wide, wide, wide), {}
+    yield Unsupported, "v has head dim 520", (q, q, wide), {}
+    yield Unsupported, "q and k have head dim 0; accepted: 1 to 512", (q[..., :0], k[..., :0], v), {}
     turned = half(2, 20, 32, 4, device=device).transpose(2, 3)
     yield LayoutError, "q needs a contiguous last dimension (stride 1), got strides", (turned, k, v), {}
     yield LayoutError, "v needs a contiguous last dimension", (q, k, half(2, 33, 2, 64, device=device)[..., ::2]), {}

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from examples import examples
 from tilefold.errors import PlanError, TilefoldError, Unsupported
 from tilefold.plan import DEVICES, AttentionPlan, AttentionProblem, Device, device_named, plan_attention
+from tilefold.plan.backward.attention_backward import plan_attention_backward
 from tilefold.plan.dense.attention_hopper import KERNEL as HOPPER
 from tilefold.plan.dense.attention_hopper import hopper_programs, hopper_tile, hopper_violation
 from tilefold.plan.limits import KERNELS, Tile, tile_violation
@@ -30,7 +31,7 @@ def portable(problem: AttentionProblem, device: Device) -> AttentionPlan:
 
 
 lengths = st.one_of(st.integers(0, 300), st.integers(0, 200_000), st.integers(0, 2**31))
-dims = st.one_of(st.integers(1, 256), st.sampled_from([64, 128, 256, 257, 512]))
+dims = st.one_of(st.integers(1, 256), st.sampled_from([64, 128, 256, 257, 512, 513]))
 problems = st.builds(
     lambda kv_heads, group, **rest: AttentionProblem(heads=kv_heads * group, kv_heads=kv_heads, **rest),
     kv_heads=st.integers(1, 16),
@@ -58,8 +59,11 @@ def test_every_problem_gets_a_plan_within_the_limits_or_unsupported(problem: Att
     try:
         plan = plan_attention(problem, device)
     except Unsupported as error:
-        too_large = max(problem.dim_qk, problem.dim_v) > 256 or max(problem.seq_q, problem.seq_k) > 2**30
-        if not too_large and "batch, heads and seq_q" not in str(error):
+        widest = max(problem.dim_qk, problem.dim_v)
+        crowded = widest > 256 and device.smem_per_block < 128 << 10  # a device with little shared memory
+        if not (
+            widest > 512 or crowded or max(problem.seq_q, problem.seq_k) > 2**30
+        ) and "batch, heads and seq_q" not in str(error):
             raise
         return
     if plan.kernel == HOPPER:
@@ -99,6 +103,33 @@ def test_every_head_dim_has_a_plan_everywhere(name: str, dtype: str, dim: int, s
         assert plan.block_m <= 128
 
 
+@pytest.mark.parametrize("name", ["h200", "a100", "b200", "interpreter"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dims", [(320, 320), (512, 512), (512, 64), (16, 384)])
+def test_head_dims_above_256_have_plans_where_tiles_fit(name: str, dtype: str, dims: tuple[int, int]) -> None:
+    """Forward and backward; by portable kernels, whatever is asked for."""
+    for changes in ({}, {"varlen": True}, {"causal": True, "dropout": True}, {"score_mods": ("bias", "user")}):
+        problem = AttentionProblem(4, 4096, 4096, 32, 8, *dims, dtype, **changes)  # type: ignore[arg-type]
+        plan = plan_attention(problem, device_named(name))
+        assert (
+            "hopper" not in plan.kernel and "hopper" not in plan_attention_backward(problem, device_named(name)).kernel
+        )
+        assert (
+            plan.rule
+            == {"h200": "hopper-d512", "b200": "hopper-d512", "a100": "ampere", "interpreter": "interpreter"}[name]
+            or dtype == "float32"
+        )
+
+
+@pytest.mark.parametrize("name", ["mi300x", "rtx4090"])
+def test_head_dims_above_256_need_shared_memory(name: str) -> None:
+    """64 and 99 KiB hold tiles of 16 bits forward; backward in fp32 they do not."""
+    wide = AttentionProblem(4, 4096, 4096, 32, 8, 512, 512)
+    assert plan_attention(wide, device_named(name)).block_n >= 16
+    with pytest.raises(Unsupported, match="no tile fits"):
+        plan_attention_backward(replace(wide, dtype="float32"), device_named(name))
+
+
 FIRES = {
     "interpreter": (LONG, "interpreter"),
     "fp32": (replace(LONG, dtype="float32"), "a100"),
@@ -109,6 +140,7 @@ FIRES = {
     "hopper-d64": (replace(LONG, dim_v=32, dim_qk=32, score_mods=("alibi",)), "h100"),
     "hopper-d128": (replace(LONG, dim_v=32, score_mods=("alibi",)), "h200"),
     "hopper-d256": (replace(LONG, dim_qk=192), "b200"),
+    "hopper-d512": (replace(LONG, dim_v=320), "h100"),
     "ampere": (LONG, "rtx4090"),
     "cdna": (LONG, "mi300x"),
 }
@@ -439,8 +471,8 @@ def test_buffers() -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"dim_qk": 257}, "dim_qk must be at most 256, got 257"),
-        ({"dim_v": 300}, "dim_v must be at most 256, got 300"),
+        ({"dim_qk": 513}, "dim_qk must be at most 512, got 513"),
+        ({"dim_v": 600}, "dim_v must be at most 512, got 600"),
         ({"seq_k": 2**30 + 1}, "seq_k must be at most 2**30"),
         ({"batch": 2**31}, "batch, heads and seq_q: grid needs"),
     ],

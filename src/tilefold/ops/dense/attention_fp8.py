@@ -10,7 +10,7 @@ from ...check import TensorSpec, bind
 from ...errors import DtypeError, ShapeError
 from ...types import Layout
 from ..bound import Bound, Prepared, Slot, attribute, strides_named
-from ..call import UNBOUNDED, Call, check_heads, check_options, layout_hint, result_shapes, window_of
+from ..call import NARROW_HEAD_DIM, UNBOUNDED, Call, check_heads, check_options, layout_hint, result_shapes, window_of
 from ..device import device_of
 from ..hopper import shared_layout
 from ..numerics import refuse_invariant
@@ -85,7 +85,7 @@ def sizes_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> d
 def _sizes_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> dict[str, int]:
     descales = {f"{name}_descale": t for name, t in call.scales._asdict().items()}
     sizes = bind(SPECS[call.layout], {"q": q, "k": k, "v": v, **descales})
-    check_heads(sizes)
+    check_heads(sizes, most=NARROW_HEAD_DIM)
     given = sizes.get("q_descales", sizes["heads"])
     if given not in (sizes["heads"], sizes["kv_heads"]):
         raise ShapeError(

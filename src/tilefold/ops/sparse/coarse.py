@@ -10,7 +10,7 @@ from ...check import TensorSpec, bind
 from ...errors import ValueRangeError
 from ..backward.backward_parts import boxes, side_strides
 from ..bound import Bound, meta
-from ..call import SPECS, check_heads
+from ..call import NARROW_HEAD_DIM, SPECS, check_heads
 from ..dense.attention_parts import boxable
 from ..device import device_of
 from ..operator import Gradient, Operation
@@ -55,7 +55,7 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: CoarseCall) -
     if call.names != "k v":
         specs = specs[0], *(replace(s, name=n) for n, s in zip(names, specs[1:], strict=True))
     n = bind(specs, dict(zip(("q", *names), (q, k, v), strict=True)))
-    check_heads(n, *names)
+    check_heads(n, names[0], names[1], NARROW_HEAD_DIM)
     block = 1 if call.reduction == "each" else call.block
     n |= {"rows": n["seq_k"], "q_blocks": -(-n["seq_q"] // block)}
     bind(_SIZES, {"block_sizes": call.block_sizes, "query_sizes": call.query_sizes}, known=n, beside=("q", q))

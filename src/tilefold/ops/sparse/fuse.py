@@ -7,7 +7,7 @@ import torch
 from ...check import FLOATS, TensorSpec, bind
 from ...errors import ShapeError, Unsupported, ValueRangeError
 from ..bound import Bound, meta
-from ..call import MAX_HEAD_DIM
+from ..call import NARROW_HEAD_DIM
 from ..device import interpreting
 from ..operator import Operator
 from ..records import recorded
@@ -38,8 +38,8 @@ def check(coarse: Any, fine: Any, gate_coarse: Any, gate_fine: Any, layout: str)
     specs = [TensorSpec(first, " ".join(names), FLOATS, contiguous_last=True)]
     specs += [TensorSpec(name, " ".join(names), FLOATS, same_dtype_as=first, contiguous_last=True) for name in others]
     n = bind(specs, branches)
-    if not 1 <= n["dim"] <= MAX_HEAD_DIM:
-        raise Unsupported(f"{first} has head dim {n['dim']}; accepted: 1 to {MAX_HEAD_DIM}")
+    if not 1 <= n["dim"] <= NARROW_HEAD_DIM:
+        raise Unsupported(f"{first} has head dim {n['dim']}; accepted: 1 to {NARROW_HEAD_DIM}")
     rows = [f"{name}|1" for name in names[:3]]
     forms = " / ".join(("heads", " ".join(names[:3]), " ".join([*rows, "dim|1"])))
     for branch, name, gate in zip(BRANCHES, GATES, (gate_coarse, gate_fine), strict=True):

@@ -7,7 +7,7 @@ import torch
 from ...check import FLOATS, TensorSpec, bind
 from ...errors import ShapeError, Unsupported, ValueRangeError
 from ..bound import Bound, Launched, meta, strides_named
-from ..call import MAX_HEAD_DIM, check_integer
+from ..call import NARROW_HEAD_DIM, check_integer
 from ..dense.attention_parts import head_strides
 from ..device import interpreting
 from ..operator import Gradient, Operation
@@ -52,8 +52,8 @@ def _check(x: torch.Tensor, weight: torch.Tensor | None, sizes: torch.Tensor | N
     dims = _DIMS[layout] if length is None else _DIMS[layout].replace("seq", "blocks")
     known = {} if length is None else {"blocks": -(-length // block), "seq": length}
     found = bind((TensorSpec(name, dims, FLOATS, contiguous_last=True),), {name: x}, known=known)
-    if not 1 <= found["dim"] <= MAX_HEAD_DIM:
-        raise Unsupported(f"{name} has head dim {found['dim']}; accepted: 1 to {MAX_HEAD_DIM}")
+    if not 1 <= found["dim"] <= NARROW_HEAD_DIM:
+        raise Unsupported(f"{name} has head dim {found['dim']}; accepted: 1 to {NARROW_HEAD_DIM}")
     found |= {"block": block, "blocks": -(-found["seq"] // block)}
     specs = (
         TensorSpec(of_weight, "block / heads|1 block", FLOATS, contiguous_last=True, optional=True),

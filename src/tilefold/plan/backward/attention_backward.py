@@ -367,6 +367,11 @@ def _tiles(problem: AttentionProblem, device: Device, kernel: str, own: str) -> 
         crowded = kernel != BOX or bool(mods) or drawing or problem.group > 1 or banded
         crowded = crowded and (width <= 128 or loading or drawing)
     small = Tile(min(rows, 32), min(keys, 32), 4, 1)
+    if width > 256:  # dk and dv of 32 keys are 128 registers in each thread of 8 warps
+        wide = Tile(rows, min(keys, 32), 8, 1) if own == "block_n" else Tile(min(rows, 32), keys, 8, 1)
+        narrow = Tile(min(rows, 32), min(keys, 32), 8, 2)
+        boxed = (wide,) if kernel == BOX else ()  # tiles that pointers load are copied once more
+        return (*boxed, narrow, replace(narrow, num_stages=1), small, last)
     return (narrow if crowded else first, narrow, replace(narrow, num_stages=1), small, last)
 
 

@@ -51,6 +51,8 @@ def common_refusal(problem: AttentionProblem, device: Device) -> str | None:
     if width_of(n) == WIDE != n.dim_qk:
         # a part of the tile makes wgmma serial
         return f"with a head dim wider than 128 it has {WIDE} for Q, not {n.dim_qk}"
+    if n.dim_v > WIDE:
+        return f"it has head dims to {WIDE}, V has {n.dim_v}"
     if n.dim_qk % 4 or n.dim_v % 4:
         return f"it stores 4 columns at a time, head dims are {n.dim_qk} and {n.dim_v}"
     if not n.plain:

@@ -15,7 +15,7 @@ from tilefold.plan.cost import Bound, Cost, bound, live_keys
 from tilefold.plan.dense.attention import Rejected
 from tilefold.plan.device import Device
 from tilefold.plan.limits import MAX_GRID
-from tilefold.plan.problem import AttentionProblem, next_power_of_two, padded_head_dim
+from tilefold.plan.problem import MAX_HEAD_DIM, AttentionProblem, next_power_of_two, padded_head_dim
 from tilefold.plan.table import RULE, measured
 from tilefold.plan.words import counted
 
@@ -357,9 +357,10 @@ def require_dims(problem: DecodeProblem) -> None:
                 f"v_cache is part of k_cache with head dims {a.dim_qk} and {a.dim_v}; accepted: V to {MOST_DIM_V}, K at most "
                 f"{MOST_DIM_REST} more"
             )
-    elif max(a.dim_qk, a.dim_v) > 256:
+    elif max(a.dim_qk, a.dim_v) > MAX_HEAD_DIM:
         raise Unsupported(
-            f"head dims are {a.dim_qk} and {a.dim_v}; accepted: 1 to 256, or more where v_cache is k_cache[..., :dim_v]"
+            f"head dims are {a.dim_qk} and {a.dim_v}; accepted: 1 to {MAX_HEAD_DIM}, or more where v_cache is "
+            "k_cache[..., :dim_v]"
         )
 
 

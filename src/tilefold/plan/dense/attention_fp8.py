@@ -20,7 +20,7 @@ from tilefold.plan.dense.fp8_hopper import (
 )
 from tilefold.plan.device import Device
 from tilefold.plan.limits import Tile, require_supported
-from tilefold.plan.problem import AttentionProblem
+from tilefold.plan.problem import NARROW_HEAD_DIM, AttentionProblem
 
 EVIDENCE = "Measured on an H200 beside bfloat16's kernel; the figures are in docs/performance/attention_fp8.md."
 
@@ -115,7 +115,7 @@ class AttentionFp8Plan(Plan):
 def plan_attention_fp8(problem: AttentionProblem, device: Device, portable: bool = False) -> AttentionFp8Plan:
     """The plan for a problem with e4m3 inputs (dtype: the output's, bfloat16): pure, no GPU needed.  portable: without the
     kernel for sm_90.  Unsupported, naming the argument, if head dims or lengths are beyond the kernels."""
-    require_supported(problem, device)
+    require_supported(problem, device, NARROW_HEAD_DIM)
     refusal = fp8_refusal(problem, device, ()) or fp8_slower(problem)
     if refusal is None and not portable:
         tile = fp8_tile(problem)

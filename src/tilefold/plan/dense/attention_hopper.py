@@ -9,7 +9,7 @@ from functools import cache, lru_cache
 from tilefold.plan.device import Device
 from tilefold.plan.hopper import tile_fault, type_refusal
 from tilefold.plan.limits import MAX_GRID, Tile
-from tilefold.plan.problem import MAX_HEAD_DIM, AttentionProblem
+from tilefold.plan.problem import AttentionProblem
 
 __all__ = [
     "CHUNK_KEYS",
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 KERNEL = "attention_forward_hopper"
-WIDTHS = (64, 96, 128, 192, MAX_HEAD_DIM)  # of a tile; TMA fills what a head dim leaves of it with zeros
+WIDTHS = (64, 96, 128, 192, 256)  # of a tile; TMA fills what a head dim leaves of it with zeros
 REGISTERS = {1: (128, 232), 2: (168, 240), 3: (128, 160)}  # by warpgroups: of a thread at launch, of a folding thread
 HELD = {1: 176, 2: 176, 3: 128}  # of a folding thread, by accumulators and probabilities: with more, compilers spill
 BARRIER_BYTES = 704  # barriers, the mailbox, overflow flags, and what the compiler keeps to start the partitions
@@ -115,6 +115,8 @@ def hopper_refusal(problem: AttentionProblem, device: Device) -> str | None:
     for name in ("bias", "mask"):
         if name in (*n.score_mods, *n.mask_mods) and not rows_of_tile(n, name):
             return f"the base or the strides of the {name} are not multiples of 16 bytes, or its keys do not lie side by side"
+    if max(n.dim_qk, n.dim_v) > WIDTHS[-1]:
+        return f"it has head dims to {WIDTHS[-1]}, not {n.dim_qk} and {n.dim_v}"
     if n.dim_v % 4:
         return f"it stores 4 columns at a time, V has {n.dim_v}"
     if not n.query_descriptors:

@@ -17,7 +17,7 @@ from tilefold.plan.limits import (
     require_supported,
     tile_violation,
 )
-from tilefold.plan.problem import AttentionProblem
+from tilefold.plan.problem import NARROW_HEAD_DIM, AttentionProblem
 
 REDUCTIONS = ("mean", "max", "each")
 MAX_SHARES = 64
@@ -120,7 +120,7 @@ def rows_at_once(block: int, width: int) -> int:
 def plan_coarse(problem: CoarseProblem, device: Device) -> CoarsePlan:
     """The plan for a coarse problem on a device: pure, the same every time.  Unsupported if no tile fits."""
     n = problem.attention
-    require_supported(n, device)
+    require_supported(n, device, NARROW_HEAD_DIM)
     exact = n.dtype == "float32" or device.backend == "interpreter"
     kv_boxes = not exact and box_refusal(n, device) is None
     # A box would read queries past a block's size, which may hold anything.

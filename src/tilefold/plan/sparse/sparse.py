@@ -21,7 +21,7 @@ from tilefold.plan.limits import (
     tile_violation,
     uses_wgmma,
 )
-from tilefold.plan.problem import AttentionProblem
+from tilefold.plan.problem import NARROW_HEAD_DIM, AttentionProblem
 from tilefold.plan.sparse.sparse_hopper import KERNEL as HOPPER_KERNEL
 from tilefold.plan.sparse.sparse_hopper import hopper_programs, hopper_refusal, hopper_tile, hopper_violation
 from tilefold.plan.sparse.sparse_hopper import programs_per_sm as hopper_programs_per_sm
@@ -163,7 +163,7 @@ def plan_sparse(problem: SparseProblem, device: Device, portable: bool = False) 
     """The plan for a sparse problem on a device: pure, the same every time.  Unsupported if no tile fits.
 
     portable: leave the kernels written for one architecture alone."""
-    require_supported(problem.attention, device)
+    require_supported(problem.attention, device, NARROW_HEAD_DIM)
     plan = _portable(problem, device)
     if portable or architecture_refusal(HOPPER_KERNEL, device):
         return plan

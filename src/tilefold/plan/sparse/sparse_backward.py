@@ -7,6 +7,7 @@ from tilefold.plan.backward.backward import backward_box_refusal, backward_tile_
 from tilefold.plan.base import Plan, changed, require_device, require_fit
 from tilefold.plan.device import Device
 from tilefold.plan.limits import MAX_GRID, Tile, require_supported
+from tilefold.plan.problem import NARROW_HEAD_DIM
 from tilefold.plan.sparse.sparse import SparseProblem
 from tilefold.plan.sparse.sparse_backward_hopper import KERNEL as HOPPER
 from tilefold.plan.sparse.sparse_backward_hopper import (
@@ -102,7 +103,7 @@ def plan_sparse_backward(problem: SparseProblem, device: Device, portable: bool 
     """The backward plan for a sparse problem on a device: pure, the same every time.  Unsupported if no tile fits.
 
     portable: leave the kernels written for one architecture alone."""
-    require_supported(problem.attention, device)
+    require_supported(problem.attention, device, NARROW_HEAD_DIM)
     if portable or hopper_backward_refusal(problem, device):
         return _portable(problem, device)
     return _hopper(problem, device)
