@@ -1,0 +1,107 @@
+"""The public API as text, a line a name: `python scripts/docs/public_api.py` shows what changed, `--write` renews the list.
+
+Names come from every `__all__`, as the reference has them; functions with their signatures, classes with their bases, fields and
+public methods, values with nothing more.  A name that several modules have stands in full where it is documented.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from pathlib import Path
+
+import griffe
+import site_api
+
+__all__ = ["KEPT", "difference", "lines"]
+
+KEPT = Path(__file__).resolve().parents[2] / "tests" / "public_api.txt"
+DATA = "dataclass", "NamedTuple"
+
+
+def _text(value: object) -> str:
+    """An expression of the source on one line."""
+    return " ".join(str(value).split())
+
+
+def signature(found: griffe.Function) -> str:
+    """Parameters with kinds, annotations and defaults, then what is returned."""
+    parts: list[str] = []
+    kinds = [one.kind for one in found.parameters]
+    for index, one in enumerate(found.parameters):
+        kind = one.kind
+        if kind is griffe.ParameterKind.keyword_only and not any(
+            earlier in (griffe.ParameterKind.keyword_only, griffe.ParameterKind.var_positional)
+            for earlier in kinds[:index]
+        ):
+            parts.append("*")
+        star = {griffe.ParameterKind.var_positional: "*", griffe.ParameterKind.var_keyword: "**"}.get(kind, "")
+        text = star + one.name + (f": {_text(one.annotation)}" if one.annotation is not None else "")
+        if one.default is not None and not star:
+            text += f" = {_text(one.default)}"
+        parts.append(text)
+        only = griffe.ParameterKind.positional_only
+        if kind is only and (index + 1 == len(kinds) or kinds[index + 1] is not only):
+            parts.append("/")
+    returned = f" -> {_text(found.returns)}" if found.returns is not None else ""
+    return f"({', '.join(parts)}){returned}"
+
+
+def _members(path: str, found: griffe.Class) -> list[str]:
+    """Fields, properties and public methods that the class itself or a base of this package has."""
+    lines = []
+    methods = [one for one in found.members.values() if isinstance(one, griffe.Function)]
+    bodies = [(one.lineno or 0, one.endlineno or 0) for one in methods if "property" not in one.labels]
+    for name, member in sorted(found.all_members.items()):
+        if name != "__init__" and name != "__call__" and name.startswith("_"):
+            continue
+        target = member.final_target if isinstance(member, griffe.Alias) else member
+        if isinstance(target, griffe.Function):
+            lines.append(f"{path}.{name}{signature(target)}")
+        elif isinstance(target, griffe.Attribute):
+            if any(first <= (target.lineno or 0) <= last for first, last in bodies):
+                continue  # a function sets it on itself
+            kind = f": {_text(target.annotation)}" if target.annotation is not None else ""
+            default = (
+                f" = {_text(target.value)}" if target.value is not None and "property" not in target.labels else ""
+            )
+            lines.append(f"{path}.{name}{kind}{default}")
+    return lines
+
+
+def lines() -> list[str]:
+    """The public API, sorted by name."""
+    owners, found = site_api.owners(), []
+    for one in site_api.public_names():
+        what, owner = site_api.definition(one), owners[one.defined]
+        if owner != one:
+            found.append(f"{one.path} = {owner.path}")
+        elif isinstance(what, griffe.Function):
+            found.append(f"{one.path}{signature(what)}")
+        elif isinstance(what, griffe.Class):
+            bases = ", ".join(_text(base) for base in what.bases)
+            found.append(f"class {one.path}({bases})")
+            found += _members(one.path, what)
+        elif isinstance(what, griffe.Module):
+            found.append(f"module {one.path}")
+        else:
+            found.append(one.path)
+    return sorted(found, key=lambda line: line.removeprefix("class ").removeprefix("module ").replace("(", " ", 1))
+
+
+def difference() -> list[str]:
+    """What was kept (-) and what is there (+), without what is equal."""
+    kept = KEPT.read_text(encoding="utf-8").splitlines() if KEPT.is_file() else []
+    return [one for one in difflib.unified_diff(kept, lines(), "kept", "now", lineterm="", n=0) if one[:2] != "@@"]
+
+
+def main() -> None:
+    """Show the difference, or write the list."""
+    if sys.argv[1:] == ["--write"]:
+        KEPT.write_text("\n".join(lines()) + "\n", encoding="utf-8")
+    elif found := difference():
+        raise SystemExit("\n".join([*found, "", "If this is meant: make api API=--write, and a line in CHANGELOG.md"]))
+
+
+if __name__ == "__main__":
+    main()
