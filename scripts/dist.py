@@ -27,7 +27,7 @@ LARGEST = 3 << 20  # bytes of one file
 IN_WHEEL = ("tilefold/__init__.py", "tilefold/py.typed", "*.dist-info/licenses/LICENSE", "*.dist-info/entry_points.txt")
 IN_SOURCE = ("pyproject.toml", "README.md", "CHANGELOG.md", "CITATION.cff", "SECURITY.md", "LICENSE", "PKG-INFO", "Makefile",
              "src/tilefold/py.typed", "tests/public_api.txt", "docs/index.md", "mkdocs.yml", "scripts/metadata.py")  # fmt: skip
-NEVER = re.compile(r"(^|/)(__pycache__|\.cache|\.venv[^/]*|\.git|out|dist)(/|$)|\.pyc$|\.so$|~$")
+NEVER = re.compile(r"(^|/)(__pycache__|\.cache|\.venv[^/]*|\.git)/|^(out|dist)/|\.pyc$|\.so$|~$")
 
 
 def run(*command: str, cwd: Path = ROOT, **variables: str) -> str:
