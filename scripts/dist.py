@@ -25,8 +25,20 @@ WORK = ROOT / ".cache" / "dist"
 LARGEST = 3 << 20  # bytes of one file
 # What a wheel and a source archive have to hold, and what no file of theirs is called.
 IN_WHEEL = ("tilefold/__init__.py", "tilefold/py.typed", "*.dist-info/licenses/LICENSE", "*.dist-info/entry_points.txt")
-IN_SOURCE = ("pyproject.toml", "README.md", "CHANGELOG.md", "CITATION.cff", "SECURITY.md", "LICENSE", "PKG-INFO", "Makefile",
-             "src/tilefold/py.typed", "tests/public_api.txt", "docs/index.md", "mkdocs.yml", "scripts/metadata.py")  # fmt: skip
+IN_SOURCE = (
+    *(
+        "pyproject.toml",
+        "PKG-INFO",
+        "README.md",
+        "CHANGELOG.md",
+        "CITATION.cff",
+        "SECURITY.md",
+        "LICENSE",
+        "Makefile",
+        "mkdocs.yml",
+    ),
+    *("src/tilefold/py.typed", "tests/public_api.txt", "docs/index.md", "scripts/metadata.py", ".ci/run"),
+)
 NEVER = re.compile(r"(^|/)(__pycache__|\.cache|\.venv[^/]*|\.git)/|^(out|dist)/|\.pyc$|\.so$|~$")
 
 
