@@ -16,7 +16,8 @@ import site_api
 __all__ = ["KEPT", "difference", "lines"]
 
 KEPT = Path(__file__).resolve().parents[2] / "tests" / "public_api.txt"
-DATA = "dataclass", "NamedTuple"
+# Public modules that guides describe, and the reference does not.
+BESIDE = ("tilefold.compat.fastvideo_kernel", "tilefold.compat.flex_attention")
 
 
 def _text(value: object) -> str:
@@ -69,23 +70,36 @@ def _members(path: str, found: griffe.Class) -> list[str]:
     return lines
 
 
+def described(path: str, what: griffe.Object) -> list[str]:
+    """A public name's lines."""
+    if isinstance(what, griffe.Function):
+        return [f"{path}{signature(what)}"]
+    if isinstance(what, griffe.Class):
+        return [f"class {path}({', '.join(_text(base) for base in what.bases)})", *_members(path, what)]
+    return [f"module {path}" if isinstance(what, griffe.Module) else path]
+
+
+def _beside(module: griffe.Module) -> list[str]:
+    """The names of a module that the reference has no page of; what it hands on from another library by its name there."""
+    found = []
+    for name in map(str, module.exports or ()):
+        goal = module.imports.get(name, f"{module.path}.{name}")
+        inside = goal.startswith("tilefold.")
+        what = site_api.package()[tuple(goal.split(".")[1:])] if inside else None
+        target = what.final_target if isinstance(what, griffe.Alias) else what
+        path = f"{module.path}.{name}"
+        found += [f"{path} = {goal}"] if target is None else described(path, target)
+    return found
+
+
 def lines() -> list[str]:
     """The public API, sorted by name."""
     owners, found = site_api.owners(), []
     for one in site_api.public_names():
-        what, owner = site_api.definition(one), owners[one.defined]
-        if owner != one:
-            found.append(f"{one.path} = {owner.path}")
-        elif isinstance(what, griffe.Function):
-            found.append(f"{one.path}{signature(what)}")
-        elif isinstance(what, griffe.Class):
-            bases = ", ".join(_text(base) for base in what.bases)
-            found.append(f"class {one.path}({bases})")
-            found += _members(one.path, what)
-        elif isinstance(what, griffe.Module):
-            found.append(f"module {one.path}")
-        else:
-            found.append(one.path)
+        owner = owners[one.defined]
+        found += [f"{one.path} = {owner.path}"] if owner != one else described(one.path, site_api.definition(one))
+    for path in BESIDE:
+        found += _beside(site_api.module_of(path))
     return sorted(found, key=lambda line: line.removeprefix("class ").removeprefix("module ").replace("(", " ", 1))
 
 
