@@ -21,11 +21,19 @@ def blocks(name):
 
 def test_a_mod(capsys):
     names = {}
-    for block in blocks("mod.md"):
+    *first, gradient = blocks("mod.md")
+    for block in first:
         run_source(block, names)
     torch.testing.assert_close(names["out"].double(), names["exact"], atol=2e-2, rtol=2e-2)
     assert "masks: user" in capsys.readouterr().out
     assert names["mask"].dense(1, 1, 256, 256)[0, 0].diagonal(-4).all()
+    run_source(gradient, names)
+    ours, slopes = names["slopes"].grad, names["slopes"].detach().double().requires_grad_()
+    apart = (torch.arange(256)[:, None] - torch.arange(256)).abs()
+    bias = -slopes[None, :, None, None] * apart
+    exact, _ = tilefold.reference.attention(*(names[x].double() for x in "qkv"), bias=bias)
+    exact.square().sum().backward()
+    torch.testing.assert_close(ours.double(), slopes.grad, atol=0.05 * float(slopes.grad.abs().max()), rtol=0)
 
 
 def planted(**wrong):
