@@ -1,7 +1,8 @@
 """The public API as text, a line a name: `python scripts/docs/public_api.py` shows what changed, `--write` renews the list.
 
 Names come from every `__all__`, as the reference has them; functions with their signatures, classes with their bases, fields and
-public methods, values with nothing more.  A name that several modules have stands in full where it is documented.
+public methods, values with nothing more.  A name that several modules have stands in full where it is documented.  The commands
+of `tilefold` follow, with their arguments and options.
 """
 
 from __future__ import annotations
@@ -9,15 +10,20 @@ from __future__ import annotations
 import difflib
 import sys
 from pathlib import Path
+from typing import Any
 
 import griffe
 import site_api
+import typer
 
-__all__ = ["KEPT", "difference", "lines"]
+from tilefold.cli.app import app
+
+__all__ = ["KEPT", "commands", "difference", "lines"]
 
 KEPT = Path(__file__).resolve().parents[2] / "tests" / "public_api.txt"
 # Public modules that guides describe, and the reference does not.
 BESIDE = ("tilefold.compat.fastvideo_kernel", "tilefold.compat.flex_attention")
+OWN = {"--help", "--install-completion", "--show-completion"}  # typer's
 
 
 def _text(value: object) -> str:
@@ -92,15 +98,29 @@ def _beside(module: griffe.Module) -> list[str]:
     return found
 
 
+def commands(name: str, command: Any) -> list[str]:
+    """A command's line, with its arguments and options by name, then those of its commands."""
+    given = [one for one in command.params if one.param_type_name == "argument"]
+    options = [one for one in command.params if one.param_type_name == "option"]
+    names = [one.name.upper() for one in given]
+    names += sorted("/".join((*one.opts, *one.secondary_opts)) for one in options if not {*one.opts} & OWN)
+    inside = getattr(command, "commands", {})
+    return [
+        " ".join(["$", name, *names]),
+        *(line for key in sorted(inside) for line in commands(f"{name} {key}", inside[key])),
+    ]
+
+
 def lines() -> list[str]:
-    """The public API, sorted by name."""
+    """The public API: names, sorted, then the command line."""
     owners, found = site_api.owners(), []
     for one in site_api.public_names():
         owner = owners[one.defined]
         found += [f"{one.path} = {owner.path}"] if owner != one else described(one.path, site_api.definition(one))
     for path in BESIDE:
         found += _beside(site_api.module_of(path))
-    return sorted(found, key=lambda line: line.removeprefix("class ").removeprefix("module ").replace("(", " ", 1))
+    found.sort(key=lambda line: line.removeprefix("class ").removeprefix("module ").replace("(", " ", 1))
+    return found + commands("tilefold", typer.main.get_command(app))
 
 
 def difference() -> list[str]:

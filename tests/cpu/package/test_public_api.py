@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 griffe = pytest.importorskip("griffe")
+typer = pytest.importorskip("typer")
 import public_api  # noqa: E402  griffe is part of what builds the site
 
 
@@ -50,3 +51,21 @@ def test_signatures_are_whole() -> None:
             "One.only(self, *, key)",
             "One.size: int",
         ]
+
+
+def test_commands_have_their_options() -> None:
+    app = typer.Typer()
+
+    @app.command()
+    def show(path: str, wide: bool = False, limit: int = typer.Option(3, "--limit", "-n")) -> None:
+        """Show."""
+
+    @app.command()
+    def other() -> None:
+        """Another."""
+
+    assert public_api.commands("t", typer.main.get_command(app)) == [
+        "$ t",
+        "$ t other",
+        "$ t show PATH --limit/-n --wide/--no-wide",
+    ]
