@@ -126,6 +126,32 @@ def test_the_build_knows_the_version_and_the_links() -> None:
     assert all((link or picture).startswith("https://") for link, picture in targets)
 
 
+def test_a_wheel_is_the_same_bytes_in_another_place(tmp_path: Path) -> None:
+    """Another folder, umask, time zone and order of hashes; `make dist` does it with the source archive, too."""
+    pytest.importorskip("hatchling")
+    made = []
+    for folder, mask, zone in (("a", 0o022, "UTC"), ("another folder", 0o077, "Asia/Tokyo")):
+        before = os.umask(mask)
+        try:
+            place = tmp_path / folder
+            shutil.copytree(
+                ROOT / "src", place / "src", ignore=shutil.ignore_patterns("__pycache__"), copy_function=shutil.copyfile
+            )
+            (place / "scripts").mkdir()
+            for name in ("pyproject.toml", "README.md", "LICENSE", "scripts/metadata.py"):
+                shutil.copyfile(ROOT / name, place / name)
+            command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", "made"]
+            env = os.environ | {"SOURCE_DATE_EPOCH": "1764000000", "TZ": zone, "PYTHONHASHSEED": str(mask)}
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=env, cwd=place)
+        finally:
+            os.umask(before)
+        assert done.returncode == 0, done.stderr
+        made += (place / "made").glob("*.whl")
+    first, second = made
+    assert first.name == second.name
+    assert first.read_bytes() == second.read_bytes()
+
+
 def test_the_contents_of_a_release_are_looked_at() -> None:
     import dist
 
