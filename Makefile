@@ -57,6 +57,20 @@ SMOKE ?= --constraints constraints/cpu.txt
 smoke: ## install the wheel into an empty environment and try it (SMOKE='--with "torch==2.13.0"' for another set than the constraints')
 	@python=$$(sh scripts/find-python) && "$$python" scripts/smoke.py $(SMOKE)
 
+.PHONY: dist
+dist: .venv-release/stamp ## the last commit's wheel and source archive, built twice and compared, checked, listed, into dist/; then tried (SMOKE as above)
+	@.venv-release/bin/python scripts/dist.py
+	@$(MAKE) --no-print-directory dist-smoke
+
+.PHONY: dist-smoke
+dist-smoke: ## try the wheel in dist/: the README's first example, the first three tutorials, doctor, check
+	@python=$$(sh scripts/find-python) && "$$python" scripts/smoke.py $(SMOKE) --wheel dist/tilefold-*.whl --pages first_call masks training
+
+API ?=
+.PHONY: api
+api: .venv-test/stamp ## what changed in the public API since it was listed in tests/public_api.txt (API=--write lists it anew)
+	@.venv-test/bin/python scripts/docs/public_api.py $(API)
+
 SECONDS ?= 60
 .PHONY: sweep
 sweep: .venv-test/stamp ## random problems of every operation against fp64 (SECONDS=60, JOBS=2 processes; SWEEP="--seed 3" adds options)
@@ -105,7 +119,7 @@ clean: ## remove environments, caches and build outputs
 	@python=$$(sh scripts/find-python) && "$$python" scripts/environment.py .venv-test dev
 	@touch $@
 
-# For the site alone: a browser's driver.
+# For the site a browser's driver, for a release what builds and checks it.
 .venv-release/stamp: constraints/release.txt scripts/find-python
 	@python=$$(sh scripts/find-python) && "$$python" -m venv .venv-release
 	@.venv-release/bin/python -m pip install --quiet --progress-bar off -r constraints/release.txt

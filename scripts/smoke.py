@@ -2,12 +2,14 @@
 
 For any set of versions: `--with "torch==2.13.0 triton==3.6.0"` is installed first, then the wheel with what it declares.  The
 README's first example has to run within --seconds; with the extra cli `tilefold doctor` and `tilefold check --quick` have to
-pass.  The checkout is not on the path of any of them.  Standard library only; nothing is written outside the checkout.
+pass; with --pages those tutorials have to print what they say.  The checkout is not on the path of any of them.  Standard
+library only; nothing is written outside the checkout.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import shutil
@@ -25,6 +27,7 @@ import importlib.metadata as m, sys, tilefold
 print(tilefold.__file__)
 for name in ("tilefold", "torch", "triton", "numpy"):
     print(name, m.version(name))
+print(tilefold.__version__)
 """
 GPU = "import sys, torch; sys.exit(not torch.cuda.is_available())"
 
@@ -63,6 +66,21 @@ def build_wheel(python: Path, pins: dict[str, str]) -> Path:
     return wheel
 
 
+def tutorial(python: Path, name: str, variables: dict[str, str]) -> None:
+    """Run a tutorial's blocks of Python in one namespace, as a reader would: each has to print what the page shows."""
+    page = ROOT / "docs" / "tutorials" / f"{name}.md"
+    if "TRITON_INTERPRET=1" not in page.read_text(encoding="utf-8").split("```python")[0]:
+        variables = {one: value for one, value in variables.items() if one != "TRITON_INTERPRET"}
+    printed = SMOKE / f"{name}.json"
+    runner = f"{shlex.quote(str(ROOT / 'tests' / 'run_page.py'))} {shlex.quote(str(page))} > {printed.name}"
+    step(f"the tutorial {name}", ["sh", "-c", f"{shlex.quote(str(python))} {runner}"], variables)
+    (blocks,) = json.loads(printed.read_text(encoding="utf-8"))
+    for line, said, shown in blocks:
+        if said != (shown or ""):
+            raise SystemExit(f"smoke: {page.name}:{line} prints\n{said}\ninstead of\n{shown}")
+    print(f"smoke: {len(blocks)} blocks, {sum(shown is not None for *_, shown in blocks)} outputs as shown")
+
+
 def main() -> None:
     """Make the environment, install, try, remove it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -73,6 +91,9 @@ def main() -> None:
     )
     parser.add_argument("--wheel", type=Path, help="a wheel that is there; default: built from this checkout")
     parser.add_argument("--seconds", type=float, default=10.0, help="what the README's first example may take")
+    parser.add_argument(
+        "--pages", nargs="*", default=[], help="tutorials that have to run, by the names of their files"
+    )
     parser.add_argument("--keep", action="store_true", help="leave the environment in .cache/smoke")
     asked = parser.parse_args()
     shutil.rmtree(SMOKE, ignore_errors=True)
@@ -94,7 +115,12 @@ def main() -> None:
         found = subprocess.check_output([str(python), "-c", WHERE], cwd=SMOKE, env=variables, text=True).splitlines()
         if not Path(found[0]).is_relative_to(SMOKE / "env"):
             raise SystemExit(f"smoke: {found[0]} is not the wheel's")
-        print(f"smoke: Python {sys.version.split()[0]}, {', '.join(found[1:])}, {'no GPU' if without_gpu else 'a GPU'}")
+        (said,) = {line.split()[1] for line in found if line.startswith("tilefold ")}
+        if said != found[-1]:
+            raise SystemExit(f"smoke: the metadata says tilefold {said}, the package {found[-1]}")
+        print(
+            f"smoke: Python {sys.version.split()[0]}, {', '.join(found[1:-1])}, {'no GPU' if without_gpu else 'a GPU'}"
+        )
         example = SMOKE / "example.py"
         example.write_text(first_example((ROOT / "README.md").read_text(encoding="utf-8")), encoding="utf-8")
         plain = {name: value for name, value in variables.items() if name != "TRITON_INTERPRET"}  # in plain torch, then
@@ -105,6 +131,8 @@ def main() -> None:
             command = str(SMOKE / "env" / "bin" / "tilefold")
             step("tilefold doctor", [command, "doctor"], variables)
             step("tilefold check --quick", [command, "check", "--quick"], variables)
+        for name in asked.pages:
+            tutorial(python, name, variables)
     finally:
         if not asked.keep:
             shutil.rmtree(SMOKE, ignore_errors=True)

@@ -42,6 +42,7 @@ PAGES = (
     "performance/attention_hopper.html",
     "changelog.html",
     "support.html",
+    "versions.html",
 )
 WIDTHS = (1280, 390)
 SCHEMES = ("light", "dark")

@@ -46,6 +46,14 @@ def version() -> str:
     return str(re.findall(r'^__version__ = "(.+)"$', (ROOT / "src/tilefold/__init__.py").read_text(), re.MULTILINE)[0])
 
 
+@cache
+def released() -> str:
+    """When that version was released, as the changelog has it; "not released" if it does not."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    found = re.search(rf"^## {re.escape(version())}, ([\d-]+)$", text, re.MULTILINE)
+    return found[1] if found else "not released"
+
+
 def _filled(nav: Any, parts: dict[str, Any]) -> Any:
     """The navigation with each name in `parts` replaced by what it stands for."""
     if isinstance(nav, list):
@@ -80,6 +88,8 @@ def notebook_files() -> dict[str, str]:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Links that lead to where a file lies in the checkout lead to its page; formulas are set."""
     place = page.file.src_uri
+    if place == "versions.md":
+        markdown = markdown.replace("| VERSION | DATE |", f"| {version()} | {released()} |")
     return set_formulas(relink(markdown, place))
 
 
@@ -93,6 +103,8 @@ def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
     output = output.replace(
         'data-md-component="search" role="dialog"', 'data-md-component="search" role="dialog" aria-label="Search"'
     )
+    if page.file.src_uri == "versions.md":  # what scripts/docs/site_versions.py goes by
+        output = output.replace("</head>", f'<meta name="release" content="{version()}, {released()}"></head>', 1)
     return LEVEL.sub(lambda found: f'{found[1]}aria-label="{_title(found[2])}"{found[2]}', output)
 
 

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from .profiling import profile
     from .sparse import BlockIndex
 
-__version__ = "0.1.1"
+__version__ = "0.2.0"
 
 __all__ = [
     "AttentionFp8Plan",

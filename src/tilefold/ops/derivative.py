@@ -237,6 +237,9 @@ class Derivative(ast.NodeVisitor):
         """What a name of a function means."""
         try:
             return eval(compile(ast.Expression(ast.fix_missing_locations(node)), "<called>", "eval"), self.space)
+        except AttributeError as error:
+            instead = " (tanh is 2 * tl.sigmoid(2 * x) - 1)" if getattr(node, "attr", "") == "tanh" else ""
+            self.refuse(node, f"{error}{instead}")
         except Exception:
             self.refuse(node, "what is called is not known")
 

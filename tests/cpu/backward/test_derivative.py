@@ -212,6 +212,7 @@ REFUSED = {
     "return score if score > 0 else 2.0": "a condition depends on the score",
     "if score > 0:\n    return score\nreturn 2.0 * score": "a condition depends on the score",
     "return unknown(score)": "what is called is not known",
+    "return tl.tanh(score)": r"`tl.tanh`: .*no attribute 'tanh' \(tanh is 2 \* tl.sigmoid",
     "return tl.clamp(1.0, score, 2.0)": "its limits depend",
     "return tl.floor(score)": "tl.floor is not differentiated",
     "return": "it returns nothing",

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
-    *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")),
+    *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY")),
 ]
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"(?<!`)`(tilefold [a-z-][^`]*)`(?!`)")
@@ -197,7 +197,7 @@ def test_functions_are_where_pages_say() -> None:
 
 
 OTHER_RECORDS = {"index", "overview", "bench", "checks", "cpu", "dispatch", "ladder", "limits", "lowbit_model", "paging",
-                 "parallel", "tune", "video_scene"}  # fmt: skip
+                 "parallel", "releases", "tune", "video_scene"}  # fmt: skip
 RECORD = ["How fast", "How it works", "The bound", "What was tried", "Open"]
 
 

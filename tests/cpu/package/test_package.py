@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,16 +81,96 @@ def test_import_costs_little_more_than_torch() -> None:
 
 
 def test_one_version() -> None:
+    """It stands in the package; metadata, citation and changelog have the same."""
     import tilefold
 
-    stated = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert stated is not None
-    assert tilefold.__version__ == stated[1]
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert not re.search(r"^version = ", project, re.MULTILINE)
+    assert 'path = "src/tilefold/__init__.py"' in project.split("[tool.hatch.version]")[1].split("[")[0]
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    released = re.findall(r"^## (\d\S*), (\d{4}-\d\d-\d\d)$", changes, re.MULTILINE)
+    assert released[0][0] == tilefold.__version__
+    assert changes.index("## Unreleased") < changes.index(f"## {released[0][0]}")
+    stated = tuple(re.findall(rf"^{name}: (.+)$", citation, re.MULTILINE) for name in ("version", "date-released"))
+    assert stated == tuple([one] for one in released[0])
     try:
-        installed = importlib.metadata.version("tilefold")
+        installed = importlib.metadata.distribution("tilefold")
     except importlib.metadata.PackageNotFoundError:
         return  # on a machine that cannot build packages the source is on the path as it is
-    assert installed == stated[1]
+    direct = json.loads(installed.read_text("direct_url.json") or "{}")
+    if not direct.get("dir_info", {}).get("editable"):  # a checkout's metadata are as old as its environment
+        assert installed.version == tilefold.__version__
+
+
+def test_the_build_knows_the_version_and_the_links() -> None:
+    """What hatchling makes of pyproject.toml: links only where an address is given."""
+    pytest.importorskip("hatchling")
+    import tilefold
+
+    def metadata(url: str) -> dict[str, Any]:
+        command = [sys.executable, "-m", "hatchling", "metadata"]
+        env = os.environ | {"TILEFOLD_URL": url}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=env, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    plain, linked = metadata(""), metadata("https://host.invalid/tilefold/")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert plain["version"] == linked["version"] == tilefold.__version__
+    assert "urls" not in plain
+    assert plain["readme"]["text"] == readme
+    assert linked["urls"]["Changelog"] == f"https://host.invalid/tilefold/blob/v{tilefold.__version__}/CHANGELOG.md"
+    targets = re.findall(r"\]\(([^)#]+)|src=\"([^\"]+)", linked["readme"]["text"])
+    assert len(targets) > 20
+    assert all((link or picture).startswith("https://") for link, picture in targets)
+
+
+def test_a_wheel_is_the_same_bytes_in_another_place(tmp_path: Path) -> None:
+    """Another folder, umask, time zone and order of hashes; `make dist` does it with the source archive, too."""
+    pytest.importorskip("hatchling")
+    made = []
+    for folder, mask, zone in (("a", 0o022, "UTC"), ("another folder", 0o077, "Asia/Tokyo")):
+        before = os.umask(mask)
+        try:
+            place = tmp_path / folder
+            shutil.copytree(
+                ROOT / "src", place / "src", ignore=shutil.ignore_patterns("__pycache__"), copy_function=shutil.copyfile
+            )
+            (place / "scripts").mkdir()
+            for name in ("pyproject.toml", "README.md", "LICENSE", "scripts/metadata.py"):
+                shutil.copyfile(ROOT / name, place / name)
+            command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", "made"]
+            env = os.environ | {"SOURCE_DATE_EPOCH": "1764000000", "TZ": zone, "PYTHONHASHSEED": str(mask)}
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=env, cwd=place)
+        finally:
+            os.umask(before)
+        assert done.returncode == 0, done.stderr
+        made += (place / "made").glob("*.whl")
+    first, second = made
+    assert first.name == second.name
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_the_contents_of_a_release_are_looked_at() -> None:
+    import dist
+
+    wheel, source = f"tilefold-{dist.version()}-py3-none-any.whl", f"tilefold-{dist.version()}.tar.gz"
+    good = dict.fromkeys((one.replace("*", "tilefold-1") for one in dist.IN_WHEEL), 10)
+    assert dist.problems(wheel, good) == []
+    assert dist.problems(source, dict.fromkeys(dist.IN_SOURCE, 10)) == []
+    assert all((ROOT / name).is_file() for name in dist.IN_SOURCE if name != "PKG-INFO")
+    for extra in ("tests/conftest.py", "tilefold/__pycache__/a.pyc", "tilefold/big.bin"):
+        size = dist.LARGEST + 1 if extra.endswith(".bin") else 1
+        assert any(extra in one for one in dist.problems(wheel, good | {extra: size})), extra
+    assert dist.problems(wheel, {name: 1 for name in good if "py.typed" not in name}) == [
+        f"{wheel} lacks tilefold/py\\.typed"
+    ]
+    assert dist.listing("x", {"a/b/c": 1000, "a/b/d": 1000, "e": 500}) == [
+        "x: 3 files, 0.00 MB unpacked",
+        f"  {'.':44}     1 files       0.5 kB",
+        f"  {'a/b':44}     2 files       2.0 kB",
+    ]
 
 
 def test_types_are_shipped() -> None:
