@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 import tilefold
-from cases import judge, qkv
+from cases import judge, packed, qkv
 from tilefold import BlockIndex, reference
 
 PORTABLE = {  # the kernels that take K and V by pointers, in shares of a list if asked
@@ -38,6 +38,24 @@ def lists(b, h, sq, sk, block=16, density=0.5, block_q=None, device="cpu", **siz
     chosen[..., :1, :] = False
     chosen[..., -1:, :] = True
     return BlockIndex.from_map(chosen.to(device), block_q=block_q, block_k=block, seq_q=sq, seq_k=sk, **sizes)
+
+
+def uneven(b, h, sq, sk, block_q=64, block_k=64, density=0.5, most=3, unlisted=False, device="cuda", **options):
+    """Random lists: query blocks with none, one, up to `most` and all KV blocks; unlisted: a KV block that nobody lists."""
+    chosen = torch.rand(b, h, -(-sq // block_q), -(-sk // block_k)) < density
+    for row in range(min(most + 1, chosen.shape[2])):
+        chosen[..., row, :] = False
+        chosen[..., row, -row:] = row > 0
+    chosen[..., -1, :] = True
+    if unlisted and chosen.shape[3] > 3:
+        chosen[..., 1] = False
+    return BlockIndex.from_map(chosen.to(device), block_q=block_q, block_k=block_k, seq_q=sq, seq_k=sk, **options)
+
+
+def offsets(lengths_q, lengths_k, heads=4, kv_heads=2, dim=128, dtype=torch.bfloat16, device="cuda"):
+    """[q, k, v], {cu_seqlens_q, cu_seqlens_k}."""
+    tensors, (cu_q, cu_k, _, _) = packed(lengths_q, lengths_k, heads, kv_heads, dim, dim, dtype, device)
+    return list(tensors), {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
 
 
 def plan_of(q, k, v, index, **options):
