@@ -64,13 +64,15 @@ def plan_of(q, k, v, index, **options):
 
 def held(name: str, tensors: Any, index: BlockIndex, where: dict[str, torch.Tensor], twins: dict[str, Any] | None = None,
          splits: int = 1, tile: dict[str, int] | None = None, **options: Any):  # fmt: skip
-    """Run tilefold's `name` under a plan with these splits and tile fields (splits=0: the planner's own) and hold out and lse to
-    the oracle of that name.  where: its arguments after the index; twins: Python versions of score_mod and mask_mod."""
+    """Run tilefold's `name` under a plan with these splits and tile fields (splits=0: the planner's own) and hold out, lse and
+    their dtypes to the oracle of that name.  where: its arguments after the index; twins: Python versions of score_mod and
+    mask_mod."""
     plan = tilefold.sparse_plan(*tensors, index, **where, **options) if splits else None
     if plan is not None:
         portable = {"kernel": PORTABLE[name]} if splits > 1 and plan.kernel not in PORTABLE.values() else {}
         plan = plan.with_tile(splits=splits, **{**portable, **(tile or {})})
     out, lse = getattr(tilefold, name)(*tensors, index, **where, plan=plan, return_lse=True, **options)
+    assert (out.dtype, lse.dtype) == (tensors[0].dtype, torch.float32)
     python = {**options, **(twins or {})}
     oracle, plain = (
         getattr(reference, name)(*tensors, index, **where, **python, **dtype) for dtype in ({}, {"dtype": out.dtype})

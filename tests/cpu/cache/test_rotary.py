@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tilefold
-from cases import judge, rand
+from cases import judge, one_graph, rand
 from cases.flash import angles, turned
 from tilefold import reference
 from tilefold.compat.flash_attn.layers import rotary as layers
@@ -115,14 +115,13 @@ def test_gradient(device):
 @pytest.mark.no_poison
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_compile_fullgraph(interleaved, device):
-    torch._dynamo.reset()
     tiling = GridTiling((3, 5, 6), (2, 4, 4))
 
     def layer(x):
         return rotary_3d(x, tiling, interleaved=interleaved)
 
     x = rand(1, tiling.padded, 2, 12, device=device)
-    assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
+    assert torch.equal(one_graph(layer)(x), layer(x))
 
 
 def test_a_value():
@@ -251,7 +250,7 @@ def test_compiled(device):
     x = rand(2, 6, 3, 16, device=device).requires_grad_()
     eager = both(x)
     (grad,) = torch.autograd.grad(sum(t.sum() for t in eager), x)
-    found = torch.compile(both, fullgraph=True, backend="aot_eager")(x)
+    found = one_graph(both)(x)
     for one, other in zip(found, eager, strict=True):
         assert torch.equal(one, other)
     (again,) = torch.autograd.grad(sum(t.sum() for t in found), x)

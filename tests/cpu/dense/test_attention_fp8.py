@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tilefold
-from cases import rand, same
+from cases import one_graph, rand, same
 from cases.fp8 import check, quantised
 from cases.refusals import refuses
 from tilefold.errors import DtypeError, LayoutError, PlanError, ShapeError, TilefoldError, Unsupported, ValueRangeError
@@ -274,14 +274,13 @@ def test_the_plan_of_a_call_is_followed():
     "options", [{}, {"causal": True, "layout": "bhsd"}, {"window": (4, None), "scale": 0.2}], ids=str
 )
 def test_compile_fullgraph(options, device):
-    torch._dynamo.reset()
     (q, k, v), factors = quantised(2, 12, 12, 2, 2, 16, device=device, layout=options.get("layout", "bshd"))
 
     def layer(q, k, v, factors):
         out, lse = tilefold.attention(q, k, v, **factors, return_lse=True, **options)
         return out + 1, lse
 
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled = one_graph(layer)
     assert same(compiled(q, k, v, factors), layer(q, k, v, factors))
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cases import judge, rand
+from cases import judge, one_graph, rand
 from cases.refusals import refuses
 from tilefold import ops, reference
 from tilefold.errors import DtypeError, LayoutError, ShapeError, Unsupported, ValueRangeError
@@ -97,7 +97,7 @@ def test_compiled(device):
         return ops.transpose(ops.add(x, y))
 
     x, y = (rand(8, 20, device=device).requires_grad_() for _ in range(2))
-    got = torch.compile(both, fullgraph=True, backend="aot_eager")(x, y)
+    got = one_graph(both)(x, y)
     assert torch.equal(got, (x + y).t())
     got.sum().backward()
     assert torch.equal(x.grad, torch.ones_like(x)) and torch.equal(y.grad, x.grad)

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("diffusers", minversion="0.42", exc_type=ImportError, reason="needs diffusers 0.42")
 
 import video_models as small
-from cases import judge
+from cases import judge, one_graph
 from cases.refusals import refuses
 from tilefold import reference, video
 from tilefold.errors import DtypeError, ShapeError, Unsupported, ValueRangeError
@@ -178,13 +178,11 @@ def test_compiled(family):
     model, inputs = small.FAMILIES[family]()
     video.sparsify(model, HALF, cube=small.CUBE)
     wanted = small.sample(model, inputs)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = one_graph(model)
     assert torch.allclose(small.sample(compiled, inputs), wanted, rtol=1e-4, atol=1e-5)
     refuses(Unsupported, "model is compiled already: sparsify the model itself", video.sparsify, compiled)
-    torch._dynamo.reset()
     model.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
     assert torch.allclose(small.sample(model, inputs), wanted, rtol=1e-4, atol=1e-5)
-    torch._dynamo.reset()
 
 
 def test_copies():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cases import judge, qkv, rand
+from cases import judge, one_graph, qkv, rand
 from tilefold import reference
 from tilefold.errors import DtypeError, ValueRangeError
 from tilefold.plan.device import H200
@@ -135,7 +135,6 @@ def test_lists_that_are_given(device):
 
 @pytest.mark.no_poison
 def test_compile_fullgraph(device):
-    torch._dynamo.reset()
     tensors, options = inputs(RAGGED, device=device)
     for t in tensors:
         t.requires_grad_()
@@ -144,7 +143,7 @@ def test_compile_fullgraph(device):
         out, made = sparse_video_attention(2 * q, k, v, **options, return_stages=True)
         return out, made.scores, made.index.counts
 
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled = one_graph(layer)
     results = []
     for fn in (layer, compiled):
         made = fn(*tensors)
