@@ -162,22 +162,8 @@ def tensor_parallel():
 
 def long_example():
     """The example as it is run, in small: its losses are those of one process."""
-    small = [
-        "--layers",
-        "1",
-        "--heads",
-        "2",
-        "--kv-heads",
-        "1",
-        "--tokens",
-        "8",
-        "--steps",
-        "2",
-        "--check",
-        "--vocabulary",
-        "5",
-    ]
-    assert train_long.main(small) == 0
+    small = "--layers 1 --heads 2 --kv-heads 1 --tokens 8 --steps 2 --check --vocabulary 5"
+    assert train_long.main(small.split()) == 0
 
 
 # ---------------------------------------------------------------- Transformers

@@ -75,6 +75,12 @@ def same(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def one_graph(fn: Any, **options: Any) -> Any:
+    """`fn` as one graph of torch.compile, captured anew; the operators in it run as eager ones do.  options: dynamic=True."""
+    torch._dynamo.reset()
+    return torch.compile(fn, fullgraph=True, backend="aot_eager", **options)
+
+
 def judge(got: torch.Tensor, oracle: torch.Tensor, plain: torch.Tensor, what: str, unit: float = 1.0) -> None:
     """`what` begins with "lse" for logarithms; unit: of these, as of `reference.compare`."""
     verdict = reference.compare(got, oracle, plain, unit=unit if what.startswith("lse") else 0.0)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 import tilefold
-from cases import judge, qkv
+from cases import judge, packed, qkv
 from tilefold import BlockIndex, reference
 
 PORTABLE = {  # the kernels that take K and V by pointers, in shares of a list if asked
@@ -40,19 +40,39 @@ def lists(b, h, sq, sk, block=16, density=0.5, block_q=None, device="cpu", **siz
     return BlockIndex.from_map(chosen.to(device), block_q=block_q, block_k=block, seq_q=sq, seq_k=sk, **sizes)
 
 
+def uneven(b, h, sq, sk, block_q=64, block_k=64, density=0.5, most=3, unlisted=False, device="cuda", **options):
+    """Random lists: query blocks with none, one, up to `most` and all KV blocks; unlisted: a KV block that nobody lists."""
+    chosen = torch.rand(b, h, -(-sq // block_q), -(-sk // block_k)) < density
+    for row in range(min(most + 1, chosen.shape[2])):
+        chosen[..., row, :] = False
+        chosen[..., row, -row:] = row > 0
+    chosen[..., -1, :] = True
+    if unlisted and chosen.shape[3] > 3:
+        chosen[..., 1] = False
+    return BlockIndex.from_map(chosen.to(device), block_q=block_q, block_k=block_k, seq_q=sq, seq_k=sk, **options)
+
+
+def offsets(lengths_q, lengths_k, heads=4, kv_heads=2, dim=128, dtype=torch.bfloat16, device="cuda"):
+    """[q, k, v], {cu_seqlens_q, cu_seqlens_k}."""
+    tensors, (cu_q, cu_k, _, _) = packed(lengths_q, lengths_k, heads, kv_heads, dim, dim, dtype, device)
+    return list(tensors), {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+
+
 def plan_of(q, k, v, index, **options):
     return tilefold.sparse_plan(q, k, v, index, **options)
 
 
 def held(name: str, tensors: Any, index: BlockIndex, where: dict[str, torch.Tensor], twins: dict[str, Any] | None = None,
          splits: int = 1, tile: dict[str, int] | None = None, **options: Any):  # fmt: skip
-    """Run tilefold's `name` under a plan with these splits and tile fields (splits=0: the planner's own) and hold out and lse to
-    the oracle of that name.  where: its arguments after the index; twins: Python versions of score_mod and mask_mod."""
+    """Run tilefold's `name` under a plan with these splits and tile fields (splits=0: the planner's own) and hold out, lse and
+    their dtypes to the oracle of that name.  where: its arguments after the index; twins: Python versions of score_mod and
+    mask_mod."""
     plan = tilefold.sparse_plan(*tensors, index, **where, **options) if splits else None
     if plan is not None:
         portable = {"kernel": PORTABLE[name]} if splits > 1 and plan.kernel not in PORTABLE.values() else {}
         plan = plan.with_tile(splits=splits, **{**portable, **(tile or {})})
     out, lse = getattr(tilefold, name)(*tensors, index, **where, plan=plan, return_lse=True, **options)
+    assert (out.dtype, lse.dtype) == (tensors[0].dtype, torch.float32)
     python = {**options, **(twins or {})}
     oracle, plain = (
         getattr(reference, name)(*tensors, index, **where, **python, **dtype) for dtype in ({}, {"dtype": out.dtype})

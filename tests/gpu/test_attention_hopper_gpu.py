@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import tilefold
-from cases import check, hopper_plan, hopper_unit, judge, packed, qkv, rand, same
+from cases import check, hopper, hopper_plan, packed, qkv, rand, same
 from cases.device import DEVICE, SM_90, captured
-from tilefold import reference
+from cases.hopper import held
 
 HOPPER = "attention_forward_hopper"
 pytestmark = [
@@ -23,38 +23,17 @@ DIMS = [(16, 16), (32, 32), (40, 40), (40, 64), (64, 128), (64, 256), (72, 72), 
 MASKS = [{}, {"causal": True}, {"window": (200, 50)}, {"window": (0, 0)}, {"window": (130, -1)}]
 
 
-def held(q, k, v, changes=None, **options):
-    """Hold the kernel to the oracle; changes: of the plan."""
-    plan = hopper_plan(tilefold.attention_plan(q, k, v, **options), **(changes or {}))
-    out, lse = tilefold.attention(q, k, v, plan=plan, return_lse=True, **options)
-    oracle = reference.attention(q, k, v, **options)
-    plain = reference.attention(q, k, v, dtype=q.dtype, **options)
-    note = f"q {tuple(q.shape)} k {tuple(k.shape)} v {tuple(v.shape)} {q.dtype} {options} {changes}"
-    judge(out, oracle[0], plain[0], f"out {note}")
-    judge(lse, oracle[1], plain[1], f"lse {note}", hopper_unit(plan, **options))
-
-
 def held_packed(lengths_q, lengths_k, changes=None, heads=(4, 2), dims=(128, 128), spoil=False, **options):
-    """As held, for a packed batch.  spoil: what lies before the first sequence and behind the last one is NaN."""
-    (q, k, v), (cu_q, cu_k, *longest) = packed(
+    """spoil: what lies before the first sequence and behind the last one is NaN."""
+    (q, k, v), (cu_q, cu_k, *_) = packed(
         [5, *lengths_q, 9], [3, *lengths_k, 200], *heads, *dims, dtype=torch.bfloat16, device=DEVICE
     )
-    batch = (cu_q[1:-1].clone(), cu_k[1:-1].clone(), *(max(lengths) for lengths in (lengths_q, lengths_k)))
+    batch = (cu_q[1:-1].clone(), cu_k[1:-1].clone(), max(lengths_q), max(lengths_k))
     if spoil:
         for t, cu in ((q, cu_q), (k, cu_k), (v, cu_k)):
             t[: cu[1]] = math.nan
             t[cu[-2] :] = math.nan
-    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    plan = hopper_plan(
-        tilefold.attention_plan(q, k, v, **dict(zip(names, batch, strict=True)), **options), **(changes or {})
-    )
-    out, lse = tilefold.attention_varlen(q, k, v, *batch, plan=plan, return_lse=True, **options)
-    oracle = reference.attention_varlen(q, k, v, *batch, **options)
-    plain = reference.attention_varlen(q, k, v, *batch, dtype=q.dtype, **options)
-    rows = slice(int(cu_q[1]), int(cu_q[-2]))
-    note = f"{lengths_q} {lengths_k} {heads} {dims} {options} {changes}"
-    judge(out[rows], oracle[0][rows], plain[0][rows], f"out {note}")
-    judge(lse[:, rows], oracle[1][:, rows], plain[1][:, rows], f"lse {note}", hopper_unit(plan, **options))
+    hopper.held_packed((q, k, v), batch, changes, slice(int(cu_q[1]), int(cu_q[-2])), **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -212,8 +191,7 @@ def test_packed_head_dims(dims):
 
 def test_a_neighbour_full_of_nan_is_not_seen():
     (q, k, v), batch = packed([200, 150, 99], [200, 150, 99], 4, 4, 128, 128, dtype=torch.bfloat16, device=DEVICE)
-    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    plan = hopper_plan(tilefold.attention_plan(q, k, v, **dict(zip(names, batch, strict=True)), causal=True))
+    plan = hopper_plan(tilefold.attention_plan(q, k, v, **dict(zip(hopper.WHERE, batch, strict=True)), causal=True))
     clean = tilefold.attention_varlen(q, k, v, *batch, causal=True, plan=plan)
     for t in (q, k, v):
         t[200:350] = math.nan

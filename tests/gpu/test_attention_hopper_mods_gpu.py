@@ -6,15 +6,9 @@ import pytest
 import torch
 
 import tilefold
-from cases import (
-    hopper_plan,
-    hopper_unit,
-    judge,
-    packed,
-    qkv,
-    rand,
-)
+from cases import hopper_plan, judge, packed, qkv, rand
 from cases.device import DEVICE, SM_90, captured
+from cases.hopper import held, held_packed
 from cases.mods import alone, filled, slanted, sliding, sliding_twin, users
 from tilefold import masks, reference
 from tilefold.plan import plan_attention
@@ -36,19 +30,6 @@ def draw(*shape, dtype=BF):
 def some(*shape, share=0.5):
     """Booleans, of which this share is true."""
     return torch.rand(*shape).to(DEVICE) < share
-
-
-def held(q, k, v, changes=None, **options):
-    """Hold the kernel to the oracle; changes: of the plan."""
-    plan = hopper_plan(tilefold.attention_plan(q, k, v, **options), **(changes or {}))
-    out, lse = tilefold.attention(q, k, v, plan=plan, return_lse=True, **options)
-    oracle = reference.attention(q, k, v, **options)
-    plain = reference.attention(q, k, v, dtype=q.dtype, **options)
-    tensors = {name: (tuple(t.shape), t.dtype) for name, t in options.items() if isinstance(t, torch.Tensor)}
-    note = f"q {tuple(q.shape)} k {tuple(k.shape)} v {tuple(v.shape)} {q.dtype} {tensors} {changes}"
-    judge(out, oracle[0], plain[0], f"out {note}")
-    judge(lse, oracle[1], plain[1], f"lse {note}", hopper_unit(plan, **options))
-    return out
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -184,19 +165,10 @@ def test_nan_in_a_bias_stays_in_its_rows_and_behind_a_mask():
 def test_packed_sequences(options):
     lengths = (300, 300), (1, 50), (129, 700), (128, 128), (64, 3), (700, 90)
     (q, k, v), batch = packed(*zip(*lengths, strict=True), 4, 2, 128, 128, dtype=BF, device=DEVICE)
-    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     every = {"bias": draw(6, 4, 700, 704)[..., :700], "alibi_slopes": torch.rand(6, 4, device=DEVICE), **options}
-    for mods in (
-        every,
-        {**every, "mask": some(6, 1, 1, 704)[..., :700]},
-        {"alibi_slopes": torch.rand(4, device=DEVICE)},
-    ):
-        plan = hopper_plan(tilefold.attention_plan(q, k, v, **dict(zip(names, batch, strict=True)), **mods))
-        out, lse = tilefold.attention_varlen(q, k, v, *batch, plan=plan, return_lse=True, **mods)
-        oracle = reference.attention_varlen(q, k, v, *batch, **mods)
-        plain = reference.attention_varlen(q, k, v, *batch, dtype=q.dtype, **mods)
-        judge(out, oracle[0], plain[0], f"out {sorted(mods)}")
-        judge(lse, oracle[1], plain[1], f"lse {sorted(mods)}", hopper_unit(plan, **mods))
+    masked = {**every, "mask": some(6, 1, 1, 704)[..., :700]}
+    for mods in (every, masked, {"alibi_slopes": torch.rand(4, device=DEVICE)}):
+        held_packed((q, k, v), batch, **mods)
 
 
 def test_gradients_from_its_out_and_lse():
@@ -249,13 +221,7 @@ def held_user(names, q, k, v, changes=None, **options):
         options, twins, unit = {**options, **mod}, {**twins, **twin}, max(unit, own)
     planned = tilefold.attention_plan(q, k, v, **options)
     portable = plan_attention(planned.problem, planned.device, portable=True)
-    oracle = reference.attention(q, k, v, **{**options, **twins})
-    plain = reference.attention(q, k, v, dtype=q.dtype, **{**options, **twins})
-    for plan in (portable, hopper_plan(planned, **(changes or {}))):
-        out, lse = tilefold.attention(q, k, v, plan=plan, return_lse=True, **options)
-        note = f"{names} {plan.kernel} q {tuple(q.shape)} k {tuple(k.shape)} {q.dtype} {sorted(options)}"
-        judge(out, oracle[0], plain[0], f"out {note}")
-        judge(lse, oracle[1], plain[1], f"lse {note}", unit - 1 + hopper_unit(plan, **options))
+    held(q, k, v, changes, [portable], twins, unit, **options)
 
 
 USERS = ["slanted", "relative", "squashed", "numbered", "dilated", "sliding"]
@@ -439,18 +405,11 @@ def test_user_packed(options):
     """Indices begin anew in each sequence; some have no key, where nothing is loaded."""
     lengths = (300, 300), (1, 50), (129, 700), (128, 128), (64, 0), (700, 90)
     (q, k, v), batch = packed(*zip(*lengths, strict=True), 4, 2, 128, 128, dtype=BF, device=DEVICE)
-    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     for name in USERS:
         if name == "numbered":  # its rows are of one length
             continue
         mod, twins, unit = users(name, 700, 700)
-        given = {**mod, **options}
-        plan = hopper_plan(tilefold.attention_plan(q, k, v, **dict(zip(names, batch, strict=True)), **given))
-        out, lse = tilefold.attention_varlen(q, k, v, *batch, plan=plan, return_lse=True, **given)
-        oracle = reference.attention_varlen(q, k, v, *batch, **{**given, **twins})
-        plain = reference.attention_varlen(q, k, v, *batch, dtype=q.dtype, **{**given, **twins})
-        judge(out, oracle[0], plain[0], f"out {name}")
-        judge(lse, oracle[1], plain[1], f"lse {name}", unit)
+        held_packed((q, k, v), batch, None, slice(None), twins, unit, **mod, **options)
 
 
 def test_user_masks_as_values():

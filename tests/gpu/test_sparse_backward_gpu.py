@@ -1,6 +1,8 @@
 """Gradients of block-sparse attention on a GPU against the fp64 oracle: planned tiles at real sizes, the Gluon kernel for sm_90
 over lists of every kind, graphs with changed lists, the same bits, memory."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ from cases.device import (
     take_kernels_away,
 )
 from cases.gradient import judged, upstream
-from cases.index import top
+from cases.index import top, uneven
 from tilefold import BlockIndex, reference
 from tilefold.ops.call import Call
 from tilefold.ops.device import device_of
@@ -31,17 +33,7 @@ from tilefold.plan.sparse.sparse_backward_hopper import KERNEL, kept_bytes
 BF = torch.bfloat16
 
 
-def lists(b, h, sq, sk, block_q=64, block_k=64, density=0.5, **options):
-    """Random lists: query blocks with none, one, two and all KV blocks, a KV block that nobody lists."""
-    chosen = torch.rand(b, h, -(-sq // block_q), -(-sk // block_k)) < density
-    for row, count in enumerate((0, 1, 2)):
-        if row < chosen.shape[2]:
-            chosen[..., row, :] = False
-            chosen[..., row, -count:] = count > 0
-    chosen[..., -1, :] = True
-    if chosen.shape[3] > 3:
-        chosen[..., 1] = False
-    return BlockIndex.from_map(chosen.to(DEVICE), block_q=block_q, block_k=block_k, seq_q=sq, seq_k=sk, **options)
+lists = partial(uneven, most=2, unlisted=True)
 
 
 def plan_of(q, k, v, index, **changes):

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import tilefold
-from cases import judge, packed, qkv, rand, same
+from cases import judge, qkv, rand, same
 from cases.device import DEVICE, SM_90, captured, compilations, no_waiting
-from cases.index import PORTABLE, cache
+from cases.index import PORTABLE, cache, offsets
+from cases.index import uneven as lists
 from tilefold import BlockIndex, reference
 from tilefold.ops.call import Call
 from tilefold.ops.source import Lists
@@ -14,17 +15,6 @@ from tilefold.ops.sparse import sparse as sparse_ops
 
 HOPPER = "sparse_forward_hopper"
 pytestmark = SM_90
-
-
-def lists(b, h, sq, sk, block_q=64, block_k=64, density=0.5, **options):
-    """Random lists with rows of none, one, two, three and all blocks."""
-    chosen = torch.rand(b, h, -(-sq // block_q), -(-sk // block_k)) < density
-    for row, count in enumerate((0, 1, 2, 3)):
-        if row < chosen.shape[2]:
-            chosen[..., row, :] = False
-            chosen[..., row, -count:] = count > 0
-    chosen[..., -1, :] = True
-    return BlockIndex.from_map(chosen.to(DEVICE), block_q=block_q, block_k=block_k, seq_q=sq, seq_k=sk, **options)
 
 
 def plans(q, k, v, index, **options):
@@ -230,12 +220,6 @@ def test_falls_back_where_the_kernel_does_not_compile(monkeypatch):
 # ---------------------------------------------------------------- packed sequences, K and V in pages
 
 LENGTHS = [500, 0, 77, 300, 64], [1000, 64, 333, 0, 129]  # of queries, of keys
-
-
-def offsets(lengths_q, lengths_k, heads=4, kv_heads=2, dim=128, dtype=torch.bfloat16):
-    """(q, k, v), {cu_seqlens_q, cu_seqlens_k}."""
-    tensors, (cu_q, cu_k, _, _) = packed(lengths_q, lengths_k, heads, kv_heads, dim, dim, dtype, DEVICE)
-    return list(tensors), {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
 
 
 def pages(lengths, page, sq, dim=128, dtype=torch.bfloat16, **options):

@@ -9,18 +9,12 @@ import pytest
 import torch
 
 import tilefold
-from cases import packed, same
+from cases import same
 from cases.device import DEVICE, captured, no_waiting
-from cases.index import cache, held, lists, top
+from cases.index import cache, held, lists, offsets, top
 from tilefold import BlockIndex
 
 pytestmark = pytest.mark.no_poison
-
-
-def offsets(lengths_q, lengths_k, heads=4, kv_heads=2, dim=128, dtype=torch.bfloat16):
-    """(q, k, v), {cu_seqlens_q, cu_seqlens_k}."""
-    tensors, (cu_q, cu_k, _, _) = packed(lengths_q, lengths_k, heads, kv_heads, dim, dim, dtype, DEVICE)
-    return tensors, {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

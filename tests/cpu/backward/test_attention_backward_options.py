@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tilefold
-from cases import dilated, dilated_twin, looped, one, packed, qkv, rand, relative, relative_twin, same
+from cases import dilated, dilated_twin, looped, one, one_graph, packed, qkv, rand, relative, relative_twin, same
 from cases.gradient import BOX_BACKWARD, check_gradients, gradients
 from tilefold.ops.call import Call
 from tilefold.ops.dense import attention
@@ -123,7 +123,6 @@ OPTIONS = {
 @pytest.mark.no_poison
 @pytest.mark.parametrize("name", OPTIONS)
 def test_compile_fullgraph(name, device):
-    torch._dynamo.reset()
     extra, options = OPTIONS[name](device)
     inputs = [
         t.requires_grad_() for t in (*qkv(1, 20, 33, 2, 1, 16, dtype=torch.float16, device=device), *extra.values())
@@ -133,7 +132,7 @@ def test_compile_fullgraph(name, device):
         out, lse = tilefold.attention(2 * q, k, v, return_lse=True, **dict(zip(extra, more, strict=True)), **options)
         return out + 1, lse
 
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled = one_graph(layer)
     results = []
     for fn in (layer, compiled, compiled):
         out, lse = fn(*inputs)
@@ -144,7 +143,6 @@ def test_compile_fullgraph(name, device):
 
 @pytest.mark.no_poison
 def test_compile_varlen_and_plans(device):
-    torch._dynamo.reset()
     tensors, where = packed([20, 7], [33, 12], h=2, hk=1, d=16, dv=16, device=device)
     leaves = [t.requires_grad_() for t in tensors]
     names = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), where, strict=True))
@@ -153,7 +151,7 @@ def test_compile_varlen_and_plans(device):
     def layer(q, k, v):
         return tilefold.attention_varlen(q, k, v, *where, causal=True, backward_plan=plan).square().sum()
 
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled = one_graph(layer)
     want, got = (torch.autograd.grad(fn(*leaves), leaves) for fn in (layer, compiled))
     assert same(want, got)
 

@@ -10,7 +10,7 @@ from triton.runtime import interpreter
 
 import tilefold
 from cases import loads as mods
-from cases import packed, qkv, rand, relative, relative_twin, same
+from cases import one_graph, packed, qkv, rand, relative, relative_twin, same
 from cases.gradient import check_gradients
 from sources import run_source
 from tilefold import PlanError, Unsupported, scores
@@ -368,7 +368,7 @@ def test_compilers_and_functorch():
         return out.square().sum()
 
     wanted = torch.autograd.grad(loss(factors, rows), (factors, rows))
-    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    compiled = one_graph(loss)
     assert same(torch.autograd.grad(compiled(factors, rows), (factors, rows)), wanted)
     (alone,) = torch.autograd.grad(compiled(factors.detach(), rows), rows)
     assert torch.equal(alone, wanted[1])

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import tilefold
-from cases import rand, same
-from cases.decode import Case, run
+from cases import one_graph, rand, same
 from cases.host import NoReads
 
 pytestmark = pytest.mark.no_poison
@@ -26,9 +25,7 @@ def given(device, **changes):
 
 
 def test_compiled_is_the_eager_call(device):
-    fn = torch.compile(
-        lambda **a: tilefold.attention_kvcache(causal=True, return_lse=True, **a), fullgraph=True, backend="aot_eager"
-    )
+    fn = one_graph(lambda **a: tilefold.attention_kvcache(causal=True, return_lse=True, **a))
     call = given(device)
     assert same(fn(**call), tilefold.attention_kvcache(causal=True, return_lse=True, **call))
     cache = rand(6, 8, 1, 320, device=device)  # V as a part of K has head dims that are refused otherwise
@@ -38,7 +35,7 @@ def test_compiled_is_the_eager_call(device):
     def latent(c, **a):
         return tilefold.attention_kvcache(k_cache=c, v_cache=c[..., :256], **a)
 
-    got = torch.compile(latent, fullgraph=True, backend="aot_eager")(cache, **shared)
+    got = one_graph(latent)(cache, **shared)
     assert torch.equal(got, latent(cache, **shared))
 
 
@@ -82,9 +79,7 @@ def test_a_plan_is_followed_or_refused(device):
     other["k_cache"], other["v_cache"] = (rand(2, 16, 2, 16, device=device) for _ in range(2))
     with pytest.raises(tilefold.PlanError, match="page_size"):
         tilefold.attention_kvcache(**other, plan=plan)
-    looking = torch.compile(
-        lambda **a: tilefold.attention_kvcache(check=True, **a), backend="aot_eager", fullgraph=True
-    )
+    looking = one_graph(lambda **a: tilefold.attention_kvcache(check=True, **a))
     with pytest.raises(torch._dynamo.exc.Unsupported, match="check=True"):
         looking(**call)
 
@@ -100,7 +95,3 @@ def test_stale_lengths_stay_inside(device, monkeypatch):
     right = torch.tensor([16, 0], dtype=torch.int32, device=device)
     got = tilefold.attention_kvcache(q, k, k, cache_seqlens=far)
     assert torch.equal(got, tilefold.attention_kvcache(q, k, k, cache_seqlens=right))
-
-
-def test_fresh_cases_run(device):
-    run(Case([5, 9], 1, heads=2), device)

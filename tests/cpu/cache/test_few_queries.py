@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tilefold
-from cases import judge
+from cases import judge, one_graph
 from cases import qkv as qkv_on
 from tilefold import reference
 from tilefold.errors import PlanError
@@ -120,7 +120,7 @@ def test_gradients_of_what_the_decode_kernel_made():
 def test_compiled():
     """Through torch's dispatcher the same kernel runs."""
     q, k, v = qkv(1, 1, LEAST_KEYS + 3, 4, 2, 16)
-    call = torch.compile(lambda *x: tilefold.attention(*x, causal=True), fullgraph=True, backend="aot_eager")
+    call = one_graph(lambda *x: tilefold.attention(*x, causal=True))
     assert torch.equal(call(q, k, v), tilefold.attention(q, k, v, causal=True))
 
 

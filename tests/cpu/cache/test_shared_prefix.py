@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tilefold
-from cases import in_two_parts, judge, rand
+from cases import in_two_parts, judge, one_graph, rand
 from tilefold import reference
 from tilefold.plan import PrefixProblem, device_named, plan_shared_prefix
 
@@ -92,7 +92,7 @@ def test_merge_compiled(device):
         rand(2, 6, 3, 16, device=device),
         rand(2, 3, 6, device=device),
     )
-    got = torch.compile(lambda *a: tilefold.merge_attention(*a)[0] * 2, fullgraph=True, backend="aot_eager")(*args)
+    got = one_graph(lambda *a: tilefold.merge_attention(*a)[0] * 2)(*args)
     assert torch.equal(got, tilefold.merge_attention(*args)[0] * 2)
     from tilefold.ops.cache.merge import MERGE_ATTENTION
 
@@ -263,7 +263,7 @@ def test_shared_prefix_compiled(device):
         )
         return found * 2
 
-    got = torch.compile(call, fullgraph=True, backend="aot_eager")(q, *held)
+    got = one_graph(call)(q, *held)
     assert torch.equal(got, call(q, *held))
 
 

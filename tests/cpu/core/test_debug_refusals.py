@@ -6,6 +6,7 @@ import pytest
 import torch
 import triton
 
+from cases.refusals import refuses
 from debug_cases import BLOCK, N, scale_rows
 from tilefold import debug
 from tilefold.errors import (
@@ -70,19 +71,14 @@ def test_check_kernel_refuses_arguments():
     def check(**changed):
         debug.check_kernel(scale_rows, (3, 3), {**args, **changed}, lambda x: x, ("out",))
 
-    with pytest.raises(LayoutError, match="out is written and shares memory with x"):
-        check()
-    with pytest.raises(LayoutError, match="out is written, but elements of it share memory"):
-        check(out=torch.empty(1, N).expand(3, N))
-    with pytest.raises(ValueRangeError, match="args names 'BLOK', but scale_rows takes x, out"):
-        check(BLOK=1)
-    with pytest.raises(ValueRangeError, match="args lacks 'out'"):
-        debug.check_kernel(scale_rows, (3, 3), (x,), lambda x: x, ("out",))
+    refuses(LayoutError, "out is written and shares memory with x", check)
+    refuses(LayoutError, "out is written, but elements of it share memory", check, out=torch.empty(1, N).expand(3, N))
+    refuses(ValueRangeError, "args names 'BLOK', but scale_rows takes x, out", check, BLOK=1)
+    refuses(ValueRangeError, "args lacks 'out'", debug.check_kernel, scale_rows, (3, 3), (x,), lambda x: x, ("out",))
     with pytest.raises(ValueRangeError, match="args has 10 values, scale_rows takes 9"):
         debug.check_kernel(scale_rows, (3, 3), (x,) * 10, lambda x: x, ("out",))
     tuned = triton.autotune([triton.Config({"BLOCK": 32})], key=[])(scale_rows)
-    with pytest.raises(Unsupported, match="kernel is autotuned"):
-        debug.check_kernel(tuned, (3, 3), args, lambda x: x, ("out",))
+    refuses(Unsupported, "kernel is autotuned", debug.check_kernel, tuned, (3, 3), args, lambda x: x, ("out",))
 
 
 def test_check_tensors_accepts(device):
@@ -137,5 +133,4 @@ def test_check_tensors_refuses(tensors, options, error, says):
 
 
 def test_check_tensors_names_places():
-    with pytest.raises(TilefoldError, match="tensor 1 has strides"):
-        debug.check_tensors(WIDE, WIDE.t(), device="cpu")
+    refuses(TilefoldError, "tensor 1 has strides", debug.check_tensors, WIDE, WIDE.t(), device="cpu")

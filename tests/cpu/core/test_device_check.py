@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tilefold
-from cases import rand
+from cases import one_graph, rand
 from cases.device_check import FAR, OPERATIONS, cases_of, changed, decoding
 from tilefold.compat.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from tilefold.errors import DtypeError, ShapeError, Unsupported, ValueRangeError
@@ -123,7 +123,7 @@ def test_gradients_follow_what_the_forward_pass_followed(operation, device):
 @pytest.mark.parametrize("operation", list(OPERATIONS))
 def test_compiled(operation, device):
     case = next(iter(cases_of(operation, device).values()))
-    compiled = torch.compile(lambda **call: case.run(**call, check="device"), fullgraph=True, backend="aot_eager")
+    compiled = one_graph(lambda **call: case.run(**call, check="device"))
     assert torch.equal(compiled(**case.arguments), case.run(**case.arguments))
     assert tilefold.last_fault() is None
     compiled(**case.arguments | case.wrong)

@@ -1,14 +1,19 @@
-"""The launcher: what Triton's C function is given for descriptors."""
+"""The host side of a launch: devices by their drivers' names, arguments by name, what Triton's C function is given."""
 
+import types
 from types import SimpleNamespace
 
+import pytest
 import torch
 from triton.backends.nvidia import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tilefold.ops import device as ops_device
 from tilefold.ops import launch as ops
-from tilefold.ops.bound import Bound, Slot
+from tilefold.ops.bound import Bound, Slot, attribute, strides_named
+from tilefold.ops.dense.attention import example_launch
 from tilefold.ops.launch import Box, Launch, Mapped, mapped
+from tilefold.plan import AttentionProblem, device_named, plan_attention
 
 SIGNATURE = {
     "a": "tensordesc<bf16[64, 64]>",
@@ -149,3 +154,126 @@ def test_launchers_without_descriptors_or_tma_stay_as_they_are():
     assert mapped(bare) is bare
     old = driver.wrap_handle_tensordesc(print, SIGNATURE, None)
     assert mapped(old) is old
+
+
+# ---------------------------------------------------------------- arguments by name
+
+
+class BoundLaunch:
+    """Of a kernel (Q, scale, Bias, cap, BLOCK) without descriptors, which notes its arguments."""
+
+    maps = _compiled = None
+
+    def __init__(self):
+        self.fn = types.SimpleNamespace(__name__="kernel", arg_names=["Q", "scale", "Bias", "cap", "BLOCK"])
+        self.keywords, self.told = {"BLOCK": 64, "num_warps": 4}, []
+        self.names = ("Q", "scale", "Bias", "cap")
+
+    def alike(self, at, old, new):
+        return True
+
+    def __call__(self, args):
+        self.told.append(list(args))
+
+
+GIVEN = ("q", "call")
+VALUES = {
+    "cap": 30.0,
+    "scale": 0.5,
+    "Q": Slot("q"),
+    "Bias": Slot("call", lambda call: call.bias * 2),
+    "of_another_kernel": 1,
+}
+
+
+def test_arguments_are_in_the_kernels_order():
+    launch = BoundLaunch()
+    bound = Bound(launch, GIVEN, VALUES)
+    for q, bias in (("q", 1), ("another", 5)):
+        bound((q, types.SimpleNamespace(bias=bias)))
+        assert launch.told[-1] == [q, 0.5, 2 * bias, 30.0]
+    assert bound.example(("q", types.SimpleNamespace(bias=1))) == (launch.fn, ("q", 0.5, 2, 30.0), launch.keywords)
+
+
+def test_a_parameter_without_a_value_is_what_a_call_gives_by_its_name():
+    values = {name: value for name, value in VALUES.items() if name != "Q"}
+    assert Bound(BoundLaunch(), ("Q", "Bias", "cap"), {**values, "Bias": Slot("cap")}).arguments(("q", "b", 7)) == [
+        "q",
+        0.5,
+        7,
+        30.0,
+    ]
+
+
+def test_what_is_given_in_the_kernels_order_stands_in_front():
+    bound = Bound(BoundLaunch(), ("Q", "scale"), {"Bias": 1, "cap": 30.0})
+    assert bound.arguments(("q", 0.5)) == ["q", 0.5, 1, 30.0]
+    assert bound.with_values({"cap": 4.0}).arguments(("q", 0.25)) == ["q", 0.25, 1, 4.0]
+    everything = Bound(BoundLaunch(), ("Q", "scale", "Bias", "cap"), {})
+    assert everything.arguments((1, 2, 3, 4)) == everything.with_values({}).arguments((1, 2, 3, 4)) == [1, 2, 3, 4]
+
+
+def test_a_parameter_without_a_value_is_named():
+    with pytest.raises(KeyError, match="kernel has a parameter 'cap' that its binding does not know"):
+        Bound(BoundLaunch(), GIVEN, {name: value for name, value in VALUES.items() if name != "cap"})
+    with pytest.raises(ValueError, match="tuple.index"):
+        Bound(BoundLaunch(), GIVEN, {**VALUES, "Q": Slot("query")})
+
+
+def test_other_values():
+    """The first one keeps its own."""
+    bound = Bound(BoundLaunch(), GIVEN, {**VALUES, "Bias": None})
+    other = bound.with_values({"scale": 0.25})
+    assert other.arguments(("q", None)) == ["q", 0.25, None, 30.0] and bound.arguments(("q", None)) == [
+        "q",
+        0.5,
+        None,
+        30.0,
+    ]
+    assert other.launch is bound.launch
+    assert bound.with_values({"of_another_kernel": 2}).arguments(("q", None)) == bound.arguments(("q", None))
+    with pytest.raises(KeyError, match="kernel has no parameter 'Q' that is the same in all calls"):
+        bound.with_values({"Q": 2})
+
+
+def test_strides_and_attributes():
+    assert strides_named("q", (7, 5, 3), "bmh") == {"stride_qb": 7, "stride_qm": 5, "stride_qh": 3}
+    assert strides_named("q", (5, 3), "bmh") == {"stride_qm": 5, "stride_qh": 3}
+    assert attribute("call", "packed.cu_q", None) is None
+    slot = attribute("call", "packed.cu_q", "there is one")
+    assert slot.of == "call" and slot.make(types.SimpleNamespace(packed=types.SimpleNamespace(cu_q=3))) == 3
+
+
+# ---------------------------------------------------------------- devices
+
+
+@pytest.mark.parametrize(
+    ("driver", "arch", "name", "own"),
+    [
+        ("NVIDIA H200", (9, 0), "h200", True),
+        ("NVIDIA H100 80GB HBM3", (9, 0), "h100", True),
+        ("NVIDIA GH200 480GB", (9, 0), "gh200-480gb", False),
+        ("NVIDIA H100 PCIe", (9, 0), "h100-pcie", False),
+        ("NVIDIA L40S", (8, 9), "l40s", False),
+        ("NVIDIA L4", (8, 9), "l4", True),
+    ],
+)
+def test_only_exact_models_get_their_record(driver, arch, name, own, monkeypatch):
+    properties = SimpleNamespace(name=driver, major=arch[0], minor=arch[1], multi_processor_count=77, gcnArchName="")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    found = ops_device._probe.__wrapped__(0)
+    assert found.name == name
+    assert found.sms == 77
+    assert found.source.startswith("probed") is not own
+
+
+@pytest.mark.parametrize("shape", [(1, 16384, 16, 128), (1, 8192, 32, 128), (1, 16384, 32, 64), (1, 23296, 12, 128)])
+def test_lengths_do_not_decide_a_compilation(shape):
+    """Long sequences take the constants of short ones (the same tile given)."""
+    b, n, h, d = shape
+    long, short = (AttentionProblem(b, seq, seq, h, h, d, d) for seq in (n, 4096))
+    constants = []
+    for problem in (long, short):
+        _, _, keywords = example_launch(problem, plan_attention(problem, device_named("h200")))
+        constants.append({k: v for k, v in keywords.items() if k.isupper()})
+    assert constants[0] == constants[1]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tilefold
-from cases import prefix, qkv, rand, relative, same
+from cases import one_graph, prefix, qkv, rand, relative, same
 from tilefold.ops.call import Call
 from tilefold.ops.dense.library import ATTENTION
 from tilefold.ops.source import Packed
@@ -32,7 +32,6 @@ OPTIONS = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_compile_fullgraph(name, device):
-    torch._dynamo.reset()
     options = OPTIONS[name](device)
     q, k, v = qkv(2, 20, 33, 4, 2, 32, dtype=torch.float16, device=device)
 
@@ -41,21 +40,9 @@ def test_compile_fullgraph(name, device):
         return out + 1, lse
 
     want = layer(q, k, v, **options)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled = one_graph(layer)
     for _ in range(2):
         assert same(compiled(q, k, v, **options), want)
-
-
-def test_compile_varlen(device):
-    torch._dynamo.reset()
-    q, k, v = rand(30, 4, 16, device=device), rand(50, 2, 16, device=device), rand(50, 2, 16, device=device)
-    cu_q, cu_k = (torch.tensor(c, dtype=torch.int32, device=device) for c in ([0, 10, 30], [0, 45, 50]))
-
-    def layer(q, k, v, cu_q, cu_k):
-        return tilefold.attention_varlen(q, k, v, cu_q, cu_k, 20, 45, causal=True) * 2
-
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(q, k, v, cu_q, cu_k), layer(q, k, v, cu_q, cu_k))
 
 
 def test_compile_with_dynamic_lengths(device):
@@ -78,14 +65,13 @@ def test_compile_with_dynamic_lengths(device):
 
 def test_compile_with_changing_maxima_windows_and_args(device):
     """Numbers that Dynamo turns into symbols: the ordinary way to train on packed sequences."""
-    torch._dynamo.reset()
     hook = tilefold.constant(prefix)
 
     def layer(q, cu, longest, left, first):
         out = tilefold.attention_varlen(q, q, q, cu, cu, longest, longest, causal=True, window=(left, None))
         return out + tilefold.attention_varlen(q, q, q, cu, cu, longest, longest, mask_mod=hook, mask_args=(first,))
 
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    compiled = one_graph(layer, dynamic=True)
     for n in (30, 31, 47):
         q = rand(n, 2, 16, device=device)
         cu = torch.tensor([0, 10, n], dtype=torch.int32, device=device)
@@ -105,14 +91,11 @@ EAGER_ONLY = [
 
 @pytest.mark.parametrize("options", EAGER_ONLY)
 def test_compiled_calls_refuse_what_eager_calls_refuse(options, device):
-    torch._dynamo.reset()
     q, k, v = qkv(1, 8, 8, 2, 2, 16, device=device)
     with pytest.raises(tilefold.TilefoldError):
         tilefold.attention(q, k, v, **options)
     with pytest.raises(Exception):  # noqa: B017, PT011 - Dynamo wraps it in its own
-        torch.compile(lambda q, k, v: tilefold.attention(q, k, v, **options), fullgraph=True, backend="aot_eager")(
-            q, k, v
-        )
+        one_graph(lambda q, k, v: tilefold.attention(q, k, v, **options))(q, k, v)
 
 
 def test_export_names_what_is_missing(device, monkeypatch):
@@ -162,17 +145,13 @@ def test_meta_tensors_give_shapes():
 
 
 def test_plan_travels_through_the_dispatcher(device):
-    torch._dynamo.reset()
     q, k, v = qkv(2, 20, 33, 4, 2, 32, device=device)
     plan = tilefold.constant(tilefold.attention_plan(q, k, v).with_tile(block_m=16, block_n=16))
-    compiled = torch.compile(
-        lambda q, k, v: tilefold.attention(q, k, v, plan=plan), fullgraph=True, backend="aot_eager"
-    )
+    compiled = one_graph(lambda q, k, v: tilefold.attention(q, k, v, plan=plan))
     assert torch.equal(compiled(q, k, v), tilefold.attention(q, k, v, plan=plan))
 
 
 def test_bare_hooks_are_refused_inside_compile(device):
-    torch._dynamo.reset()
     q, k, v = qkv(2, 20, 33, 4, 2, 32, device=device)
     table = rand(4, 9, device=device)
 
@@ -180,7 +159,7 @@ def test_bare_hooks_are_refused_inside_compile(device):
         return tilefold.attention(q, k, v, score_mod=relative, score_args=(table, 4))
 
     with pytest.raises(Exception):  # noqa: B017, PT011 - by tilefold, or by a Dynamo that cannot look at the function
-        torch.compile(layer, fullgraph=True, backend="aot_eager")(q, k, v)
+        one_graph(layer)(q, k, v)
 
 
 def test_constants_in_eager_calls(device):
@@ -192,9 +171,8 @@ def test_constants_in_eager_calls(device):
 
 
 def test_errors_come_at_trace_time(device):
-    torch._dynamo.reset()
     q, k, v = qkv(2, 20, 33, 4, 2, 32, device=device)
-    compiled = torch.compile(lambda q, k, v: tilefold.attention(q, k, v), fullgraph=True, backend="aot_eager")
+    compiled = one_graph(lambda q, k, v: tilefold.attention(q, k, v))
     with pytest.raises(Exception, match="heads of q must be a multiple"):
         compiled(q[:, :, :3], k, v)
 

@@ -5,7 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import tilefold
-from cases import check, packed, qkv, rand
+from cases import check, one_graph, packed, qkv, rand
 from cases.gradient import BOX_BACKWARD, check_gradients, gradients
 from tilefold.ops.call import Call
 from tilefold.ops.dense.library import ATTENTION
@@ -120,13 +120,12 @@ def test_checkpoints_and_same_bits(device):
 
 @pytest.mark.no_poison
 def test_compile(device):
-    torch._dynamo.reset()
     inputs = [t.requires_grad_() for t in qkv(1, 20, 33, 2, 1, 16, dtype=torch.float16, device=device)]
 
     def layer(q, k, v, seed):
         return tilefold.attention(q, k, v, dropout_p=0.3, dropout_seed=seed), tilefold.attention(q, k, v, dropout_p=0.3)
 
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled = one_graph(layer)
     results = []
     for fn in (layer, compiled):
         torch.manual_seed(5)

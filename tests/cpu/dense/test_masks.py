@@ -8,7 +8,7 @@ import torch
 import triton
 
 import tilefold
-from cases import check, dilated, dilated_twin, one, packed, qkv, rand, relative, relative_twin, small_plan
+from cases import check, dilated, dilated_twin, one, one_graph, packed, qkv, rand, relative, relative_twin, small_plan
 from cases import prefix as by_mod
 from cases.gradient import check_gradients, gradients
 from examples import examples
@@ -448,7 +448,6 @@ def test_two_functions_of_one_name(device):
 @pytest.mark.no_poison
 @pytest.mark.parametrize("name", ["prefix", "prefix of each", "bands", "tensors", "nested", "not"])
 def test_compiled(name, device):
-    torch._dynamo.reset()
     q, k, v = qkv(2, SQ, SK, 4, 2, 16, dtype=torch.float16, device=device)
     fn, mask = tilefold.constant(dilated), every(device)[name]
     if name == "nested":
@@ -457,14 +456,13 @@ def test_compiled(name, device):
     def layer(q, k, v):
         return tilefold.attention(2 * q, k, v, mask=mask, score=scores.softcap(4.0)) + 1
 
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled = one_graph(layer)
     for _ in range(2):
         assert torch.equal(compiled(q, k, v), layer(q, k, v))
 
 
 @pytest.mark.no_poison
 def test_compiled_with_masks_made_inside_and_gradients(device):
-    torch._dynamo.reset()
     q, k, v = qkv(2, SQ, SK, 4, 2, 16, device=device)
     lengths = int32(40, 13, device=device)
 
@@ -473,7 +471,7 @@ def test_compiled_with_masks_made_inside_and_gradients(device):
         return tilefold.attention(q, k, v, mask=mask)
 
     leaves = [t.requires_grad_() for t in (q, k, v)]
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled = one_graph(layer)
     got, want = (torch.autograd.grad(fn(*leaves, lengths, 7).sum(), leaves) for fn in (compiled, layer))
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)

@@ -116,26 +116,10 @@ def backward_changes(**given):
     hidden = arrays(**more)
     found = (parts, "columns_of"), *((score_mods, name) for name in ("subtract_distance", "softcap", "hide"))
     names = {"LOG2E": np.float32(np.log2(np.e)), "quick_reciprocal": lambda x: np.float32(1) / x}
-    fields = [
-        "scale",
-        "cap",
-        "Slopes",
-        "stride_b",
-        "stride_h",
-        "score_mods",
-        "score_grads",
-        "mask",
-        "mask_mods",
-        "SOFTCAP",
-        "KIND",
-    ]
+    changes = ("score_mods", "score_grads", "mask", "mask_mods")
+    fields = ["scale", "cap", "Slopes", "stride_b", "stride_h", *changes, "SOFTCAP", "KIND"]
     unused = {"mask": types.SimpleNamespace(ROWS=0), "SOFTCAP": 0, "KIND": 0}
-    chosen = {
-        **dict.fromkeys(fields),
-        **dict.fromkeys(("score_mods", "score_grads", "mask_mods"), ()),
-        **unused,
-        **given,
-    }
+    chosen = dict.fromkeys(fields) | dict.fromkeys(("score_mods", "score_grads", "mask_mods"), ()) | unused | given
     return class_of(hidden, backward_mods, "BackwardMods", *found, **names)(*(chosen[name] for name in fields))
 
 

@@ -3,17 +3,13 @@
 import pytest
 import torch
 
-from cases import packed, qkv, rand
+from cases import one_graph, packed, qkv, rand
 from cases.flash import a_cache, angles, in_pages
 from cases.host import NoReads
 from tilefold.compat import flash_attn as fa
 from tilefold.compat.flash_attn.layers.rotary import RotaryEmbedding
 
 pytestmark = pytest.mark.no_poison
-
-
-def compiled(fn):
-    return torch.compile(fn, fullgraph=True, backend="aot_eager")
 
 
 def test_dense_and_packed(device):
@@ -27,7 +23,7 @@ def test_dense_and_packed(device):
         return x, *y
 
     eager = both(q, k, v, tq, tk, tv)
-    found = compiled(both)(q, k, v, tq, tk, tv)
+    found = one_graph(both)(q, k, v, tq, tk, tv)
     for one, other in zip(found, eager, strict=True):
         assert torch.equal(one, other)
     for one, other in zip(torch.autograd.grad(found[0], (q, k, v), grad), torch.autograd.grad(eager[0], (q, k, v), grad),
@@ -41,7 +37,7 @@ def test_packed_tensors_and_dropout(device):
     def call(x):
         return fa.flash_attn_qkvpacked_func(x, 0.4, return_attn_probs=True)
 
-    out, lse, dropped = compiled(call)(x)
+    out, lse, dropped = one_graph(call)(x)
     assert dropped.shape == (1, 2, 128, 128) and (dropped < 0).any()
     plain, same, _ = call(x)
     assert torch.equal(lse, same) and not torch.equal(out, plain)
@@ -69,7 +65,7 @@ def test_a_decoding_step(device):
     step, given = a_step(device)
     mine = [t.clone() for t in given]
     eager = step(*given)
-    found = compiled(step)(*mine)
+    found = one_graph(step)(*mine)
     for one, other in zip((*found, *mine), (*eager, *given), strict=True):
         assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))
 
@@ -78,7 +74,7 @@ def test_rotary_module(device):
     module = RotaryEmbedding(8, device=device)
     x = rand(2, 5, 3, 2, 16, device=device)
     want = module(x.clone(), seqlen_offset=2)
-    assert torch.equal(compiled(lambda x: module(x.clone(), seqlen_offset=2))(x), want)
+    assert torch.equal(one_graph(lambda x: module(x.clone(), seqlen_offset=2))(x), want)
 
 
 def test_nothing_is_read_on_the_host(device, monkeypatch):

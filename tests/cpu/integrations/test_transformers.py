@@ -10,6 +10,7 @@ pytest.importorskip("transformers", minversion="4.56", exc_type=ImportError, rea
 
 import hf_models
 import tilefold
+from cases.refusals import refuses
 from hf_models import DECODERS, OTHERS, judge, logits, made_by, make, padded
 from tilefold.errors import DtypeError, ShapeError, Unsupported, ValueRangeError
 
@@ -164,8 +165,7 @@ def test_packed_by_offsets(device):
         with pytest.raises(DtypeError, match=text):
             logits(model, **facts, **{**given, name: value})
     del given["max_length_k"]
-    with pytest.raises(Unsupported, match="without max_length_k"):
-        logits(model, **facts, **given)
+    refuses(Unsupported, "without max_length_k", logits, model, **facts, **given)
 
 
 @pytest.mark.parametrize("kind", ["bool", "additive"])
@@ -208,8 +208,7 @@ def test_two_dimensional_masks_are_padding(device):
     torch.testing.assert_close(out, attention_forward(layer, q, k, v, dense)[0])
     assert weights is None
     for wrong, error in ((mask[None], ShapeError), (dense.long(), DtypeError)):
-        with pytest.raises(error, match="attention_mask has"):
-            attention_forward(layer, q, k, v, wrong)
+        refuses(error, "attention_mask has", attention_forward, layer, q, k, v, wrong)
 
 
 def test_refusals(device):
@@ -233,8 +232,7 @@ def test_a_bias_per_place_and_packed_sequences(device):
     mask = Visible((1, 1, 5, 5), True, None, 5, None, Rows(offsets, 3))
     with pytest.raises(Unsupported, match="position_bias"):
         attention_forward(torch.nn.Identity(), q, q, q, mask, position_bias=torch.zeros(1, 2, 5, 5, device=device))
-    with pytest.raises(ShapeError, match="made for 5 queries"):
-        attention_forward(torch.nn.Identity(), q[:, :, :4], q, q, mask)
+    refuses(ShapeError, "made for 5 queries", attention_forward, torch.nn.Identity(), q[:, :, :4], q, q, mask)
     with pytest.raises(Unsupported, match="takes its attention mask apart"):
         mask[:, :, :2]
 
@@ -251,8 +249,7 @@ def test_autocast(device):
 
 
 def test_register_says_what_is_missing(monkeypatch):
-    with pytest.raises(ValueRangeError, match="'transformers', 'diffusers', 'torch', got 'jax'"):
-        tilefold.register("jax")
+    refuses(ValueRangeError, "'transformers', 'diffusers', 'torch', got 'jax'", tilefold.register, "jax")
     with monkeypatch.context() as patched:
         patched.setattr(importlib.metadata, "version", lambda name: "4.55.4")
         with pytest.raises(
@@ -260,8 +257,7 @@ def test_register_says_what_is_missing(monkeypatch):
         ):
             tilefold.register()
         patched.setattr(importlib.util, "find_spec", lambda name: None)
-        with pytest.raises(Unsupported, match="which is not installed: pip install 'diffusers>=0"):
-            tilefold.register("diffusers")
+        refuses(Unsupported, "which is not installed: pip install 'diffusers>=0", tilefold.register, "diffusers")
 
 
 def test_unregister():

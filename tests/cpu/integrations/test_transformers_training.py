@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("transformers", minversion="4.56", exc_type=ImportError, reason="needs the transformers extra")
 
 import hf_models
+from cases import one_graph
 from hf_models import judge_compiled, logits, made_by, make, padded
 
 
@@ -123,12 +124,11 @@ def test_compiled_layers_train(device):
 @pytest.mark.xdist_group("compile")
 def test_a_compiled_model(device):
     """The masks are made inside the graph; so is the backward pass."""
-    torch._dynamo.reset()
     model = made_by(make("gemma3", device), "tilefold")
     ids, mask = padded(2, 8, device=device)
     for given in ({}, {"attention_mask": mask}):
         results = []
-        for call in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        for call in (model, one_graph(model)):
             model.zero_grad()
             loss = call(input_ids=ids, labels=ids, use_cache=False, **given).loss
             loss.backward()

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cases import rand, same
+from cases import one_graph, rand, same
 from cases.conv import held
 from tilefold import ops
 from tilefold.device.convolution import folded, tap_of
@@ -249,7 +249,7 @@ def test_compiled(device):
     def block(x, w):
         return ops.conv2d(x, w, padding=1, activation="silu")
 
-    got = torch.compile(block, fullgraph=True, backend="aot_eager")(x, w)
+    got = one_graph(block)(x, w)
     want = block(x, w)
     assert torch.equal(got, want) and got.stride() == want.stride()
     given, made = (torch.autograd.grad(t.sum(), (x, w)) for t in (want, got))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cases import judge, rand
+from cases import judge, one_graph, rand
 from tilefold import ops, quant, reference
 from tilefold.errors import DtypeError, LayoutError, PlanError, ShapeError
 from tilefold.plan import device_named
@@ -174,7 +174,7 @@ def test_strided_and_odd_activations(device):
 def test_operator_and_compile(device):
     weight = random_weight(40, 96, 4, 32, device=device)
     x, bias = rand(3, 96, dtype=torch.float16, device=device), rand(40, dtype=torch.float16, device=device)
-    compiled = torch.compile(lambda x: ops.lowbit_matmul(x, weight, bias) * 2, fullgraph=True, backend="aot_eager")
+    compiled = one_graph(lambda x: ops.lowbit_matmul(x, weight, bias) * 2)
     assert torch.equal(compiled(x), ops.lowbit_matmul(x, weight, bias) * 2)
     made = compiled(x.requires_grad_())
     (dx,) = torch.autograd.grad(made.sum(), x)

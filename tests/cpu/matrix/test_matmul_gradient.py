@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cases import rand, same
+from cases import one_graph, rand, same
 from cases.matmul import ACTIVATIONS, check_gradients, matrix
 from tilefold import ops
 from tilefold.errors import Unsupported
@@ -89,9 +89,8 @@ def layer(a, b, bias, activation):
 @pytest.mark.no_poison
 @pytest.mark.parametrize("activation", [None, "relu", "gelu"])
 def test_compile_fullgraph(activation, device):
-    torch._dynamo.reset()
     leaves = [rand(*shape, device=device).requires_grad_() for shape in ((2, 20, 18), (18, 35), (35,))]
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled = one_graph(layer)
     results = []
     for fn in (layer, compiled, compiled):
         out = fn(*leaves, activation)

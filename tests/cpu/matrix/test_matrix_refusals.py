@@ -1,13 +1,17 @@
-"""The matrix collection called with wrong arguments: an error that names them, before anything runs, whatever ran before."""
+"""The matrix collection, quantize, LowBitLinear and files called wrongly: an error that names the argument, before all else."""
 
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
+import tilefold
 from cases import rand
+from cases.refusals import refuses
 from tilefold import ops, quant
-from tilefold.errors import DtypeError, LayoutError, PlanError, ValueRangeError
+from tilefold.errors import DeviceError, DtypeError, LayoutError, PlanError, ValueRangeError
+from tilefold.nn import LowBitLinear, load_quantized, save_quantized
 from tilefold.ops.matrix import conv, lowbit
 from tilefold.ops.matrix.conv import conv_plan
 from tilefold.plan import device_named
@@ -19,21 +23,17 @@ def test_an_option_is_judged_by_its_type_after_a_call_with_its_equal(device):
     """1 == True: what was right once must not let it through."""
     a, b = rand(4, 8, dtype=F32, device=device), rand(8, 4, dtype=F32, device=device)
     ops.matmul(a, b, tf32=True)
-    with pytest.raises(DtypeError, match="tf32 must be a bool, got 1"):
-        ops.matmul(a, b, tf32=1)
+    refuses(DtypeError, "tf32 must be a bool, got 1", ops.matmul, a, b, tf32=1)
     x = torch.randn(4, 8, dtype=torch.complex64, device=device)
     ops.transpose(x)
-    with pytest.raises(LayoutError, match="x is a lazy conjugate"):
-        ops.transpose(x.conj())
+    refuses(LayoutError, "x is a lazy conjugate", ops.transpose, x.conj())
 
 
 def test_options_that_cannot_be_honoured(device):
     a, b = rand(4, 8, dtype=F16, device=device), rand(8, 4, dtype=F16, device=device)
-    with pytest.raises(ValueRangeError, match="tf32 is for float32, but a has dtype float16"):
-        ops.matmul(a, b, tf32=True)
+    refuses(ValueRangeError, "tf32 is for float32, but a has dtype float16", ops.matmul, a, b, tf32=True)
     x, w = rand(1, 4, 5, 5, dtype=F16, device=device), rand(4, 4, 3, 3, dtype=F16, device=device)
-    with pytest.raises(ValueRangeError, match="tf32 is for float32, but x has dtype float16"):
-        ops.conv2d(x, w, tf32=True)
+    refuses(ValueRangeError, "tf32 is for float32, but x has dtype float16", ops.conv2d, x, w, tf32=True)
     with pytest.raises(ValueRangeError, match="activation must be None or one of 'relu', .*, got 'none'"):
         ops.conv2d(x, w, activation="none")
     with pytest.raises(ValueRangeError, match=r"method must be one of .*, got \[\]"):
@@ -65,8 +65,7 @@ def test_a_tile_of_a_convolution(changes, words):
     plan = conv_plan(torch.empty(1, 16, 5, 5, dtype=F16), torch.empty(16, 16, 3, 3, dtype=F16))
     with pytest.raises(PlanError, match=f"plan field forward: {words}"):
         plan.with_tile("forward", **changes)
-    with pytest.raises(PlanError, match="part must be one of 'forward', 'input', 'weight', got 'dx'"):
-        plan.with_tile("dx", rows=16)
+    refuses(PlanError, "part must be one of 'forward', 'input', 'weight', got 'dx'", plan.with_tile, "dx", rows=16)
 
 
 def test_a_gradient_that_lies_more_widely_than_the_result_gets_wide_offsets():
@@ -87,10 +86,8 @@ def test_lowbit_options(weight, device):
     x = rand(3, 64, dtype=F16, device=device)
     for given in (x, x.clone().requires_grad_()):
         for plan in ("x", []):
-            with pytest.raises(DtypeError, match="plan must be a LowbitPlan or None, got"):
-                ops.lowbit_matmul(given, weight, plan=plan)
-    with pytest.raises(DtypeError, match="weight must be a tilefold.quant.QuantizedTensor, got Tensor"):
-        ops.lowbit_matmul_plan(x, x)
+            refuses(DtypeError, "plan must be a LowbitPlan or None, got", ops.lowbit_matmul, given, weight, plan=plan)
+    refuses(DtypeError, "weight must be a tilefold.quant.QuantizedTensor, got Tensor", ops.lowbit_matmul_plan, x, x)
     with pytest.raises(DtypeError, match="deterministic must be True or False, got 1"):
         ops.lowbit_matmul_plan(x, weight, deterministic=1)
 
@@ -121,3 +118,66 @@ def test_the_gradient_of_a_bias_beside_a_single_row(weight, device):
     x, bias = rand(64, dtype=F32, device=device), rand(16, dtype=F32, device=device).requires_grad_()
     ops.lowbit_matmul(x, weight, bias).sum().backward()
     assert torch.equal(bias.grad, torch.ones_like(bias))
+
+
+# ---------------------------------------------------------------- quantize
+
+
+def model(device="cpu"):
+    """Three linear layers, fresh memory filled."""
+    made = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Sequential(nn.Linear(64, 64)), nn.Linear(64, 64))
+    for parameter in made.parameters():
+        parameter.data = rand(*parameter.shape, dtype=torch.float32)
+    return made.to(device)
+
+
+def low(made):
+    return [name for name, module in made.named_modules() if isinstance(module, LowBitLinear)]
+
+
+def test_a_pattern_that_matches_nothing_raises():
+    made = model()
+    for skip, message in (
+        ("lm_head", "skip 'lm_head' matches no linear layer; there are 3: 0, 2.0, 3"),
+        ("2.", "matches no linear layer"),  # a part of a name's part
+        ([3], "skip must be names, globs or a predicate, got 3"),
+        (3, "skip must be names, globs or a predicate, got 3"),
+    ):
+        with pytest.raises(ValueRangeError, match=message):
+            tilefold.quantize(made, skip=skip, progress=False)
+    assert not low(made)
+
+
+def test_the_run_over_inputs_leaves_every_module_in_its_mode():
+    """A part that is frozen in evaluation stays so in a model that trains, and its statistics stay."""
+    made = model().train()
+    made[1].eval()
+    before = {name: tensor.clone() for name, tensor in made[1].state_dict().items()}
+    report = tilefold.quantize(made, 8, inputs=rand(4, 64, dtype=torch.float32), progress=False)
+    assert all(layer.output_error is not None for layer in report.layers) and len(low(made)) == 3
+    assert made.training and made[2].training and not made[1].training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in made[1].state_dict().items())
+
+
+def test_modules_and_files(tmp_path):
+    weight = quant.quantize_weight(rand(64, 64, dtype=torch.float32))
+    refuses(DtypeError, "linear must be a torch.nn.Linear, got Tensor", LowBitLinear.from_linear, rand(64, 64))
+    refuses(DtypeError, "bias must be a torch.Tensor or None, got list", LowBitLinear, weight, [0.0] * 64)
+    with pytest.raises(ValueRangeError, match="model must be a torch.nn.Module, got dict"):
+        save_quantized({}, tmp_path / "x.safetensors")
+    refuses(ValueRangeError, "model must be a torch.nn.Module, got dict", load_quantized, {}, {})
+    refuses(ValueRangeError, "source must be a state_dict or an existing file, got int", load_quantized, model(), 3)
+
+
+def test_weights_that_are_none():
+    weight = rand(64, 64, dtype=torch.float32)
+    for given, error, message in (
+        ([1.0], DtypeError, "w must be a torch.Tensor, got list"),
+        (weight.to("meta"), DeviceError, "w is on the meta device"),
+        (weight.to_sparse(), LayoutError, "w must be a dense strided tensor, got layout torch.sparse_coo"),
+    ):
+        with pytest.raises(error, match=message):
+            quant.quantize_weight(given)
+    refuses(DtypeError, "q must be a QuantizedTensor, got Tensor", quant.dequantize, weight)
+    refuses(DtypeError, "codes must be uint8, got list", quant.pack, [1], 4)
+    refuses(DtypeError, "packed must be int32, got list", quant.unpack, [1], None, 4, (64, 64))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import cases
-from cases import judge
+from cases import judge, one_graph
 from tilefold import reference
 from tilefold.errors import DeviceError, DtypeError, ShapeError, TilefoldError, ValueRangeError
 from tilefold.nn import LowBitLinear
@@ -225,7 +225,7 @@ def test_swapped_buffers_are_used():
 def test_compiled_without_breaks(name, device):
     layers = nn.Sequential(made(name, device=device, n=K), nn.GELU(), made(name, device=device)).to(device)
     x = rand(4, K, device=device).requires_grad_()
-    compiled = torch.compile(layers, fullgraph=True, backend="aot_eager")
+    compiled = one_graph(layers)
     out, want = compiled(x), layers(x)
     torch.testing.assert_close(out, want)
     torch.testing.assert_close(*(torch.autograd.grad(t.sum(), x)[0] for t in (out, want)))

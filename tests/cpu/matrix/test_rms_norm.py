@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cases import judge, rand
+from cases import judge, one_graph, rand
 from tilefold import ops, reference
 from tilefold.errors import DtypeError, LayoutError, ShapeError, Unsupported, ValueRangeError
 from tilefold.plan import device_named
@@ -78,14 +78,13 @@ def test_the_same_bits_and_nothing(device):
 
 @pytest.mark.no_poison
 def test_compiled(device):
-    torch._dynamo.reset()
     x, weight, residual = (rand(*s, device=device).requires_grad_() for s in ((9, 40), (40,), (9, 40)))
 
     def layer(x, weight, residual):
         out, summed = ops.rms_norm(x, weight, residual, eps=1e-5)
         return (out * 2 + summed).sum()
 
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled = one_graph(layer)
     got, want = (torch.autograd.grad(fn(x, weight, residual), (x, weight, residual)) for fn in (compiled, layer))
     assert all(map(torch.equal, got, want))
     torch.library.opcheck(ops.matrix.rms_norm.rms_norm_op.op, (x, weight, residual, 1e-6))

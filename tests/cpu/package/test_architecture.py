@@ -44,42 +44,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tune": WORK | {"bench"},
     "ladder": WORK | {"reference", "sparse", "bench"},  # one of its rungs is measuring, by the timers of bench
     "profiling": WORK | {"bench", "aot", "ladder"},  # whose rungs are cases to profile
-    "cli": WORK
-    | {
-        "reference",
-        "sparse",
-        "nn",
-        "compat",
-        "debug",
-        "ladder",
-        "bench",
-        "aot",
-        "paged",
-        "quant",
-        "profiling",
-        "parallel",
-        "tune",
-        "video",
-    },
-    "__init__": {
-        "ops",
-        "api",
-        "cache_api",
-        "sparse_api",
-        "compat",
-        "debug",
-        "integrations",
-        "ladder",
-        "nn",
-        "paged",
-        "sparse",
-        "plan",
-        "profiling",
-        "quant",
-    }
-    | LEAVES,
+    "cli": WORK | {"reference", "sparse", "nn", "compat", "debug", "ladder", "bench", "aot", "paged", "quant", "profiling",
+                   "parallel", "tune", "video"},
+    "__init__": LEAVES | {"ops", "api", "cache_api", "sparse_api", "compat", "debug", "integrations", "ladder", "nn", "paged",
+                          "sparse", "plan", "profiling", "quant"},
     "__main__": {"cli"},
-}
+}  # fmt: skip
 ALONE = {"kernels"}  # one kernel file never imports another
 # Third-party packages that a part may import; the standard library is always allowed, parts not listed are free.
 OUTSIDE: dict[str, set[str]] = {
@@ -92,42 +62,12 @@ OUTSIDE: dict[str, set[str]] = {
     "cpu": {"torch"},
 }
 ONLY_GLUON = ("kernels", "hopper")  # and there, in one file that hides its version differences
-SHARED_BY_HOPPER = (
-    "gluon",
-    "parts",
-    "backward_config",
-    "backward_consumer",
-    "backward_epilogue",
-    "backward_lists",
-    "backward_mask",
-    "backward_mods",
-    "backward_pipeline",
-    "backward_producer",
-    "backward_scheduler",
-    "block_list",
-    "chunks",
-    "config",
-    "consumer",
-    "dq_sums",
-    "ds_ring",
-    "epilogue",
-    "fp8_parts",
-    "mask",
-    "ping_pong",
-    "pipeline",
-    "producer",
-    "products",
-    "recompute",
-    "group_sums",
-    "reduce_pipeline",
-    "reduce_scheduler",
-    "scheduler",
-    "score_mods",
-    "softmax",
-    "structs",
-    "matmul_parts",
-    "lowbit_parts",
-)  # Gluon's front and the device helpers of its kernels: no kernels
+NOUNS = ("backward_config", "backward_consumer", "backward_epilogue", "backward_lists", "backward_mask", "backward_mods",
+         "backward_pipeline", "backward_producer", "backward_scheduler", "block_list", "config", "consumer", "dq_sums",
+         "ds_ring", "epilogue", "fp8_parts", "mask", "ping_pong", "pipeline", "producer", "products", "recompute",
+         "group_sums", "reduce_pipeline", "reduce_scheduler", "scheduler", "score_mods", "softmax", "structs")  # fmt: skip
+# Gluon's front and the device helpers of its kernels: no kernels
+SHARED_BY_HOPPER = ("gluon", "parts", "chunks", "matmul_parts", "lowbit_parts", *NOUNS)
 GLUON_COMPILER = ("aot", "compile")  # drives Triton's compilers, Gluon's among them; writes no kernels
 REFERENCE_IN_CLI = {"check", "demo", "video_demo"}
 
@@ -303,11 +243,7 @@ def test_gluon_is_hidden_in_one_file() -> None:
 
 
 ATTENTION = ("attention_forward", "attention_fp8", "sparse_forward", "attention_backward", "attention_backward_packed",
-             "attention_backward_reduce", "attention_backward_wide", "sparse_backward", "block_list", "config",
-             "consumer", "epilogue", "fp8_parts", "mask", "ping_pong", "pipeline", "producer", "products", "scheduler",
-             "score_mods", "softmax", "backward_config", "backward_consumer", "backward_epilogue", "backward_lists",
-             "backward_mask", "backward_mods", "backward_pipeline", "backward_producer", "backward_scheduler", "ds_ring",
-             "dq_sums", "group_sums", "recompute", "reduce_pipeline", "reduce_scheduler", "structs")  # fmt: skip
+             "attention_backward_reduce", "attention_backward_wide", "sparse_backward", *NOUNS)  # fmt: skip
 MOST_ARGUMENTS = 12
 
 

@@ -1,4 +1,4 @@
-"""The tutorials run as they stand on a machine without a GPU, and print what they say."""
+"""Tutorials and the guides' examples run as they stand, without a GPU, and print what they say."""
 
 import json
 import os
@@ -60,3 +60,46 @@ def test_the_program_of_two_processes_runs(tmp_path: Path) -> None:
     assert re.fullmatch(r"\(1, 30, 4, 32\) \(1, 60, 4, 32\)\nTrue\n", done.stdout)
     for said in ("2 program.py   # on a CPU", "It prints the shapes"):
         assert said in TEXTS["several_gpus.md"]
+
+
+# ---------------------------------------------------------------- guides
+
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+
+
+def examples(name: str, device: str) -> list[str]:
+    """The page's Python; without a GPU, for the interpreter, and without what captures a graph."""
+    found = re.findall(r"```python\n(.*?)```", (DOCS / name).read_text(), re.S)
+    if device == "cuda":
+        return found
+    return [text.replace('"cuda"', f'"{device}"') for text in found if "CUDAGraph" not in text]
+
+
+@pytest.mark.no_poison
+def test_the_guide_to_caches_runs(device):
+    names: dict[str, object] = {}
+    texts = examples("explanation/cache_append.md", device)
+    assert len(texts) == 4
+    for text in texts:
+        exec(text, names)
+    assert names["pages_k"].any() and names["eighths"][0].float().any()  # type: ignore[attr-defined,index]
+    assert names["out"].isfinite().all()  # type: ignore[attr-defined]
+
+
+@pytest.mark.no_poison
+def test_the_guide_to_pages_runs(device):
+    names: dict[str, object] = {}
+    texts = examples("explanation/paged_cache.md", device)
+    assert len(texts) == (5 if device == "cuda" else 4)
+    for text in texts:
+        exec(text, names)
+    assert names["cache"].sequences == ()  # type: ignore[attr-defined]
+
+
+@pytest.mark.no_poison
+def test_the_page_of_checks_runs(device):
+    names: dict[str, object] = {}
+    (text,) = examples("reference/checks.md", device)
+    exec(text, names)
+    assert names["fault"].argument == "block_table"  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ import torch
 import triton
 
 import tilefold
+from cases.refusals import refuses
 from tilefold import DeviceError, PlanError, Unsupported, ops
 from tilefold.cpu import calls
 from tilefold.plan import DEVICES, AttentionProblem, TorchPlan, architecture, capabilities, device_named, plan_attention
@@ -62,8 +63,7 @@ def test_every_function_that_is_named_exists():
     named = [c for c in CAPABILITIES if c.function]
     assert {c.architecture for c in named} == {CPU}
     assert all(callable(function_of(c.operation, CPU)) for c in named)
-    with pytest.raises(Unsupported, match=r"conv2d is not served by torch \(CPU\)"):
-        function_of("conv2d", CPU)
+    refuses(Unsupported, "conv2d is not served by torch (CPU)", function_of, "conv2d", CPU)
 
 
 def test_another_architecture_is_a_line_and_its_records(monkeypatch):
@@ -84,8 +84,7 @@ def test_another_architecture_is_a_line_and_its_records(monkeypatch):
     assert q.grad is not None
     assert seen == [plan]
     tilefold.matmul(q[0, :, 0], k[0, :, 0].t())
-    with pytest.raises(Unsupported, match="score_mod is not served by a toy"):
-        tilefold.attention(q, k, v, score_mod=plus_one)
+    refuses(Unsupported, "score_mod is not served by a toy", tilefold.attention, q, k, v, score_mod=plus_one)
 
 
 seen: list[TorchPlan] = []
@@ -109,8 +108,7 @@ def test_the_plan_is_printed_followed_and_refused():
     small = TorchPlan(plan.operation, plan.problem, plan.device, plan.cut)
     out = tilefold.attention(q, k, v, causal=True, plan=small)
     assert torch.equal(out, tilefold.attention(q, k, v, causal=True))
-    with pytest.raises(PlanError, match="plan is for AttentionProblem"):
-        tilefold.attention(q, k, v, plan=small)
+    refuses(PlanError, "plan is for AttentionProblem", tilefold.attention, q, k, v, plan=small)
     problem = AttentionProblem(1, 40, 40, 4, 4, 16, 16, dtype="float32")
     with pytest.raises(PlanError, match=r"the call is on torch \(CPU\)"):
         tilefold.attention(q, k, v, plan=plan_attention(problem, device_named("a100")))
@@ -128,11 +126,9 @@ def test_what_is_not_served_names_the_argument_and_the_interpreter():
         with pytest.raises(Unsupported, match=f"{name} {text}"):
             tilefold.attention(q, k, v, **{name: plus_one})
     x = torch.randn(1, 3, 8, 8)
-    with pytest.raises(DeviceError, match="start Python with TRITON_INTERPRET=1"):
-        ops.conv2d(x, torch.randn(4, 3, 3, 3))
+    refuses(DeviceError, "start Python with TRITON_INTERPRET=1", ops.conv2d, x, torch.randn(4, 3, 3, 3))
     eight = q.to(torch.float8_e4m3fn)
-    with pytest.raises(DeviceError, match="start Python with TRITON_INTERPRET=1"):
-        tilefold.attention(eight, eight, eight)
+    refuses(DeviceError, "start Python with TRITON_INTERPRET=1", tilefold.attention, eight, eight, eight)
 
 
 def test_memory_stays_below_one_matrix_of_scores():

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cases.refusals import refuses
 from examples import examples
 from tilefold.errors import PlanError, TilefoldError, Unsupported
 from tilefold.plan import DEVICES, AttentionPlan, AttentionProblem, Device, device_named, plan_attention
@@ -445,12 +446,9 @@ def test_versions_for_sm_90_may_be_asked_for() -> None:
     few = forced(replace(LONG, batch=8, seq_q=16, kv_heads=2), options=("pack",))
     assert few.grid == (16, 1, 1)  # 8 heads x 16 queries are the rows of a block
     assert "16 blocks = 1 query tile x 8 sequences x 2 heads" in " ".join(str(few).split())
-    with pytest.raises(PlanError, match="turns need two warpgroups"):
-        forced(LONG, block_m=64, options=("turns",))
-    with pytest.raises(PlanError, match="pack needs sequences of one length"):
-        forced(replace(LONG, varlen=True), options=("pack",))
-    with pytest.raises(PlanError, match="divides 64, got 7"):
-        forced(replace(LONG, heads=28, kv_heads=4), options=("pack",))
+    refuses(PlanError, "turns need two warpgroups", forced, LONG, block_m=64, options=("turns",))
+    refuses(PlanError, "pack needs sequences of one length", forced, replace(LONG, varlen=True), options=("pack",))
+    refuses(PlanError, "divides 64, got 7", forced, replace(LONG, heads=28, kv_heads=4), options=("pack",))
 
 
 def test_few_programs_halve_the_rows() -> None:
@@ -535,8 +533,7 @@ def test_check_names_the_field_that_differs() -> None:
         plan.check(LONG, device_named("a100"))
     with pytest.raises(PlanError, match="kernel attention_forward_box cannot be used"):
         plan.check(replace(LONG, descriptors=False), H200)
-    with pytest.raises(PlanError, match="plan field shared_bytes"):
-        plan.check(LONG, replace(H200, smem_per_block=1000))
+    refuses(PlanError, "plan field shared_bytes", plan.check, LONG, replace(H200, smem_per_block=1000))
     plan.with_tile(kernel="attention_forward").check(replace(LONG, descriptors=False), H200)
 
 
@@ -561,22 +558,17 @@ def test_json_that_is_wrong_is_refused(path: tuple[str, ...], value: object, tex
     for name in path[:-1]:
         node = node[name]
     node[path[-1]] = value
-    with pytest.raises(PlanError) as caught:
-        AttentionPlan.from_json(json.dumps(tree))
-    assert text in str(caught.value)
+    refuses(PlanError, text, AttentionPlan.from_json, json.dumps(tree))
 
 
 def test_json_that_is_incomplete_or_no_json_is_refused() -> None:
     tree = json.loads(portable(LONG, H200).to_json())
     del tree["rule"]
-    with pytest.raises(PlanError, match=r"AttentionPlan\.rule is missing"):
-        AttentionPlan.from_json(json.dumps(tree))
-    with pytest.raises(PlanError, match="text is not JSON"):
-        AttentionPlan.from_json("{")
+    refuses(PlanError, "AttentionPlan.rule is missing", AttentionPlan.from_json, json.dumps(tree))
+    refuses(PlanError, "text is not JSON", AttentionPlan.from_json, "{")
     tree = json.loads(portable(LONG, H200).to_json())
     tree["problem"]["kv_heads"] = 3
-    with pytest.raises(TilefoldError, match="kv_heads must divide heads"):
-        AttentionPlan.from_json(json.dumps(tree))
+    refuses(TilefoldError, "kv_heads must divide heads", AttentionPlan.from_json, json.dumps(tree))
 
 
 def test_a_plan_reads_as_the_documentation_shows() -> None:

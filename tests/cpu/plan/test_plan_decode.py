@@ -1,18 +1,18 @@
-"""How decoding is planned, and that every tile of keys has one owner, whatever the lengths."""
+"""How decoding and attention over a cache are planned, and that every tile of keys has one owner, whatever the lengths."""
 
 import dataclasses
 import itertools
 from collections import Counter
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from cases.refusals import refuses
 from tilefold.errors import PlanError, Unsupported, ValueRangeError
 from tilefold.plan import AttentionProblem, DecodePlan, DecodeProblem, device_named, plan_decode
+from tilefold.plan.cache.cached import LEAST_TILES, MAX_SPLITS, plan_cached
 from tilefold.plan.cache.decode import decode_kernel_refusal, slice_shape, slices_of
-
-hypothesis = pytest.importorskip("hypothesis")
-from hypothesis import given  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
 
 H200 = device_named("h200")
 DEVICES = ("h200", "h100", "a100", "b200", "l4", "mi300x", "interpreter")
@@ -150,8 +150,7 @@ def test_values_in_keys():
     made = plan_decode(mla, H200)
     assert (made.problem.block_k, made.problem.block_rest, made.block_m) == (512, 64, 16)
     assert made.cost.bytes < 1.01 * 32 * 8192 * 576 * 2
-    with pytest.raises(Unsupported, match="576"):
-        plan_decode(dataclasses.replace(mla, shared=False), H200)
+    refuses(Unsupported, "576", plan_decode, dataclasses.replace(mla, shared=False), H200)
 
 
 def test_what_no_plan_can_be():
@@ -159,16 +158,50 @@ def test_what_no_plan_can_be():
     for change in ({"block_n": 48}, {"merge": "both"}, {"splits": 129}, {"programs": 0}, {"num_stages": 0}):
         with pytest.raises(PlanError, match=next(iter(change))):
             dataclasses.replace(made, **change)
-    with pytest.raises(ValueRangeError, match="num_splits"):
-        plan_decode(problem(), H200, 129)
-    with pytest.raises(ValueRangeError, match="storage"):
-        problem(storage="fp8")
+    refuses(ValueRangeError, "num_splits", plan_decode, problem(), H200, 129)
+    refuses(ValueRangeError, "storage", problem, storage="fp8")
     assert dataclasses.replace(made, splits=16).grid == 128
 
 
 def test_a_plan_as_json():
     made = plan_decode(problem(2, storage="int8", page_size=16), H200)
     assert DecodePlan.from_json(made.to_json()) == made
-    with pytest.raises(PlanError, match="merge"):
-        DecodePlan.from_json(made.to_json().replace(f'"{made.merge}"', '"first"'))
+    refuses(PlanError, "merge", DecodePlan.from_json, made.to_json().replace(f'"{made.merge}"', '"first"'))
     assert "2 sequences of 1 query, a cache" in str(made)
+
+
+# ---------------------------------------------------------------- attention over a cache
+
+
+def problem_cached(batch=1, seq_q=1, seq_k=8192, heads=28, kv_heads=4, dim=128):
+    return AttentionProblem(batch, seq_q, seq_k, heads, kv_heads, dim, dim)
+
+
+def test_splits_fill_the_device_once():
+    tile, splits = plan_cached(problem_cached(), H200, 0)
+    assert tile.block_m == 16
+    assert splits * 28 <= H200.sms < (splits + 1) * 28
+    assert plan_cached(problem_cached(batch=64), H200, 0)[1] == 1  # the query tiles fill it
+    assert plan_cached(problem_cached(seq_q=4096), H200, 0)[1] == 1
+
+
+def test_a_short_cache_is_not_split_to_crumbs():
+    for rows in (0, 1, 64, 200, 512, 4096, 1 << 20):
+        tile, splits = plan_cached(problem_cached(seq_k=rows, heads=1, kv_heads=1), H200, 0)
+        assert 1 <= splits <= MAX_SPLITS
+        assert splits == 1 or rows >= splits * LEAST_TILES * tile.block_n - LEAST_TILES * tile.block_n
+
+
+def test_the_caller_decides():
+    for splits in (1, 7, MAX_SPLITS):
+        assert plan_cached(problem_cached(), H200, splits)[1] == splits
+    for splits in (-1, MAX_SPLITS + 1):
+        refuses(ValueRangeError, "num_splits", plan_cached, problem_cached(), H200, splits)
+
+
+@pytest.mark.parametrize("name", ["a100", "h100", "b200", "l4", "mi300x", "interpreter"])
+@pytest.mark.parametrize("dim", [8, 64, 128, 256])
+def test_every_device_has_a_tile(name, dim):
+    for dtype in ("bfloat16", "float32"):
+        made = AttentionProblem(2, 3, 5000, 8, 2, dim, dim, dtype=dtype)
+        assert plan_cached(made, device_named(name), 0)[1] >= 1

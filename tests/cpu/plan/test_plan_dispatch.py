@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cases.refusals import refuses
 from examples import examples
 from tilefold.errors import DtypeError, PlanError, ShapeError, TilefoldError, Unsupported, ValueRangeError
 from tilefold.plan import (
@@ -220,10 +221,8 @@ def test_what_flash_attention_refuses(change, device, text):
 def test_wrong_arguments_are_named(options, kind, text, policy):
     with pytest.raises(kind, match=text):
         plan_splits(QWEN, H200, **{"policy": policy, **options})
-    with pytest.raises(ShapeError, match="seq_k must be at least 1"):
-        plan_splits(replace(QWEN, seq_k=0), H200, policy)
-    with pytest.raises(Unsupported, match="dropout needs call"):
-        plan_splits(replace(QWEN, dropout=True), H200, policy)
+    refuses(ShapeError, "seq_k must be at least 1", plan_splits, replace(QWEN, seq_k=0), H200, policy)
+    refuses(Unsupported, "dropout needs call", plan_splits, replace(QWEN, dropout=True), H200, policy)
 
 
 def test_ours_is_what_the_plans_say():
@@ -251,8 +250,7 @@ def test_ours_is_what_the_plans_say():
     assert plan_splits(QWEN, H200, call="dense").kernel == "attention_decode"
     assert plan_splits(QWEN, H200, call="varlen", paged=True).kernel == "attention_decode"
     assert plan_splits(QWEN, H200, call="varlen", paged=True, splits=5).splits == 5
-    with pytest.raises(Unsupported, match="softcap and alibi only, got bias"):
-        plan_splits(replace(QWEN, score_mods=("bias",)), H200)
+    refuses(Unsupported, "softcap and alibi only, got bias", plan_splits, replace(QWEN, score_mods=("bias",)), H200)
 
 
 @pytest.mark.parametrize(
@@ -323,8 +321,7 @@ def test_a_trace_is_the_decision_of_every_step(policy, call):
         assert part.least_s <= made.predicted_s <= part.most_s
         total += made.bound.seconds
     assert trace.bound_s == pytest.approx(total)
-    with pytest.raises(ValueRangeError, match="step must be 1 to 300, got 301"):
-        trace.at(301)
+    refuses(ValueRangeError, "step must be 1 to 300, got 301", trace.at, 301)
 
 
 def test_64_tokens_stay_under_the_threshold_and_512_cross_it():

@@ -1,19 +1,28 @@
-"""The plan of block-sparse attention on real devices: splits fill an idle device and never cut shares too small."""
+"""Plans of block-sparse attention, of selection and of the video pipeline."""
 
 import itertools
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import tilefold
-from tilefold.errors import PlanError, ShapeError, Unsupported
+from cases.refusals import refuses
+from tilefold.errors import PlanError, ShapeError, Unsupported, ValueRangeError
 from tilefold.plan import AttentionProblem, device_named
 from tilefold.plan.backward.hopper_backward import MOST_KEPT
+from tilefold.plan.cost import Cost, bound
 from tilefold.plan.limits import Tile
+from tilefold.plan.sparse.select import LONGEST_ROW, SelectProblem, kept_blocks, plan_select
 from tilefold.plan.sparse.sparse import MIN_KEYS, SparsePlan, SparseProblem, choose_splits, plan_sparse
 from tilefold.plan.sparse.sparse_backward import SparseBackwardPlan, plan_sparse_backward
 from tilefold.plan.sparse.sparse_hopper import KERNEL as HOPPER
 from tilefold.plan.sparse.sparse_hopper import programs_per_sm, shared_bytes
+from tilefold.plan.sparse.video import STAGES, VideoShape, dense_cost, stage_costs
+from tilefold.sparse.select_arguments import kept_by
 
 
 def problem(seq_q=23296, seq_k=23296, capacity=128, masked=False, dim=128, **changes):
@@ -87,8 +96,7 @@ def test_changing_the_kernel_brings_its_tile():
         for fields in ({"block_n": 32}, {"splits": 2}, {"num_stages": 8}, {"programs": -1}, {"num_warps": 8}):
             with pytest.raises(tilefold.PlanError, match=next(iter(fields))):
                 plan.with_tile(**fields)
-        with pytest.raises(tilefold.PlanError, match="programs"):
-            box.with_tile(programs=4)
+        refuses(tilefold.PlanError, "programs", box.with_tile, programs=4)
 
 
 def test_one_query_block_is_split():
@@ -166,10 +174,8 @@ def test_stages_that_a_list_or_a_table_takes():
 
 def test_layouts_are_told_apart():
     packed = AttentionProblem(1, 64, 64, 2, 2, 64, 64, varlen=True)
-    with pytest.raises(Unsupported, match="page_size must be 0 with varlen=True"):
-        SparseProblem(packed, 64, 64, 1, page_size=16)
-    with pytest.raises(ShapeError, match="page_size must be an integer of at least 0, got -1"):
-        replace(problem(), page_size=-1)
+    refuses(Unsupported, "page_size must be 0 with varlen=True", SparseProblem, packed, 64, 64, 1, page_size=16)
+    refuses(ShapeError, "page_size must be an integer of at least 0, got -1", replace, problem(), page_size=-1)
     plan = plan_sparse(problem(), device_named("h200"))
     for kernel in ("sparse_forward_varlen", "sparse_forward_paged"):
         with pytest.raises(PlanError, match=f"{kernel} does not serve varlen=False, page_size=0"):
@@ -200,6 +206,96 @@ def test_backward_keeps_a_bounded_scratch():
     for fields in ({"heads_at_once": 0}, {"heads_at_once": 5}, {"heads_at_once": 24}, {"queries": Tile(64, 64, 8, 4)}):
         with pytest.raises(PlanError, match=next(iter(fields))):
             plan.with_tiles(**fields)
-    with pytest.raises(PlanError, match="num_stages"):
-        plan.with_tiles(queries=Tile(64, 64, 4, 9), keys=Tile(64, 64, 4, 9))
+    refuses(PlanError, "num_stages", plan.with_tiles, queries=Tile(64, 64, 4, 9), keys=Tile(64, 64, 4, 9))
     assert SparseBackwardPlan.from_json(plan.to_json()) == plan
+
+
+# ---------------------------------------------------------------- selection
+
+
+@pytest.mark.parametrize("device", ["h200", "a100", "b200", "mi300x", "interpreter"])
+@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize("blocks", [0, 1, 31, 32, 33, 364, 1024, 1025, 2048, LONGEST_ROW])
+def test_rows_fit_their_lanes(blocks, forced, device):
+    plan = plan_select(SelectProblem(1, 12, 364, blocks, forced), device_named(device))
+    assert plan.kernel == "select"
+    assert plan.regs * plan.lanes == 1 << plan.log >= blocks
+    assert plan.lanes == plan.num_warps * plan.device.warp_size
+    assert plan.regs & (plan.regs - 1) == 0
+    assert plan.lanes & (plan.lanes - 1) == 0
+    assert plan.rows * plan.programs >= plan.problem.rows > plan.rows * (plan.programs - 1)
+    assert plan.reason
+
+
+def test_the_shape_of_a_video():
+    plan = plan_select(SelectProblem(1, 12, 364, 364), device_named("h200"))
+    assert (plan.rows, plan.regs, plan.lanes, plan.num_warps, plan.programs) == (1, 16, 32, 1, 4368)
+
+
+def test_long_rows_go_to_torch():
+    plan = plan_select(SelectProblem(1, 1, 1, LONGEST_ROW + 1), device_named("h200"))
+    assert (plan.kernel, plan.programs) == ("torch", 0)
+
+
+def test_too_many_rows():
+    with pytest.raises(
+        Unsupported, match="^selection is made for at most 2147483647 rows of scores a call, got 2147483648$"
+    ):
+        plan_select(SelectProblem(2, 1024, 1024 * 1024, 1), device_named("h200"))
+
+
+@given(st.integers(0, 1000), st.integers(1, LONGEST_ROW))
+def test_a_sparsity_keeps_at_least_what_it_asks_for_and_no_block_more(thousandths, blocks):
+    asked = (1 - Fraction(thousandths, 1000)) * blocks  # what a person means by 0.651, without binary rounding
+    kept = kept_blocks(thousandths / 1000, blocks)
+    assert kept >= asked and (kept - 1 < asked or kept == 1)
+    for dtype in (torch.float32, torch.float64):
+        share = torch.tensor([thousandths / 1000], dtype=dtype)
+        assert kept_by(share, blocks).tolist() == kept_by(share, torch.tensor([blocks])).tolist() == [kept]
+    assert kept_by(thousandths / 1000, torch.tensor([blocks])).tolist() == [kept]
+
+
+# ---------------------------------------------------------------- the video pipeline
+
+
+def test_counted_one_by_one():
+    shape = VideoShape(2, 4, 2, 100, 8, "bfloat16", 16)
+    blocks = 7
+    costs = stage_costs(shape, listed=50)
+    assert tuple(costs) == STAGES
+    # a multiplication and an addition each: k and v to rows; queries on rows twice, probabilities on rows once
+    projected = sum(
+        2 * 16 for tensor in range(2) for b in range(2) for h in range(2) for row in range(blocks) for d in range(8)
+    )
+    attended = sum(2 * 8 * 3 for b in range(2) for h in range(4) for i in range(100) for row in range(blocks))
+    assert costs["coarse"].flops == projected + attended
+    assert costs["fine"].flops == sum(2 * 2 * 8 for pair in range(50) for i in range(16) for j in range(16))
+    assert costs["fine"].l2_bytes == 50 * 2 * 16 * 8 * 2
+    assert costs["fuse"].bytes == 3 * (2 * 100 * 4 * 8) * 2
+    assert dense_cost(shape).flops == 2 * 4 * 100 * 100 * 8 * 4
+
+
+def test_other_projections():
+    shape = VideoShape(1, 2, 2, 128, 16)
+    block, dense, pooled = (stage_costs(shape, 4, kind)["coarse"] for kind in ("block", "dense", "pooled"))
+    assert dense.flops - block.flops == 2 * (2 * 2 * 2 * 16) * (128 - 64)
+    assert pooled.flops < block.flops
+    refuses(ValueRangeError, "kind must be one of block, dense, pooled, got 'mean'", stage_costs, shape, 4, "mean")
+
+
+def test_the_way_from_l2_bounds_small_blocks():
+    """At the published shape: neither axis of a roofline says what bounds attention over blocks of 64."""
+    shape, h200 = VideoShape(1, 12, 12, 23296, 128), device_named("h200")
+    fine = stage_costs(shape, 12 * 364 * 127)["fine"]
+    assert bound(fine, h200).resource == "L2 to SM"
+    assert bound(Cost(fine.flops, fine.bytes, fine.exps), h200).resource == "tensor pipe"
+    assert bound(fine, device_named("a100")).resource == "tensor pipe"  # its L2 was not measured
+    total = sum(stage_costs(shape, 12 * 364 * 127).values(), Cost(0, 0, 0))
+    assert total.flops == sum(cost.flops for cost in stage_costs(shape, 12 * 364 * 127).values())
+
+
+def test_refusals():
+    refuses(ShapeError, "seq must be an integer of at least 1, got 0", VideoShape, 1, 1, 1, 0, 8)
+    refuses(ShapeError, "heads (3) must be a multiple of kv_heads (2)", VideoShape, 1, 3, 2, 8, 8)
+    with pytest.raises(ValueRangeError, match="dtype must be one of float16, bfloat16, float32, got 'int8'"):
+        VideoShape(1, 2, 2, 8, 8, "int8")

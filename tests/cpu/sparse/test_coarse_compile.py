@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cases import qkv, rand, same
+from cases import one_graph, qkv, rand, same
 from cases.coarse import sized, weights
 from tilefold import sparse
 from tilefold.ops.sparse.coarse import COARSE, CoarseCall
@@ -33,9 +33,8 @@ def inputs_of(kind, device):
 @pytest.mark.parametrize("kind", ["block", "dense", "pooled"])
 def test_compile_fullgraph(kind, device):
     """Forward and backward, bit for bit (a dense projection is torch's own product, which a compiler may order differently)."""
-    torch._dynamo.reset()
     leaves, sizes = inputs_of(kind, device)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled = one_graph(layer)
     results = []
     for fn in (layer, compiled, compiled):
         out, scores, lse = fn(*leaves, kind, sizes)
@@ -48,10 +47,9 @@ def test_compile_fullgraph(kind, device):
 
 
 def test_compile_without_gradients(device):
-    torch._dynamo.reset()
     leaves, sizes = inputs_of("block", device)
     leaves = [t.detach() for t in leaves]
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled = one_graph(layer)
     assert same(compiled(*leaves, "block", sizes), layer(*leaves, "block", sizes))
 
 
@@ -95,7 +93,6 @@ def test_functorch_grad(kind, device):
 
 
 def test_out_is_refused_inside_a_graph(device):
-    torch._dynamo.reset()
     x = rand(1, 4, 1, 16, device=device)
     with pytest.raises(Exception, match="out was given under"):
-        torch.compile(lambda x: sparse.fuse(x, None, out=x), fullgraph=True, backend="aot_eager")(x)
+        one_graph(lambda x: sparse.fuse(x, None, out=x))(x)

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilefold
-from cases import qkv, same
+from cases import one_graph, qkv, same
 from cases.host import READS, NoReads, refuse_values
 from cases.select import rows
 from tilefold import sparse
@@ -47,13 +47,12 @@ def path(request, monkeypatch):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_compile_fullgraph(name, path, device):
-    torch._dynamo.reset()
     scores, heads = inputs(device)
 
     def stage(scores, heads):
         return sparse.select(scores + 0, **CALLS[name](scores, heads))
 
-    compiled = torch.compile(stage, fullgraph=True, backend="aot_eager")
+    compiled = one_graph(stage)
     scores.requires_grad_()
     want = tensors(stage(scores, heads))
     for _ in range(2):
@@ -65,7 +64,6 @@ def test_compile_fullgraph(name, path, device):
 
 def test_compile_scores_to_attention(device):
     """Select and the fine stage in one graph; the gradient passes beside the selection."""
-    torch._dynamo.reset()
 
     def layer(q, k, v, scores):
         selection = sparse.select(scores, block_q=16, block_k=16, seq_q=33, seq_k=48)
@@ -73,7 +71,7 @@ def test_compile_scores_to_attention(device):
 
     sides = [t.requires_grad_() for t in qkv(1, 33, 48, 2, 2, 16, device=device)]
     scores = rows("random", 1, 2, 3, 3).to(device)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled = one_graph(layer)
     results = []
     for fn in (layer, compiled):
         out = fn(*sides, scores)

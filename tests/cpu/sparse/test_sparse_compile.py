@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tilefold
-from cases import looped, one, qkv, rand, relative, same
+from cases import looped, one, one_graph, qkv, rand, relative, same
 from cases.index import lists
 from tilefold.ops.call import Call
 from tilefold.ops.source import Lists
@@ -27,7 +27,6 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_compile_fullgraph(name, device):
     """Forward and backward, with the index as an argument."""
-    torch._dynamo.reset()
     options = OPTIONS[name](device)
     index = lists(2, 4, 33, 48, device=device)
 
@@ -35,7 +34,7 @@ def test_compile_fullgraph(name, device):
         out, lse = tilefold.sparse_attention(2 * q, k, v, index, return_lse=True, **options)
         return out + 1, lse
 
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled = one_graph(layer)
     inputs = [t.requires_grad_() for t in qkv(2, 33, 48, 4, 2, 16, dtype=torch.float16, device=device)]
     results = []
     for fn in (layer, compiled, compiled):
@@ -64,7 +63,6 @@ def test_compile_without_gradients_transposes_nothing(device):
 
 def test_compile_from_scores(device):
     """The whole fine stage in one graph: scores to lists to attention."""
-    torch._dynamo.reset()
 
     def layer(q, k, v, scores):
         index = BlockIndex.from_topk(scores, 2, block_q=16, block_k=16, seq_q=33, seq_k=48)
@@ -72,7 +70,7 @@ def test_compile_from_scores(device):
 
     inputs = [t.requires_grad_() for t in qkv(1, 33, 48, 2, 2, 16, device=device)]
     scores = torch.rand(1, 2, 3, 3, device=device)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled = one_graph(layer)
     results = []
     for fn in (layer, compiled):
         out = fn(*inputs, scores)
@@ -118,7 +116,6 @@ def test_functorch_grad(device):
 
 @pytest.mark.interpreter  # on a GPU Dynamo takes a jit function for a kernel, and some versions stop there in their own words
 def test_a_mod_without_a_name_is_refused_inside_a_graph(device):
-    torch._dynamo.reset()
     index = lists(1, 2, 33, 48, device=device)
     q, k, v = qkv(1, 33, 48, 2, 1, 16, device=device)
     table = rand(2, 9, device=device)
@@ -127,4 +124,4 @@ def test_a_mod_without_a_name_is_refused_inside_a_graph(device):
         return tilefold.sparse_attention(q, k, v, index, score_mod=relative, score_args=(table, 4))
 
     with pytest.raises(Exception, match=r"tilefold\.constant"):
-        torch.compile(layer, fullgraph=True, backend="aot_eager")(q, k, v)
+        one_graph(layer)(q, k, v)

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilefold
-from cases import packed, qkv, rand
+from cases import qkv, rand
 from cases.index import cache, held, lists, plan_of
 from tilefold import BlockIndex
 from tilefold.ops.launch import Launch
@@ -52,20 +52,6 @@ def test_masks_go_by_block_and_not_by_place_in_the_list(device):
     for out, lse in results[1:]:
         torch.testing.assert_close(out, results[0][0], atol=1e-6, rtol=1e-5)
         torch.testing.assert_close(lse, results[0][1], atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_every_dtype(dtype, device):
-    """fp16 and fp32 are not read, computed or returned as bf16, whatever the layout of K and V."""
-    index = lists(2, 4, 20, 70, device=device)
-    out, lse = held("sparse_attention", qkv(2, 20, 70, 4, 2, 32, dtype=dtype, device=device), index, {})
-    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
-    tensors, (cu_q, cu_k, _, _) = packed([20, 9], [70, 33], dtype=dtype, device=device)
-    out, _ = held("sparse_attention_varlen", tensors, index, {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k})
-    assert out.dtype == dtype
-    tensors, where = cache([70, 33], 16, dtype=dtype, device=device)
-    out, _ = held("sparse_attention_paged", tensors, index, where)
-    assert out.dtype == dtype
 
 
 @pytest.mark.parametrize(("seq_q", "seq_k"), [(1, 65), (63, 64), (64, 63), (65, 129), (130, 1)])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from cases import one_graph
 from cases.host import NoReads, refuse_values
 from cases.index import random_map
 from tilefold import BlockIndex
@@ -104,8 +105,7 @@ def test_shapes_follow_from_shapes(name: str) -> None:
 def test_in_one_compiled_graph(name: str) -> None:
     real = builder_inputs()
     want = BUILDERS[name](real)
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda t: BUILDERS[name](t).tensors(), backend="aot_eager", fullgraph=True)
+    compiled = one_graph(lambda t: BUILDERS[name](t).tensors())
     for mine, theirs in zip(compiled(real), want.tensors(), strict=True):
         assert (mine is None) == (theirs is None)
         if theirs is not None:
@@ -115,9 +115,8 @@ def test_in_one_compiled_graph(name: str) -> None:
 @pytest.mark.no_poison
 def test_through_a_compiled_function() -> None:
     """The record as an argument and as a result."""
-    torch._dynamo.reset()
     index = BlockIndex.from_map(random_map(1, 2, 3, 4))
-    compiled = torch.compile(lambda i: i.transpose(), backend="aot_eager", fullgraph=True)
+    compiled = one_graph(lambda i: i.transpose())
     result = compiled(index)
     assert isinstance(result, BlockIndex)
     assert torch.equal(result.indices, index.transpose().indices)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tilefold
-from cases import dilated, dilated_twin, prefix, prefix_twin, rand, relative, relative_twin
+from cases import dilated, dilated_twin, one_graph, prefix, prefix_twin, rand, relative, relative_twin
 from cases.index import cache, held, lists, plan_of
 from tilefold import BlockIndex
 from tilefold.ops.call import Call
@@ -212,15 +212,10 @@ def test_a_page_of_more_than_2_to_the_31_elements_is_wide():
 @pytest.mark.no_poison
 def test_compile_and_opcheck(device):
     """One graph gives the eager bits, and follows lengths that change; the operator passes torch's own checks."""
-    torch._dynamo.reset()
     tensors, where = cache([70, 33], 16, device=device)
     index = lists(2, 4, 20, 70, device=device)
     options = {"causal": True, "return_lse": True, "mask_mod": tilefold.constant(prefix), "mask_args": (4,)}
-    compiled = torch.compile(
-        lambda q, k, v, i, *w: tilefold.sparse_attention_paged(q, k, v, i, *w, **options),
-        fullgraph=True,
-        backend="aot_eager",
-    )
+    compiled = one_graph(lambda q, k, v, i, *w: tilefold.sparse_attention_paged(q, k, v, i, *w, **options))
     for lengths in ([70, 33], [17, 0]):
         where["cache_seqlens"].copy_(torch.tensor(lengths, dtype=torch.int32))
         traced = compiled(*tensors, index, *where.values())

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 import tilefold
-from cases import dilated, dilated_twin, one, packed, prefix, prefix_twin, rand, relative, relative_twin
+from cases import dilated, dilated_twin, one, one_graph, packed, prefix, prefix_twin, rand, relative, relative_twin
 from cases.index import held, lists, plan_of
 from tilefold import BlockIndex, reference
 
@@ -208,7 +208,6 @@ def test_offsets_are_checked_in_the_interpreter(offsets):
 @pytest.mark.no_poison
 def test_compile_fullgraph_with_gradients(device):
     """One graph, forward and backward: the eager bits; and gradients against the oracle's."""
-    torch._dynamo.reset()
     tensors, index, where = batch([20, 0, 33], [40, 30, 17], device=device)
     inputs = [t.requires_grad_() for t in tensors]
 
@@ -219,7 +218,7 @@ def test_compile_fullgraph_with_gradients(device):
     def layer(q, k, v, index, cu_q, cu_k):
         return tilefold.sparse_attention_varlen(2 * q, k, v, index, cu_q, cu_k, causal=True, return_lse=True)
 
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled = one_graph(layer)
     eager, traced = ((*run(*inputs, index, *where.values()),) for run in (layer, compiled))
     assert all(torch.equal(a, b) for a, b in zip(eager, traced, strict=True))
     mine, same = (torch.autograd.grad(loss_of(result), inputs) for result in (eager, traced))

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 
+from cases import one_graph
 from tilefold import BlockIndex
 from tilefold.errors import DtypeError, ShapeError, ValueRangeError
 from tilefold.sparse import GridTiling, any_of, video_window
@@ -83,14 +84,13 @@ def test_gradients(grid, cube, device):
 
 @pytest.mark.no_poison
 def test_compile_fullgraph_over_grids(device):
-    torch._dynamo.reset()
 
     def both(x, grid, cube):
         tiling = GridTiling(grid, cube)
         tiled = tiling.tile(2 * x)
         return tiled, tiling.untile(tiled), tiling.block_sizes(x.device), tiling.positions(x.device)
 
-    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    compiled = one_graph(both)
     for grid, cube in GRIDS[:3]:
         x = torch.randn(2, grid[0] * grid[1] * grid[2], 3, device=device, requires_grad=True)
         results = []

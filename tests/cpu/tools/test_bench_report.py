@@ -79,13 +79,12 @@ def test_a_table_without_peers():
 
 def test_wrong_and_failed_cells_are_loud_and_noted():
     case = cases_of("dense")[0]
-    found = rows(
-        [
-            Cell(case, "tilefold", "WRONG", "max error 1", Comparison(1.0, 1e-3, 1.0, 1e-3, False)),
-            Cell(case, "flash", "failed", "RuntimeError: boom"),
-            Cell(case, "math", "ok", "", RIGHT, timing(3.0)),
-        ]
+    wrong = Cell(case, "tilefold", "WRONG", "max error 1", Comparison(1.0, 1e-3, 1.0, 1e-3, False))
+    failed, right = (
+        Cell(case, "flash", "failed", "RuntimeError: boom"),
+        Cell(case, "math", "ok", "", RIGHT, timing(3.0)),
     )
+    found = rows([wrong, failed, right])
     text = shown(found)
     assert "WRONG" in text
     assert "failed" in text
@@ -126,12 +125,8 @@ def test_csv_has_a_row_per_cell():
     assert len(written) == sum(len(row.cells) for row in found)
     first = written[0]
     assert float(first["tflops"]) == pytest.approx(600)
-    assert (first["commit"], first["device"], first["torch"], first["triton"]) == (
-        "abc123",
-        "NVIDIA H200",
-        "2.11.0",
-        "3.6.0",
-    )
+    where = [first[name] for name in ("commit", "device", "torch", "triton")]
+    assert where == ["abc123", "NVIDIA H200", "2.11.0", "3.6.0"]
     assert float(written[1]["tilefold_speedup"]) == pytest.approx(0.8)
     assert written[-1]["ms"] == ""
 

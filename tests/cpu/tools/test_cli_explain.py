@@ -1,7 +1,9 @@
-"""`tilefold explain`: the plan as text and as JSON, for any device, and errors that name the option's value."""
+"""`tilefold explain`: plans and decisions as text and as JSON, for any device, errors that name the value, the pages."""
 
 import json
+import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,18 @@ from cases.cli import command
 from tilefold.ops.cache.kvcache import prepare
 from tilefold.ops.call import Call
 from tilefold.ops.source import Cache, Scales
-from tilefold.plan import DEVICES, AttentionPlan, AttentionProblem, DecodePlan, device_named, plan_forward
+from tilefold.plan import (
+    DEVICES,
+    AttentionPlan,
+    AttentionProblem,
+    DecodePlan,
+    Generation,
+    SplitDecision,
+    device_named,
+    plan_forward,
+    plan_splits,
+    trace_generation,
+)
 from tilefold.plan.backward.attention_backward import AttentionBackwardPlan, plan_attention_backward
 from tilefold.plan.cache.decode import DecodeProblem, plan_decode
 from tilefold.plan.parallel.plan import plan_parallel
@@ -75,37 +88,6 @@ def test_sparse_attention():
         assert SparsePlan.from_json(result.output) == plan_sparse(problem, device_named("h200"))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (["--device", "h300"], "device must be one of h200, h100, "),
-        (["--kv-heads", "5"], "kv_heads must divide heads, got kv_heads=5 and heads=28"),
-        (["--window", "wide"], "--window must be two integers LEFT,RIGHT"),
-        (["--window", "3,-7"], "window must be (left, right) with sides of at least 0"),
-        (["--dtype", "int8"], "dtype must be bf16, fp16 or fp32"),
-        (["--dim", "512"], "256"),
-        (["--heads", "0"], "heads must be at least 1"),
-        (["--listed", "5"], "--listed needs --blocks"),
-        (["--page-size", "16"], "--page-size needs --blocks"),
-        (["--blocks", "64,64", "--sinks"], "--sinks does not go with --blocks"),
-        (["--blocks", "64"], "--blocks must be two integers Q,KV such as 64,64, got '64'"),
-        (["--blocks", "48,64"], "--blocks must be two powers of two of at least 16, got '48,64'"),
-        (["--blocks", "64,0"], "--blocks must be two powers of two of at least 16, got '64,0'"),
-        (["--blocks", "64,64", "--listed", "-1"], "--listed must be from 0 to 128, the blocks of 8192 keys, got -1"),
-        (["--blocks", "64,64", "--listed", "129"], "--listed must be from 0 to 128"),
-        (["--mean", "1"], "--mean goes with --varlen"),
-        (["--varlen", "--mean", "0"], "--mean must be from 1 to 1, the queries of the longest sequence, got 0"),
-        (["--blocks", "64,64", "--page-size", "16", "--varlen"], "page_size must be 0 with varlen=True"),
-    ],
-)
-def test_an_impossible_request_is_one_red_line_and_exit_code_2(change, message):
-    result = run(*DECODE, *change, code=2)
-    assert result.output.startswith("error: ")
-    assert message in result.output
-    assert result.output.count("\n") == 1
-    assert "Traceback" not in result.output
-
-
 def test_a_step_over_a_cache():
     """The plan of `attention_kvcache`, which is the one a call gets."""
     made = DecodeProblem(AttentionProblem(1, 1, 8192, 28, 4, 128, 128), page_size=16)
@@ -158,23 +140,6 @@ def test_a_prompt_over_a_cache_says_whose_it_is():
     assert "attention_cached, then combine" in rest and "rejected" in rest
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--cache", "fp4"], "--cache must be one of same, e4m3, int8, got 'fp4'"),
-        (["--cache", "same", "--mask"], "--mask does not go with --cache"),
-        (["--cache", "same", "--policy", "flash-attn"], "--policy does not go with --cache"),
-        (["--cache", "same", "--page-size", "-1"], "--page-size must be at least 0, got -1"),
-        (["--cache", "same", "--num-splits", "129"], "num_splits must be 0 to 128, got 129"),
-        (["--v-in-k"], "--v-in-k needs --cache"),
-        (["--cache", "int8", "--q", "0"], "there is nothing to plan: no queries"),
-    ],
-)
-def test_what_does_not_go_with_a_cache(arguments, message):
-    result = run(*DECODE, *arguments, code=2)
-    assert message in result.output
-
-
 def test_context_parallelism_over_ranks_that_are_not_here():
     """The plan of tilefold.parallel, its formulas and a line for every number of ranks up to 64 and the one asked for."""
     sizes = ("--heads", "64", "--kv-heads", "8", "--q", "1048576", "--dim", "128", "--causal", "--backward")
@@ -220,20 +185,145 @@ def test_ranks_in_nondeterministic():
     assert figures[0]["plan"]["cost"]["seconds"] > figures[1]["plan"]["cost"]["seconds"]
 
 
+REFUSED = {
+    "--device h300": "device must be one of h200, h100, ",
+    "--kv-heads 5": "kv_heads must divide heads, got kv_heads=5 and heads=28",
+    "--window wide": "--window must be two integers LEFT,RIGHT",
+    "--window 3,-7": "window must be (left, right) with sides of at least 0",
+    "--dtype int8": "dtype must be bf16, fp16 or fp32",
+    "--dim 512": "256",
+    "--heads 0": "heads must be at least 1",
+    "--listed 5": "--listed needs --blocks",
+    "--page-size 16": "--page-size needs --blocks",
+    "--blocks 64,64 --sinks": "--sinks does not go with --blocks",
+    "--blocks 64": "--blocks must be two integers Q,KV such as 64,64, got '64'",
+    "--blocks 48,64": "--blocks must be two powers of two of at least 16, got '48,64'",
+    "--blocks 64,0": "--blocks must be two powers of two of at least 16, got '64,0'",
+    "--blocks 64,64 --listed -1": "--listed must be from 0 to 128, the blocks of 8192 keys, got -1",
+    "--blocks 64,64 --listed 129": "--listed must be from 0 to 128",
+    "--mean 1": "--mean goes with --varlen",
+    "--varlen --mean 0": "--mean must be from 1 to 1, the queries of the longest sequence, got 0",
+    "--blocks 64,64 --page-size 16 --varlen": "page_size must be 0 with varlen=True",
+    "--cache fp4": "--cache must be one of same, e4m3, int8, got 'fp4'",
+    "--cache same --mask": "--mask does not go with --cache",
+    "--cache same --policy flash-attn": "--policy does not go with --cache",
+    "--cache same --page-size -1": "--page-size must be at least 0, got -1",
+    "--cache same --num-splits 129": "num_splits must be 0 to 128, got 129",
+    "--v-in-k": "--v-in-k needs --cache",
+    "--cache int8 --q 0": "there is nothing to plan: no queries",
+    "--per-node 2": "--per-node needs --ranks",
+    "--non-deterministic": "--non-deterministic needs --backward",
+    "--backward --cache same": "--cache does not go with --backward",
+    "--backward --non-deterministic --blocks 64,64": "--non-deterministic does not go with --blocks",
+    "--ranks 4 --non-deterministic": "--non-deterministic needs --backward",
+    "--ranks 4 --cache same": "--cache does not go with --ranks",
+    "--ranks 4 --link fast": "--link must be",
+    "--q 4096 --kv 4096 --ranks 4 --shards striped": "--shards must be",
+    "--q 4096 --kv 4096 --ranks 4 --per-node 3": "ranks_per_node must divide",
+}
+
+
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_an_impossible_request_is_one_red_line_and_exit_code_2(arguments):
+    red_line([*DECODE, arguments], REFUSED[arguments])
+
+
+def red_line(arguments, message):
+    result = run(*arguments, code=2)
+    assert result.output.startswith("error: ")
+    assert message in result.output
+    assert result.output.count("\n") == 1
+    assert "Traceback" not in result.output
+
+
+# ---------------------------------------------------------------- --policy and --trace
+
+
+DOCS = Path(__file__).parents[3] / "docs"
+PAGES = [DOCS / part / "dispatch.md" for part in ("explanation", "performance")]
+H200 = device_named("h200")
+MODEL = ["--heads", "28", "--kv-heads", "4", "--dim", "128"]
+STEP = [*MODEL, "--q", "1", "--kv", "8192"]
+TRACE = [*MODEL, "--trace", "--prompt", "40", "--new", "512"]
+
+
+@pytest.mark.parametrize("policy", ["flash-attn", "tilefold"])
+def test_one_call(policy):
+    result = run(*STEP, "--policy", policy)
+    assert (
+        result.output == f"{plan_splits(AttentionProblem(1, 1, 8192, 28, 4, 128, 128), H200, policy, call='dense')}\n"
+    )
+
+
+def test_every_option_reaches_the_decision():
+    options = ("--call kvcache --capacity 9000 --paged --append --num-splits 3 --alibi --window 99,0",)
+    result = run(*STEP, "--policy", "flash-attn", "--device", "a100", *options, "--causal", "--json")
+    problem = AttentionProblem(1, 1, 8192, 28, 4, 128, 128, causal=True, window=(99, 0), score_mods=("alibi",))
+    assert SplitDecision.from_json(result.output) == plan_splits(
+        problem, device_named("a100"), "flash-attn", call="kvcache", capacity=9000, paged=True, append=True, splits=3
+    )
+
+
+def test_a_generation():
+    result = run(*TRACE)
+    assert result.output == f"{trace_generation(Generation(28, 4, 128, 40, 512), H200)}\n"
+    options = ("--policy flash-attn --call kvcache --capacity 1024 --window 255,0 --batch 2 --append",)
+    result = run(*TRACE, *options, "--dtype", "fp16", "--device", "l4", "--json")
+    wanted = Generation(
+        28, 4, 128, 40, 512, batch=2, dtype="float16", call="kvcache", capacity=1024, window=255, append=True
+    )
+    assert result.output == trace_generation(wanted, device_named("l4"), "flash-attn").to_json() + "\n"
+    assert json.loads(result.output)["policy"] == "flash-attn"
+
+
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("arguments", "message"),
     [
-        (("--per-node", "2"), "--per-node needs --ranks"),
-        (("--non-deterministic",), "--non-deterministic needs --backward"),
-        (("--backward", "--cache", "same"), "--cache does not go with --backward"),
-        (("--backward", "--non-deterministic", "--blocks", "64,64"), "--non-deterministic does not go with --blocks"),
-        (("--ranks", "4", "--non-deterministic"), "--non-deterministic needs --backward"),
-        (("--ranks", "4", "--cache", "same"), "--cache does not go with --ranks"),
-        (("--ranks", "4", "--link", "fast"), "--link must be"),
-        (("--ranks", "4", "--shards", "striped"), "--shards must be"),
-        (("--ranks", "4", "--per-node", "3"), "ranks_per_node must divide"),
+        (MODEL, "--q must be given"),
+        ([*STEP, "--policy", "mine"], "policy must be one of flash-attn, tilefold, got 'mine'"),
+        ([*STEP, "--policy", "flash-attn", "--device", "mi300x"], "device must be an NVIDIA GPU"),
+        ([*STEP, "--policy", "flash-attn", "--call", "func"], "call must be one of dense, varlen, kvcache, got 'func'"),
+        ([*STEP, "--policy", "flash-attn", "--capacity", "9000"], "capacity must be the keys with call 'dense'"),
+        ([*STEP, "--policy", "flash-attn", "--blocks", "64,64"], "--blocks does not go with --policy"),
+        ([*STEP, "--policy", "flash-attn", "--varlen"], "--varlen does not go with --policy: --call varlen says it"),
+        ([*STEP, "--policy", "flash-attn", "--listed", "0"], "--listed does not go with --policy"),
+        ([*STEP, "--policy", "flash-attn", "--page-size", "16"], "--page-size does not go with --policy"),
+        ([*STEP, "--call", "dense"], "--call needs --policy or --trace"),
+        ([*STEP, "--capacity", "9000"], "--capacity needs --policy or --trace"),
+        ([*STEP, "--paged"], "--paged needs --policy or --trace"),
+        ([*STEP, "--num-splits", "2"], "--num-splits needs --policy or --trace"),
+        ([*STEP, "--prompt", "4"], "--prompt needs --trace"),
+        ([*MODEL, "--trace", "--new", "4"], "--prompt must be given with --trace"),
+        ([*MODEL, "--trace", "--prompt", "4"], "--new must be given with --trace"),
+        ([*MODEL, "--trace", "--prompt", "4", "--new", "0"], "new must be at least 1, got 0"),
+        ([*TRACE, "--q", "1"], "--q does not go with --trace: --prompt and --new say it"),
+        ([*TRACE, "--kv", "1"], "--kv does not go with --trace: --prompt and --new say it"),
+        ([*TRACE, "--sinks"], "--sinks does not go with --trace"),
+        ([*TRACE, "--alibi"], "--alibi does not go with --trace"),
+        ([*TRACE, "--page-size", "16"], "--page-size does not go with --trace"),
+        ([*TRACE, "--num-splits", "2"], "--num-splits does not go with --trace"),
+        ([*TRACE, "--capacity", "0", "--call", "kvcache"], "--capacity must be at least 1, got 0"),
+        ([*TRACE, "--window", "9,9"], "--window must be LEFT,0 with --trace"),
+        ([*TRACE, "--device", "h300"], "device must be one of h200, h100, "),
     ],
 )
-def test_ranks_wrong_usage(options, text):
-    result = run("--heads", "8", "--q", "4096", "--dim", "64", *options, code=2)
-    assert text in result.output
+def test_an_impossible_decision_is_one_red_line_and_exit_code_2(arguments, message):
+    red_line(arguments, message)
+
+
+def test_the_commands_of_the_page_print_what_it_shows():
+    blocks = [part.split("\n```")[0] for page in PAGES for part in page.read_text().split("```console\n")[1:]]
+    assert len(blocks) >= 6
+    for block in blocks:
+        command, _, shown = block.partition("\n")
+        words = shlex.split(command.removeprefix("$ "))
+        assert words[:2] == ["tilefold", "explain"]
+        assert run(*words[2:]).output.rstrip("\n") == shown, command
+
+
+def test_the_examples_of_the_page_run():
+    names: dict[str, object] = {}
+    examples = [part.split("```")[0] for part in PAGES[0].read_text().split("```python\n")[1:]]
+    assert examples
+    for example in examples:
+        exec(example, names)

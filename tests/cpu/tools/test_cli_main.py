@@ -1,17 +1,30 @@
-"""The command line as a whole: help, exit codes, errors without tracebacks, what it says when its packages are missing."""
+"""The command line as a whole: help, exit codes, missing packages, `tilefold doctor`; a GPU's figures fit 80 columns."""
 
+import json
 import subprocess
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import typer
+from rich.console import Console
+from rich.measure import Measurement
 
 import tilefold
-from cases.cli import command
+from cases.bench import RIGHT, rows
+from cases.cli import WIDTH, command, widths
+from tilefold.bench.attention import report
+from tilefold.bench.attention.cases import SPARSE, Case
+from tilefold.bench.attention.peers import IMPLEMENTATIONS
+from tilefold.bench.run import Cell
+from tilefold.bench.timers import Timing
+from tilefold.cli import doctor
 from tilefold.cli.app import app
+from tilefold.cli.runtime import print_tables, tables_of
+from tilefold.ops import environment
 
 COMMANDS = ("demo", "check", "bench", "explain", "kv-memory", "ladder", "roofline", "doctor", "video")
 
@@ -125,3 +138,124 @@ def test_the_interpreter_is_switched_on_and_said_so():
     done = python(code)
     assert done.stdout.startswith("No GPU here: kernels run on the CPU in Triton's interpreter"), done.stderr
     assert done.stdout.endswith("1 False\n")
+
+
+# ---------------------------------------------------------------- doctor
+
+
+run_doctor = command("doctor")
+
+
+def test_it_names_versions_and_support():
+    result = run_doctor()
+    texts = ("machine", "libraries", "runs here", "extras", torch.__version__, "interpreter on the CPU", "AMD GPUs")
+    assert all(text in result.output for text in texts), result.output
+    assert max(map(len, result.output.splitlines())) <= 100
+
+
+def test_json_has_the_same_findings():
+    document = json.loads(run_doctor("--json").output)
+    assert document["usable"] is True
+    assert [each["what"] for each in document["findings"]] == [each.what for each in doctor.findings()]
+    assert {each["state"] for each in document["findings"]} <= {"yes", "no", ""}
+
+
+@pytest.mark.parametrize(
+    ("versions", "fault"),
+    [
+        ({"triton": "3.6.0", "numpy": "2.3.5"}, None),
+        ({"triton": "3.6.0", "numpy": "2.4.0"}, "numpy 2.4.0 breaks the interpreter of triton 3.6.0"),
+        ({"triton": "3.9.0", "numpy": "2.5.2"}, None),
+        ({"triton": "3.6.0", "numpy": None}, "numpy is not installed"),
+        ({"torch": "2.8.1", "triton": "3.6.0", "numpy": "2.3.5"}, "torch 2.8.1 is too old; 2.9 or newer is needed"),
+        ({"triton": "3.4.1", "numpy": "2.3.5"}, "triton 3.4.1 is too old; 3.6 or newer is needed"),
+    ],
+)
+def test_what_the_interpreter_needs(monkeypatch, versions, fault):
+    monkeypatch.setattr(environment, "installed", versions.get)
+    found = environment.interpreter_fault()
+    assert (found is None) if fault is None else found.startswith(fault)
+
+
+def test_exit_code_1_where_nothing_can_run(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(environment, "installed", {"triton": "3.6.0", "numpy": "2.4.1"}.get)
+    result = run_doctor(code=1)
+    assert "tilefold cannot run here: numpy 2.4.1 breaks" in result.output
+    assert json.loads(run_doctor("--json", code=1).output)["usable"] is False
+
+
+@pytest.mark.parametrize(
+    ("capability", "portable", "boxes"),
+    [((7, 5), "no", "no"), ((8, 0), "yes", "no"), ((9, 0), "yes", "yes"), ((12, 0), "yes", "yes")],
+)
+def test_support_follows_the_compute_capability(monkeypatch, capability, portable, boxes):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    states = {each.what: each.state for each in doctor.support()}
+    assert states["portable kernels on a GPU"] == portable
+    assert states["descriptor (TMA) loads"] == boxes
+
+
+@pytest.mark.parametrize(
+    ("version", "number"), [("3.6.0", (3, 6, 0)), ("2.11.0+cu130", (2, 11, 0)), ("3.6.0rc1", (3, 6, 1)), (None, ())]
+)
+def test_version_numbers(version, number):
+    assert environment.number(version)[:2] == number[:2]
+
+
+# ---------------------------------------------------------------- widths of tables
+
+
+def fit(seen):
+    """Many tables, none too wide."""
+    return len(seen) > 4 and not [one for one in seen if one[1] > WIDTH]
+
+
+def test_figures_of_a_gpu_fit(tmp_path):
+    """The longest names and figures that results hold: of the records in the repository, by comparison."""
+    results = Path(__file__).parents[3] / "benchmarks" / "results"
+    kept = [json.loads(line) for line in (results / "sparse.jsonl").read_text().splitlines()]
+    newest = [row for row in kept if row["commit"] == kept[-1]["commit"]]
+    files = []
+    for name in ("old", "new"):
+        files.append(tmp_path / f"{name}.json")
+        files[-1].write_text(json.dumps({"rows": newest}))
+    with widths() as seen:
+        command("bench", "compare")(*files)
+    assert fit(seen)
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_a_sparse_table_of_a_gpu_fits(host):
+    """All peers, the longest lists, every column that can be measured."""
+    cells = []
+    for problem, pattern in SPARSE["full"]:
+        case = Case("sparse", problem, pattern)
+        for name in IMPLEMENTATIONS:
+            time = Timing(12.345, 12.123, 13.456, 5, "events")
+            extra = {"host": replace(time, ms=0.1234), "graph": time, "warm": time} if host else {}
+            cells.append(Cell(case, name, "ok", "", RIGHT, time, scratch=1234567890, **extra))
+    found = rows(cells)
+    console = Console(width=WIDTH)
+    with widths() as seen:
+        for sheet in report.sheets_of(found):
+            print_tables(console, sheet.head, sheet.rows, left=sheet.left)
+        for table in report.detail_tables(found, WIDTH):
+            console.print(table)
+    assert fit(seen)
+
+
+def test_a_wide_table_is_cut_between_columns():
+    head = ("case", "kind", *(f"column {n}" for n in range(9)))
+    lines = [("a", "first", *(str(10**n) for n in range(9))), ("the longest name", "second", *("1.25x",) * 9)]
+    wide = Console(width=200)
+    tables = tables_of(head, lines, 40, left=2)
+    assert [len(table.columns) for table in tables] == [3, 3, 3, 3, 3, 3, 3, 3, 3]
+    tables = tables_of(head, lines, 60, left=2)
+    shown = [str(column.header) for table in tables for column in table.columns[2:]]
+    assert shown == list(head[2:]) and all([str(c.header) for c in t.columns[:2]] == ["case", "kind"] for t in tables)
+    for table in tables:
+        assert Measurement.get(wide, wide.options, table).maximum <= 60
+    assert len(tables_of(head, lines, 200, left=2)) == 1
+    assert len(tables_of(head[:2], [line[:2] for line in lines], 10, left=2)) == 1  # nothing to cut

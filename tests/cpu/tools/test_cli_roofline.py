@@ -12,14 +12,8 @@ from tilefold.plan import device_named
 from tilefold.profiling import roofline, roofs
 
 H200 = device_named("h200")
-BENCH = {
-    "case": "d128_n4096",
-    "implementation": "tilefold",
-    "dtype": "bfloat16",
-    "ms": 2.0,
-    "flops": 10**12,
-    "bytes": 10**9,
-}
+BENCH = {"case": "d128_n4096", "implementation": "tilefold", "dtype": "bfloat16"}
+BENCH |= {"ms": 2.0, "flops": 10**12, "bytes": 10**9}
 
 
 run = command("roofline", columns=200)
@@ -32,17 +26,10 @@ def files(tmp_path):
     refused = {**BENCH, "case": "other", "ms": None}
     (tmp_path / "old.jsonl").write_text("\n".join(json.dumps(row) for row in (old, refused, BENCH)) + "\n")
     (tmp_path / "bench.json").write_text(json.dumps({"setting": {}, "rows": [old]}))
-    point = {
-        "name": "fold</script><b>",
-        "flops": 1e12,
-        "bytes": 1e8,
-        "seconds": 3e-3,
-        "verdict": "L2-to-SM path",
-        "detail": "83.5 %",
-    }
-    (tmp_path / "profile.json").write_text(
-        json.dumps({"kind": "profile", "rows": [{"evidence": {}}], "points": [point]})
-    )
+    point = {"name": "fold</script><b>", "flops": 1e12, "bytes": 1e8, "seconds": 3e-3}
+    point |= {"verdict": "L2-to-SM path", "detail": "83.5 %"}
+    profile = {"kind": "profile", "rows": [{"evidence": {}}], "points": [point]}
+    (tmp_path / "profile.json").write_text(json.dumps(profile))
     return tmp_path
 
 

@@ -198,42 +198,21 @@ def test_nothing_to_compute(name, device):
 
 def refused(device):
     q, k, v = qkv(1, 8, 8, 4, 2, 16, device=device)
+    bias, flat, keys = (torch.zeros(shape, device=device) for shape in ((1, 4, 8, 9), (2, 8, 8), (8,)))
+    ones, powers = torch.ones(1, 8, device=device), "row must be a power of two from 16 to 65536 or None, got 24"
+    dims = "bias has shape (2, 8, 8), expected [heads|1, seq_q|1, seq_k]: dimension 0 (heads) is 2, should be 4 or 1"
     return [
         ("naive", (q, k.half(), v), {}, DtypeError, "k has dtype float16, but q has float32"),
         ("flash", (q[0], k, v), {}, ShapeError, "q has 3 dimensions"),
         ("flash", (q[:, :, :3], k, v), {}, ShapeError, "k has 2 heads: q's must be a multiple of them, got 3"),
         ("split", (q.transpose(2, 3).contiguous().transpose(2, 3), k, v), {}, LayoutError, "q needs a contiguous last"),
-        (
-            "naive",
-            (q, k, v),
-            {"bias": torch.zeros(1, 4, 8, 9, device=device)},
-            ShapeError,
-            "bias has shape (1, 4, 8, 9)",
-        ),
-        (
-            "naive",
-            (q, k, v),
-            {"padding_mask": torch.ones(1, 8, device=device)},
-            DtypeError,
-            "padding_mask has dtype float32",
-        ),
+        ("naive", (q, k, v), {"bias": bias}, ShapeError, "bias has shape (1, 4, 8, 9)"),
+        ("naive", (q, k, v), {"padding_mask": ones}, DtypeError, "padding_mask has dtype float32"),
         ("split", (q, k, v), {"lengths": torch.ones(1, device=device)}, DtypeError, "lengths has dtype float32"),
         ("split", (q, k, v), {"splits": 0}, ValueRangeError, "splits must be an integer from 1 to 64 or None, got 0"),
-        (
-            "flash",
-            (q, k, v),
-            {"bias": torch.zeros(2, 8, 8, device=device)},
-            ShapeError,
-            "bias has shape (2, 8, 8), expected [heads|1, seq_q|1, seq_k]: dimension 0 (heads) is 2, should be 4 or 1",
-        ),
-        ("naive", (q, k, v), {"bias": torch.zeros(8, device=device)}, ShapeError, "bias has 1 dimensions, shape (8,)"),
-        (
-            "naive",
-            (q, k, v),
-            {"row": 24},
-            ValueRangeError,
-            "row must be a power of two from 16 to 65536 or None, got 24",
-        ),
+        ("flash", (q, k, v), {"bias": flat}, ShapeError, dims),
+        ("naive", (q, k, v), {"bias": keys}, ShapeError, "bias has 1 dimensions, shape (8,)"),
+        ("naive", (q, k, v), {"row": 24}, ValueRangeError, powers),
         ("profile", (q, k, v), {"tile": (16, 16)}, DtypeError, "tile must be a ladder.Tile or None, got tuple"),
         ("flash", (q, k, v), {"causal": 1}, DtypeError, "causal must be True or False, got 1"),
         ("flash", (q.clone().requires_grad_(), k, v), {}, Unsupported, "q requires a gradient"),

@@ -10,19 +10,8 @@ from tilefold.profiling.counters import STALL, import_report, parse_csv
 from tilefold.profiling.evidence import Evidence
 from tilefold.profiling.verdict import judge
 
-HEAD = (
-    "ID",
-    "Process ID",
-    "Process Name",
-    "Host Name",
-    "Kernel Name",
-    "Context",
-    "Stream",
-    "Block Size",
-    "Grid Size",
-    "Device",
-    "CC",
-)
+HEAD = ("ID", "Process ID", "Process Name", "Host Name", "Kernel Name", "Context", "Stream", "Block Size", "Grid Size", "Device",
+        "CC")  # fmt: skip
 PEAK = counters.PEAK
 
 
@@ -94,12 +83,8 @@ COPIED, NUMBERS = LISTED * 2 * 64 * 128 * 2 // 32, LISTED * 4
 
 def counted(loads, arrived, used="4", name=counters.ARRIVED):
     """The reported profile with these sectors by load instructions, and arriving at the SMs."""
-    changed = {
-        **dict.fromkeys(counters.SECTORS, 0),
-        counters.SECTORS[0]: loads,
-        name: arrived,
-        counters.USED_LOADS: used,
-    }
+    changed = dict.fromkeys(counters.SECTORS, 0)
+    changed |= {counters.SECTORS[0]: loads, name: arrived, counters.USED_LOADS: used}
     values = {**{key: value for key, (_, value) in FULL.items()}, **{key: str(value) for key, value in changed.items()}}
     units = {**{key: unit for key, (unit, _) in FULL.items()}, name: "sector"}
     (found,) = parse_csv(

@@ -1,13 +1,17 @@
-"""Profiles from traces: kernels, times, overlap, declared work, counters joined, the reports. What needs no GPU."""
+"""Profiles from traces: kernels, times, overlap, declared work, counters, reports; the region over a stand-in for the GPU."""
 
 import json
 
 import pytest
 import torch
+import typer.testing
+from triton import knobs
 
 import tilefold
-from tilefold.errors import DeviceError, ValueRangeError
+from tilefold.cli.app import app
+from tilefold.errors import DeviceError, Unsupported, ValueRangeError
 from tilefold.plan import device_named
+from tilefold.profiling import counters, roofs, session
 from tilefold.profiling.counters import Measured
 from tilefold.profiling.evidence import Counters
 from tilefold.profiling.launches import Code, Launched, code_for, occupancy_on, read_trace, region_of, same_kernel
@@ -18,21 +22,14 @@ H200 = device_named("h200")
 
 def event(name, begin_us, us, grid=(132, 1, 1), block=(128, 1, 1), category="kernel", registers=64, shared=0):
     """A kernel as torch's profiler writes it into a Chrome trace."""
-    args = {
-        "grid": list(grid),
-        "block": list(block),
-        "registers per thread": registers,
-        "shared memory": shared,
-        "stream": 7,
-    }
+    args = {"grid": list(grid), "block": list(block), "stream": 7}
+    args |= {"registers per thread": registers, "shared memory": shared}
     return {"ph": "X", "cat": category, "name": name, "ts": 1e9 + begin_us, "dur": us, "pid": 0, "tid": 7, "args": args}
 
 
 def trace_of(*events):
-    return {
-        "schemaVersion": 1,
-        "traceEvents": [{"ph": "M", "name": "process_name", "args": {"name": "python"}}, *events],
-    }
+    process = {"ph": "M", "name": "process_name", "args": {"name": "python"}}
+    return {"schemaVersion": 1, "traceEvents": [process, *events]}
 
 
 LAUNCH = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 1e9, "dur": 4.0, "args": {}}
@@ -114,10 +111,8 @@ def test_counters_alone():
     made = profile_of_counters(
         [Measured("a", 2, 1e-5, Counters(dram=10.0), 8, 128), Measured("b", 1, 1e-3, Counters(dram=92.0), 999, 128)], "", 132
     )  # fmt: skip
-    assert [(row.evidence.kernel, row.verdict.resource) for row in made.rows] == [
-        ("b", "DRAM"),
-        ("a", "too few programs"),
-    ]
+    found = [(row.evidence.kernel, row.verdict.resource) for row in made.rows]
+    assert found == [("b", "DRAM"), ("a", "too few programs")]
 
 
 def test_names_of_two_tools():
@@ -164,3 +159,113 @@ def test_refusals():
     if not torch.cuda.is_available():
         with pytest.raises(DeviceError, match="torch sees none"), tilefold.profile():
             pass
+
+
+# ---------------------------------------------------------------- the region
+
+
+ARGS = {"grid": [4368, 1, 1], "block": [128, 1, 1], "registers per thread": 168, "shared memory": 0}
+KERNEL = {"ph": "X", "cat": "kernel", "name": "fold", "ts": 10.0, "dur": 1000.0, "args": ARGS}
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A GPU that ran one kernel; the log of what was asked of it."""
+    log = []
+
+    class Profiler:
+        def __init__(self, activities):
+            log.append([each.name for each in activities])
+
+        def __enter__(self):
+            log.append("begin")
+
+        def __exit__(self, *error):
+            log.append("end")
+
+        def export_chrome_trace(self, path):
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump({"traceEvents": [KERNEL]}, file)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: log.append("wait"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *index: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: log.append("mark"))
+    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: log.append("unmark"))
+    monkeypatch.setattr(torch.profiler, "profile", Profiler)
+    monkeypatch.setattr("tilefold.profiling.session.device_of", lambda device: device_named("h200"))
+    monkeypatch.setenv(roofs.FOLDER_VARIABLE, "off")
+    yield log
+    session.FINISHED.clear()
+    assert not session._ACTIVE
+
+
+def test_a_region(machine):
+    with tilefold.profile(declare={"fold": Declared(flops=7e11, bytes=1e8)}) as p:
+        with pytest.raises(Unsupported, match="its region has not ended"):
+            _ = p.profile
+        with pytest.raises(Unsupported, match="cannot be nested.*--marked"), tilefold.profile():
+            pass
+    assert machine == ["wait", ["CUDA"], "begin", "wait", "wait", "end"]
+    (row,) = p.profile.rows
+    assert row.evidence.kernel == "fold" and row.evidence.tensor_share == pytest.approx(100 * 7e14 / 760e12)
+    assert row.verdict.resource == "tensor pipe"
+    assert [p.profile] == session.FINISHED
+
+
+def test_what_fails_inside_passes_through_and_ends_the_region(machine):
+    with pytest.raises(KeyError), tilefold.profile() as p:
+        raise KeyError
+    with pytest.raises(Unsupported):
+        _ = p.profile
+    assert machine[-1] == "end" and not session.FINISHED
+    with tilefold.profile() as p:
+        pass
+    assert p.profile.rows
+
+
+def test_under_another_profiler_it_only_marks(machine, monkeypatch):
+    monkeypatch.setenv(counters.ROLE_VARIABLE, "ncu")
+    with tilefold.profile() as p:
+        pass
+    assert machine == ["wait", "mark", "wait", "unmark"]
+    with pytest.raises(Unsupported, match="Nsight Compute watches"):
+        _ = p.profile
+
+
+def test_what_kernels_declare_of_themselves(machine):
+    class Metadata:
+        def __init__(self, **said):
+            self.said = {"name": "fold", "function": 1, "stream": 0, **said}
+
+        def get(self):
+            return self.said
+
+    with tilefold.profile(metadata=True) as p:
+        assert knobs.runtime.launch_enter_hook.calls == [p._declared_by_launch]
+        for flops in (1e11, 3e11):
+            knobs.runtime.launch_enter_hook(Metadata(flops16=flops, bytes=1e8))
+        knobs.runtime.launch_enter_hook(Metadata(name="silent"))
+    assert knobs.runtime.launch_enter_hook.calls == []
+    assert (p.profile.rows[0].evidence.flops, p.profile.rows[0].evidence.bytes) == (2e11, 1e8)
+
+
+def test_a_script_from_the_command_line(machine, monkeypatch, tmp_path):
+    """The whole command, ncu's answer put in."""
+    seen = counters.Measured("fold", 1, 3e-3, Counters(l2_to_sm=83.5, tensor=61.6, dram=4.0), 4368, 128)
+    asked = []
+    monkeypatch.setattr(counters, "run_ncu", lambda *arguments: asked.append(arguments) or (seen,))
+    monkeypatch.setattr("tilefold.cli.profile_run._gpu", lambda: None)
+    script = tmp_path / "job.py"
+    script.write_text("import sys\nassert sys.argv[1:] == ['--steps', '3']\n")
+    arguments = [str(script), "--ncu", "--kernels", "fold", "--json", str(tmp_path / "out.json"), "--", "--steps", "3"]
+    result = typer.testing.CliRunner().invoke(app, ["profile", *arguments], env={"COLUMNS": "250", "NO_COLOR": "1"})
+    assert result.exit_code == 0, result.output
+    assert (
+        "fold: L2-to-SM path: L2-to-SM path at 83.5 % of its peak by the counters; next tensor pipe 61.6 %"
+        in result.output
+    )
+    assert asked[0][0][1:] == [str(script), "--steps", "3"] and asked[0][1:] == ("fold", 40, False)
+    document = json.loads((tmp_path / "out.json").read_text())
+    assert document["rows"][0]["evidence"]["counters"]["l2_to_sm"] == 83.5

@@ -86,14 +86,8 @@ def test_a_trace_is_cut_into_calls():
     names = ["fill", marks, "a", "b", marks, "fill", marks, marks, "fill", marks, "a"]
     parts = list(between_marks([ran(name, i) for i, name in enumerate(names)]))
     assert [[each.kernel for each in part] for part in parts] == [["a", "b"], []]
-    event = {
-        "ph": "X",
-        "cat": "kernel",
-        "name": "k",
-        "ts": 5.0,
-        "dur": 2.0,
-        "args": {"grid": [2, 3, 1], "block": [128, 1, 1]},
-    }
+    event = {"ph": "X", "cat": "kernel", "name": "k", "ts": 5.0, "dur": 2.0}
+    event["args"] = {"grid": [2, 3, 1], "block": [128, 1, 1]}
     copy = {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy DtoD", "ts": 1.0, "dur": 1.0, "args": {}}
     first, second = ordered(
         {"traceEvents": [event, copy, {"ph": "X", "cat": "cuda_runtime", "name": "x", "ts": 0, "dur": 9}]}

@@ -103,12 +103,8 @@ def key_fields(kind, plan):
 def test_the_fastest_right_candidate_is_found(name, tmp_path):
     """The clock prefers one candidate: of two groups the one that differs in both is reached."""
     tunable = TUNABLES[name]
-    wanted = {
-        "attention": {"block_m": 16},
-        "decode": {"splits": 2, "block_n": 16},
-        "matmul": {"block_m": 32, "group": 1},
-    }
-    want = wanted[tunable.kind]
+    matmul = {"block_m": 32, "group": 1}
+    want = {"attention": {"block_m": 16}, "decode": {"splits": 2, "block_n": 16}, "matmul": matmul}[tunable.kind]
     clock = Clock(lambda plan: 2.0 - 0.5 * sum(getattr(plan, field) == value for field, value in want.items()))
     found = searched(tmp_path / "log.jsonl", tunable, clock)
     assert not found.note and found.searched == "all" and found.tried == len(found.trials) >= 2
@@ -533,11 +529,8 @@ def test_keys_tell_what_changes_a_launch():
     same = [DecodeProblem(one), DecodeProblem(replace(one, causal=True)), DecodeProblem(one, equal=True)]
     assert len({key_of("decode", each) for each in same}) == 1
     several = DecodeProblem(replace(one, batch=2, seq_q=2))
-    others = [
-        several,
-        replace(several, equal=True),
-        replace(several, attention=replace(several.attention, causal=True)),
-    ]
+    causal = replace(several, attention=replace(several.attention, causal=True))
+    others = [several, replace(several, equal=True), causal]
     assert len({key_of("decode", each) for each in (*same, *others)}) == 4
     stored = json.loads(json.dumps(asdict(several)))
     assert key_of("decode", stored) == key_of("decode", several)
@@ -651,23 +644,10 @@ def test_a_table_in_the_users_cache_is_used_by_another_process(tmp_path):
 
     write_table(tmp_path / "tilefold" / "tuned" / "h200.json", _table(entry, triton=triton.__version__))
     env = {name: value for name, value in os.environ.items() if name != "TILEFOLD_TUNED"}
-    asked = [
-        "explain",
-        "--device",
-        "h200",
-        "--heads",
-        "28",
-        "--kv-heads",
-        "4",
-        "--q",
-        "2048",
-        "--dim",
-        "128",
-        "--causal",
-    ]
+    asked = "explain --device h200 --heads 28 --kv-heads 4 --q 2048 --dim 128 --causal"
     say = [
         subprocess.run(
-            [sys.executable, "-m", "tilefold", *asked], env={**env, "XDG_CACHE_HOME": str(tmp_path), **more},
+            [sys.executable, "-m", "tilefold", *asked.split()], env={**env, "XDG_CACHE_HOME": str(tmp_path), **more},
             capture_output=True, text=True, check=True,
         ).stdout
         for more in ({}, {"TILEFOLD_TUNED": "none"})

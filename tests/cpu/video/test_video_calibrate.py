@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from cases.refusals import refuses
 from tilefold import video
 from tilefold.errors import DtypeError, Unsupported, ValueRangeError
 from tilefold.video.calibrate import Calibration, calibrate, fit, model_error, policy_from_json, policy_to_json
@@ -90,12 +91,10 @@ def test_a_failed_calibration_leaves_the_model_as_it_was():
     with pytest.raises(RuntimeError, match="broken"):
         calibrate(model, inputs, (broken,), **OPTIONS)
     assert "_tilefold_sparse" not in model.__dict__
-    with pytest.raises(ValueRangeError, match="inputs is empty"):
-        calibrate(model, [], **OPTIONS)
+    refuses(ValueRangeError, "inputs is empty", calibrate, model, [], **OPTIONS)
     found = calibrate(model, inputs[:1], (), **OPTIONS)
     for error in (0.0, -1):
-        with pytest.raises(ValueRangeError, match="error must be greater than 0"):
-            fit(model, inputs[:1], found, error, **OPTIONS)
+        refuses(ValueRangeError, "error must be greater than 0", fit, model, inputs[:1], found, error, **OPTIONS)
 
     class Empty(Planted):
         def forward(self, hidden_states):
@@ -103,8 +102,7 @@ def test_a_failed_calibration_leaves_the_model_as_it_was():
 
     with pytest.raises(DtypeError, match="model returned no tensor, but a NoneType"):
         calibrate(Empty(GRID, KINDS, channels=16), inputs, (), **OPTIONS)
-    with pytest.raises(ValueRangeError, match="kinds must be of local, scattered, global, got 'far'"):
-        Planted(GRID, [["far"]])
+    refuses(ValueRangeError, "kinds must be of local, scattered, global, got 'far'", Planted, GRID, [["far"]])
 
 
 POLICIES = [
@@ -133,10 +131,7 @@ def test_policies_of_layers_as_text():
 
 def test_what_is_no_text():
     for policy in (lambda q, k, site: None, video.FixedMap(torch.ones(2, 2, dtype=torch.bool))):
-        with pytest.raises(Unsupported, match="cannot be written as text"):
-            policy_to_json(video.DenseFirst(policy))
-    with pytest.raises(ValueRangeError, match="give sparsity or top_p"):
-        policy_from_json('{"type": "Pooled"}')
+        refuses(Unsupported, "cannot be written as text", policy_to_json, video.DenseFirst(policy))
+    refuses(ValueRangeError, "give sparsity or top_p", policy_from_json, '{"type": "Pooled"}')
     for text in ("{", "3", '{"type": "Site"}', '{"type": "Pooled", "share": 1}', "[1]", '{"a": 1}'):
-        with pytest.raises(ValueRangeError, match="this is no policy"):
-            policy_from_json(text)
+        refuses(ValueRangeError, "this is no policy", policy_from_json, text)

@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import tilefold
-from cases import judge, rand, same
+from cases import judge, one_graph, rand, same
 from cases.video import gradients_held, oracle_of
 from tilefold import reference
 from tilefold.errors import DtypeError, ShapeError, ValueRangeError
@@ -183,10 +183,9 @@ def test_autocast(device):
 
 @pytest.mark.no_poison
 def test_compile_fullgraph(device):
-    torch._dynamo.reset()
     made = module(SMALL, device, qk_norm=True)
     x = tokens(SMALL, device=device)
-    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
+    compiled = one_graph(made)
     results = []
     for fn in (made, compiled):
         out = fn(x)

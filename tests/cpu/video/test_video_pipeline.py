@@ -1,12 +1,15 @@
-"""The pipeline composed of its stages: against the fp64 oracle, gradients, stages on request, compilation, what is refused."""
+"""The pipeline composed of its stages: fp64, gradients, stages on request, compilation, refusals; what lists leave out."""
 
 import pytest
 import torch
 
-from cases import judge, qkv, rand
+from cases import judge, one_graph, qkv, rand
 from tilefold import reference
 from tilefold.errors import DtypeError, ValueRangeError
+from tilefold.plan.device import H200
+from tilefold.plan.sparse.video import VideoShape
 from tilefold.sparse import BlockIndex, CoarseOptions, GridTiling, SelectOptions, sparse_video_attention, video_window
+from tilefold.video.measure import dense_results, least_seconds, left_out
 
 EVEN, RAGGED = GridTiling((4, 2, 8), (2, 2, 4)), GridTiling((3, 3, 6), (2, 2, 4))  # 4 and 8 blocks of 16
 RECORDS = ("coarse_out", "scores", "gini", "tau", "mass", "fine_out", "fine_lse")
@@ -132,7 +135,6 @@ def test_lists_that_are_given(device):
 
 @pytest.mark.no_poison
 def test_compile_fullgraph(device):
-    torch._dynamo.reset()
     tensors, options = inputs(RAGGED, device=device)
     for t in tensors:
         t.requires_grad_()
@@ -141,7 +143,7 @@ def test_compile_fullgraph(device):
         out, made = sparse_video_attention(2 * q, k, v, **options, return_stages=True)
         return out, made.scores, made.index.counts
 
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled = one_graph(layer)
     results = []
     for fn in (layer, compiled):
         made = fn(*tensors)
@@ -189,3 +191,40 @@ def test_records_refuse_unknown_names():
         CoarseOptions(reduction="sum")
     with pytest.raises(ValueRangeError, match="method must be one of gini, top_p, top_k, got 'top'"):
         SelectOptions("top")
+
+
+# ---------------------------------------------------------------- what lists leave out
+
+
+@pytest.mark.parametrize("grid", [(3, 5, 6), (4, 4, 8)])
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_left_out(grid, kv_heads, device):
+    """Mass by probabilities themselves; the error by outputs of the oracle; tokens that pad a cube count nowhere."""
+    tiling = GridTiling(grid, (2, 2, 4))
+    n, scale = tiling.block_count, 0.3
+    q, k, v = (rand(2, tiling.padded, h, 8, device=device) for h in (4, kv_heads, kv_heads))
+    keep = torch.rand(1, 4, n, n, device=device) > 0.5
+    keep[..., 0] = True  # no empty row
+    index = BlockIndex.from_map(keep, block_q=16, block_k=16)
+    got = left_out(q, k, v, index, tiling, scale, dense_results(q, k, v, tiling, scale))
+    q, k, v = (tiling.untile(one).double().cpu() for one in (q, k, v))
+    block = (tiling.destination() // tiling.slots).cpu()
+    seen = keep.cpu()[:, :, block][:, :, :, block]
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(4 // kv_heads, 2)) * scale
+    mass = (scores.softmax(-1) * seen).sum(-1).mean((0, 2))
+    exact, sparse = (reference.attention(q, k, v, mask=mask, scale=scale)[0] for mask in (None, seen))
+    error = (sparse - exact).square().sum((0, 1, 3)).sqrt() / exact.square().sum((0, 1, 3)).sqrt()
+    torch.testing.assert_close(got.listed.cpu(), keep.float().mean((0, 2, 3)).cpu())
+    torch.testing.assert_close(got.mass.cpu().double(), mass, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got.error.cpu().double(), error, rtol=1e-4, atol=1e-6)
+
+
+def test_least_seconds():
+    """Dense attention of Wan 14B at 720p: 4 N^2 D H operations at the rate of bf16 products; of a tenth of the pairs a tenth."""
+    shape = VideoShape(1, 40, 40, 75600, 128)
+    sparse, dense = least_seconds(shape, 0.1, H200)
+    assert dense == pytest.approx(
+        max(4 * 75600**2 * 128 * 40 / H200.matmul_rate("bfloat16"), 75600**2 * 40 / H200.exp_rate)
+    )
+    assert 0.1 * dense < sparse < 0.13 * dense
+    assert least_seconds(shape, 0.2, H200)[0] > sparse

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from cases import judge, rand
+from cases.refusals import refuses
 from tilefold import reference, video
 from tilefold.errors import DtypeError, ShapeError, ValueRangeError
 from tilefold.sparse import GridTiling
@@ -203,39 +204,28 @@ def test_fitting_cube():
     assert video.fitting_cube((16, 28, 52)) == (4, 4, 4)
     assert math.prod(video.fitting_cube((9, 9, 9), 1024)) == 1024
     for wrong in (8, 48, True, 64.0):
-        with pytest.raises(ValueRangeError, match="tokens must be a power of two of at least 16"):
-            video.fitting_cube((1, 2, 3), wrong)
+        refuses(ValueRangeError, "tokens must be a power of two of at least 16", video.fitting_cube, (1, 2, 3), wrong)
 
 
 def test_refusals():
     tiling = TILINGS[0]
     q, k = tokens(tiling)
     for options in ({}, {"sparsity": 0.5, "top_p": 0.5}):
-        with pytest.raises(ValueRangeError, match="give sparsity or top_p"):
-            video.Pooled(**options)
-    with pytest.raises(ValueRangeError, match="sparsity"):
-        video.Pooled(sparsity=1.5)
-    with pytest.raises(ValueRangeError, match="top_p"):
-        video.Pooled(top_p=(0.5, -1.0))
+        refuses(ValueRangeError, "give sparsity or top_p", video.Pooled, **options)
+    refuses(ValueRangeError, "sparsity", video.Pooled, sparsity=1.5)
+    refuses(ValueRangeError, "top_p", video.Pooled, top_p=(0.5, -1.0))
     with pytest.raises(ShapeError, match="has 3 numbers, expected one, or 4: one for each head"):
         video.Pooled(sparsity=(0.1, 0.2, 0.3))(q, k, site_of(tiling))
-    with pytest.raises(ShapeError, match="window must be three ints"):
-        video.Pooled(sparsity=0.5, window=(1, 2))
-    with pytest.raises(ValueRangeError, match="stride must be a power of two, got 3"):
-        video.Antidiagonal(sparsity=0.5, stride=3)
+    refuses(ShapeError, "window must be three ints", video.Pooled, sparsity=0.5, window=(1, 2))
+    refuses(ValueRangeError, "stride must be a power of two, got 3", video.Antidiagonal, sparsity=0.5, stride=3)
     with pytest.raises(ValueRangeError, match="stride is 32, more than the 16 tokens of a block"):
         video.Antidiagonal(sparsity=0.5, stride=32)(q, k, site_of(tiling))
-    with pytest.raises(ValueRangeError, match=r"tau_min is 0\.9, more than tau_max, 0\.1"):
-        video.Gini(0.9, 0.1)
-    with pytest.raises(ValueRangeError, match="kind must be 'block' or 'pooled', got 'dense'"):
-        video.Gini(kind="dense")
+    refuses(ValueRangeError, "tau_min is 0.9, more than tau_max, 0.1", video.Gini, 0.9, 0.1)
+    refuses(ValueRangeError, "kind must be 'block' or 'pooled', got 'dense'", video.Gini, kind="dense")
     for width, kind in ((0.0, ValueRangeError), (math.nan, ValueRangeError), ("1", DtypeError)):
-        with pytest.raises(kind, match="width must be"):
-            video.Radial(width)
-    with pytest.raises(ValueRangeError, match="radii"):
-        video.SlidingTile(-1)
-    with pytest.raises(DtypeError, match=r"maps must be bool tensors, got torch\.float32"):
-        video.FixedMap(torch.ones(2, 2))
+        refuses(kind, "width must be", video.Radial, width)
+    refuses(ValueRangeError, "radii", video.SlidingTile, -1)
+    refuses(DtypeError, "maps must be bool tensors, got torch.float32", video.FixedMap, torch.ones(2, 2))
     with pytest.raises(ShapeError, match=r"maps must be \[\.\., blocks, blocks\], got shape \(2, 3\)"):
         video.FixedMap(torch.ones(2, 3, dtype=torch.bool))
     with pytest.raises(ShapeError, match="maps of layer 0 are for 2 blocks, but grid"):
@@ -243,10 +233,8 @@ def test_refusals():
     with pytest.raises(ShapeError, match="policies are 1, expected one for each of 4 heads"):
         video.ByHead((video.Dense(),))(q, k, site_of(tiling))
     for make in (lambda: video.DenseFirst(3), lambda: video.KeepFor(3, 1), lambda: video.ByLayer({0: 3})):
-        with pytest.raises(DtypeError, match="must be a policy, a function of"):
-            make()
-    with pytest.raises(ValueRangeError, match="steps"):
-        video.KeepFor(video.Dense(), 0)
+        refuses(DtypeError, "must be a policy, a function of", make)
+    refuses(ValueRangeError, "steps", video.KeepFor, video.Dense(), 0)
     with pytest.raises(ValueRangeError, match=r"KeepFor\(.*\) needs the denoising step"):
         video.KeepFor(video.Dense(), 1)(q, k, site_of(tiling))
 
