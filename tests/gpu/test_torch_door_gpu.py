@@ -369,8 +369,8 @@ def curve(dtype, steps=60):
 
 
 def test_a_small_gpt_trains_as_with_flash():
-    """Losses are as far from those of fp32 as flash's are, and far below where they began; the same bits again, if the other
-    layers give the same bits again."""
+    """Losses are as far from those of fp32 as flash's and plain torch's are, and far below where they began; the same bits again,
+    if the other layers give the same bits again.  One run alone says little: rounding grows with the steps."""
     ours = curve(torch.bfloat16)
     assert (CALLS.forward, CALLS.backward) == (120, 120)
     again = curve(torch.bfloat16)
@@ -382,6 +382,6 @@ def test_a_small_gpt_trains_as_with_flash():
         flash = curve(torch.bfloat16)
     with sdpa_kernel(SDPBackend.MATH):
         exact = curve(torch.float32)
-    ours, theirs = (ours - exact).abs(), (flash - exact).abs()
+    ours, theirs = (ours - exact).abs(), (torch.stack([flash, *others]) - exact).abs()
     assert exact[-1] < 0.5 * exact[0]
     assert ours.mean() <= 2 * theirs.mean() and ours.max() <= 2 * theirs.max(), f"{ours.max()} beside {theirs.max()}"

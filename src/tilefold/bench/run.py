@@ -172,6 +172,7 @@ def check_one(
 def scratch_bytes(call: Callable[[], Any]) -> int:
     """Bytes that a (warmed) call allocates at its peak beyond what is still there when it has returned: its results."""
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # or a larger block that was left is handed out whole, and counts
     torch.cuda.reset_peak_memory_stats()
     result = call()
     torch.cuda.synchronize()
