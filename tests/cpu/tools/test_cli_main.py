@@ -94,12 +94,12 @@ def test_the_demo_says_what_it_needs(monkeypatch):
 
 
 @pytest.mark.parametrize("code", [0, 1])
-def test_the_demo_gets_its_options_and_gives_its_exit_code(monkeypatch, code):
+def test_the_demo_gets_its_options_and_gives_the_exit_code(monkeypatch, code):
     seen = []
 
     def run_demo(options, console):
         seen.append(options)
-        return types.SimpleNamespace(exit_code=code)
+        return types.SimpleNamespace(ok=not code)
 
     fake = types.SimpleNamespace(DemoOptions=lambda *fields: fields, run_demo=run_demo)
     monkeypatch.setitem(sys.modules, "tilefold.cli.demo", fake)
