@@ -93,7 +93,7 @@ def test_sparse_attention():
         (["--blocks", "64,0"], "--blocks must be two powers of two of at least 16, got '64,0'"),
         (["--blocks", "64,64", "--listed", "-1"], "--listed must be from 0 to 128, the blocks of 8192 keys, got -1"),
         (["--blocks", "64,64", "--listed", "129"], "--listed must be from 0 to 128"),
-        (["--mean", "1"], "--mean goes with --varlen"),
+        (["--mean", "1"], "--mean needs --varlen"),
         (["--varlen", "--mean", "0"], "--mean must be from 1 to 1, the queries of the longest sequence, got 0"),
         (["--blocks", "64,64", "--page-size", "16", "--varlen"], "page_size must be 0 with varlen=True"),
     ],
