@@ -1,7 +1,6 @@
 """What every `tilefold bench` command does around a family's cases: measure, record, show, write, compare, exit code."""
 
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -88,8 +87,8 @@ class Session:
         from tilefold.bench.records.record import append_rows
 
         done, device = Done(engine, len(cases)), self.runtime.device
-        with power.Sampler(power.source_of(device) if self.run.power else None) as sampler:
-            begin = time.perf_counter()
+        with power.Sampler(power.gpu_id() if self.run.power else None) as sampler:
+            begin = sampler.mark()
 
             def keep(result: Any) -> None:
                 nonlocal begin
@@ -99,7 +98,7 @@ class Session:
                 done.records += rows
                 if self.run.results is not None:
                     append_rows(self.run.results / f"{engine.name}.jsonl", rows)
-                begin = time.perf_counter()
+                begin = sampler.mark()
 
             with measuring(self.console, len(cases) * (len(peers) + 1), self.run.log) as step:
                 done.results = engine.run(cases, peers, device, options, lambda case, what: step(case.name, what), keep)
