@@ -18,6 +18,7 @@ from tilefold.cli.demo.judge import Check
 from tilefold.cli.demo.model import Batch, Encoder, LayerCall, Tokens, batches_of, load, tokenize
 from tilefold.cli.demo.sentences import Sentence, chosen
 from tilefold.cli.demo.show import Head, Report, Variant
+from tilefold.cli.runtime import folder
 from tilefold.debug import patch_interpreter
 from tilefold.errors import ValueRangeError
 from tilefold.ops.device import interpreting
@@ -73,12 +74,7 @@ def run_demo(options: DemoOptions, console: Console) -> Report:
     console.print(show.heading())
     sentences = chosen(options.quick)
     _check(sentence=(options.sentence, len(sentences)))
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueRangeError(
-            f"out must be a folder that can be written, got {options.out} ({error.strerror})"
-        ) from None
+    folder(options.out)
     alone = options.device == "cpu" and not interpreting() and interpreter_fault() is None
     beside = kernels.begin() if alone else None
     columns = (

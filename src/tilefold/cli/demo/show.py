@@ -10,16 +10,14 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from tilefold.bench.page import Heading, Picture, Rows, Words, new_figure, save_png, to_html
+from tilefold.bench.page import Heading, Part, Picture, Rows, Words, new_figure
 from tilefold.cli.demo.judge import Check, LayerError, Ranking
 from tilefold.cli.demo.sentences import Sentence
-from tilefold.cli.runtime import table_of
+from tilefold.cli.runtime import show, write_report
 
 MODEL = "A trained sentence encoder embeds real sentences; its attention layers run through tilefold."
 LIMIT = "Limit: some of an element's standard deviations on the same q, k, v, plus its rounding; shown is the worst element."
 GREY, BLUES = "#e4e4e4", "Blues"
-
-Part = Heading | Words | Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,38 +137,20 @@ def _variant(variant: Variant) -> list[Part]:
 
 def report(found: Report, files: Sequence[Path], console: Console) -> None:
     """Print everything, the verdict last."""
-    for part in _parts(found):
-        if isinstance(part, Rows):
-            table = table_of(part.head, part.rows, left=len(part.head) if not any(part.head) else 1)
-            table.show_header = any(part.head)
-            console.print(table)
-        elif isinstance(part, Heading):
-            console.print(Text(f"\n{part.text}", style="bold blue"))
-        else:
-            console.print(Text(part.text, style="dim"), soft_wrap=True)
-    console.print()
-    for path in files:
-        console.print(Text(f"wrote {path}"), soft_wrap=True)
+    show(console, [*_parts(found), Words(""), *(Words(f"wrote {path}") for path in files)])
     console.print(Text(found.verdict, style="bold green" if found.ok else "bold red"))
 
 
-def page(found: Report, figure: Any) -> str:
-    """One HTML file that needs nothing else: the parts, and the picture inside."""
+def write(found: Report, out: Path) -> tuple[Path, Path]:
+    """The page and the picture in a folder. Unsupported if matplotlib is not installed."""
     caption = (
         "Left: a row for each token, which shows how it spreads its attention over the tokens of the sentence; a dark first "
         "column is usual: a head with nothing to do for a word rests on [CLS]. The kernel never writes these probabilities: "
         "they are computed from the lse it returns, p = exp(q k scale - lse). Right: cosines of the embeddings of all "
         "sentences; lines part the topics."
     )
-    return to_html("tilefold demo", [Words(MODEL), Words(found.verdict), Picture(figure, caption), *_parts(found)])
-
-
-def write(found: Report, out: Path) -> tuple[Path, Path]:
-    """The page and the picture in a folder. Unsupported if matplotlib is not installed."""
-    files, figure = (out / "demo.html", out / "demo.png"), figure_of(found)
-    save_png(figure, files[1])
-    files[0].write_text(page(found, figure), encoding="utf-8")
-    return files
+    parts = [Words(MODEL), Words(found.verdict), Picture(figure_of(found), caption), *_parts(found)]
+    return write_report(out, "demo", "tilefold demo", parts)
 
 
 # --- the picture ------------------------------------------------------------------------------------------------------------
