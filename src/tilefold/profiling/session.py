@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tilefold.bench.torch_trace import exported
+from tilefold.bench.timers import exported
 from tilefold.errors import DeviceError, Unsupported, ValueRangeError
 from tilefold.ops.device import device_of
 from tilefold.plan.device import Device

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from tilefold.bench import timers
-from tilefold.bench.torch_trace import exported
+from tilefold.bench.timers import exported
 from tilefold.profiling.launches import Launched, Ran, ordered, product
 
 MARK = "spin_kernel"  # of torch.cuda._sleep: `timers.hidden` puts one before a call and one behind

@@ -239,8 +239,7 @@ def _seconds(launched: Launched) -> float:
 
 def _empty_calls(device: Device) -> dict[str, Callable[[], object]]:
     """A call of one empty launch and one of several; the kernel is compiled."""
-    from tilefold.profiling.roof_launches import Work
-    from tilefold.profiling.roof_sizes import sizes_of
+    from tilefold.profiling.roof_launches import Work, sizes_of
 
     launch = Work(device, torch.device("cuda", torch.cuda.current_device()), sizes_of(device)).nothing()
 
