@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 
 from tilefold.profiling.counters import ROLE_VARIABLE, Measured, run_ncu
 from tilefold.profiling.report import Profile
-from tilefold.profiling.roof_sizes import Sizes
+from tilefold.profiling.roof_launches import Sizes
 from tilefold.profiling.session import Declared, profile, with_counters
 
 MIB = 1 << 20

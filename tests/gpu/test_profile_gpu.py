@@ -94,11 +94,14 @@ SHAPE = VideoShape(1, 12, 12, 23296, 128)
 @alone
 def test_the_video_pipeline_is_explained(device):
     """Launches and the gaps between them come to the time of every stage and of the whole; no launch is without its work."""
-    what = SHAPE, device, "cuda", CoarseOptions(), SelectOptions(method="top_k", sparsity=0.651)
-    ready = prepare_stages(SHAPE, "cuda", *what[3:])
-    found = profile_video(*what, rounds=3, ready=ready)
-    why = explain_video(*what[:3], ready, {row.name: row.timing.ms for row in found.rows}, rounds=3)
-    print("\n".join(" | ".join(row) for head, rows in why.tables() for row in (head, *rows)), *why.lines(), sep="\n")
+    ready = prepare_stages(SHAPE, "cuda", CoarseOptions(), SelectOptions(method="top_k", sparsity=0.651))
+    found = profile_video(ready, device, "cuda", rounds=3)
+    why = explain_video(ready, device, "cuda", {row.name: row.timing.ms for row in found.rows}, rounds=3)
+    print(
+        "\n".join(" | ".join(row) for table in why.tables() for row in (table.head, *table.rows)),
+        *why.lines(),
+        sep="\n",
+    )
     assert [row.name for row in why.sums] == [*STAGES, TOGETHER, "pipeline"]
     over = {row.name: row.share for row in why.sums if abs(row.share) > 0.1}
     assert not over, over

@@ -162,15 +162,6 @@ def _pipeline(
         return {"out": run(**tensors, **options)}, None
     out, stages = run(**tensors, **options, return_stages=True)
     kept = stages.index.to_map().to(torch.uint8)
-    each = (
-        stages.coarse_out,
-        stages.scores,
-        stages.gini,
-        stages.tau,
-        stages.mass,
-        kept,
-        stages.fine_out,
-        stages.fine_lse,
-        out,
-    )
+    chosen = stages.scores, stages.gini, stages.tau, stages.mass, kept
+    each = stages.coarse_out, *chosen, stages.fine_out, stages.fine_lse, out
     return {key: t for key, t in zip(STAGES, each, strict=True) if t is not None}, stages.index

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor
 
 from tilefold.reference import Comparison
@@ -104,6 +105,19 @@ def by_name(*peers: Peer) -> dict[str, Peer]:
     return {peer.name: peer for peer in peers}
 
 
-def each(make: Callable[[Any], Callable[[], Tensor]]) -> Callable[[Sequence[Any]], Calls]:
-    """A prepare that treats every set of inputs by itself."""
-    return lambda sets: Calls([make(one) for one in sets])
+def each(
+    make: Callable[[Any], Callable[[], Tensor]], context: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> Callable[[Sequence[Any]], Calls]:
+    """A prepare that treats every set of inputs by itself; context: open while the calls run."""
+    return lambda sets: Calls([make(one) for one in sets], context)
+
+
+def normal_numbers(device: str, seed: int, dtype: str) -> Callable[..., Tensor]:
+    """(*shape) -> standard-normal numbers, of uint8 all 256, the same for a seed and device, other ones at each call.
+
+    Never zeros: a GPU draws less power on them and runs faster."""
+    generator, kind = torch.Generator(device=device).manual_seed(seed), getattr(torch, dtype)
+    options: dict[str, Any] = {"generator": generator, "device": device, "dtype": kind}
+    if dtype == "uint8":
+        return lambda *shape: torch.randint(0, 256, shape, **options)
+    return lambda *shape: torch.randn(shape, **options)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilefold.bench.attention.cases import Case
 from tilefold.bench.attention.lists import lists_of
-from tilefold.bench.family import Calls
+from tilefold.bench.family import Calls, normal_numbers
 from tilefold.plan.problem import AttentionProblem
 from tilefold.sparse import BlockIndex
 
@@ -40,16 +40,9 @@ class Inputs:
 
 
 def make_inputs(case: Case, device: str, seed: int = 0) -> Inputs:
-    """Standard-normal q, k, v and gradient, the same for a seed and device, and the case's lists, whatever the seed.
-
-    Never zeros: a GPU draws less power on them and runs faster."""
-    generator = torch.Generator(device=device).manual_seed(seed)
+    """Standard-normal q, k, v and gradient, the same for a seed and device, and the case's lists, whatever the seed."""
     p = case.problem
-    dtype = getattr(torch, p.dtype)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
-
+    normal = normal_numbers(device, seed, p.dtype)
     batch, seq_q, seq_k = (1, sum(case.lengths), sum(case.lengths)) if case.lengths else (p.batch, p.seq_q, p.seq_k)
     q = normal(batch, seq_q, p.heads, p.dim_qk)
     k = normal(batch, seq_k, p.kv_heads, p.dim_qk)
@@ -82,3 +75,19 @@ def window_of(problem: AttentionProblem) -> tuple[int, int] | None:
 def output_of(result: Any) -> Any:
     """The output of a function that gives it alone or with an lse behind it, as its version has it."""
     return result[0] if isinstance(result, tuple) else result
+
+
+SDPA = {
+    "cudnn": "CUDNN_ATTENTION",
+    "flash": "FLASH_ATTENTION",
+    "efficient": "EFFICIENT_ATTENTION",
+    "math": "MATH",
+}
+
+
+def sdpa_only(backend: str) -> AbstractContextManager[Any]:
+    """While it is open, torch's scaled_dot_product_attention takes that backend."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    found: AbstractContextManager[Any] = sdpa_kernel(getattr(SDPBackend, SDPA[backend]))
+    return found

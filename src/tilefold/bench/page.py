@@ -1,4 +1,5 @@
-"""A report as one HTML file that needs nothing else: text, tables, and figures as SVG inside."""
+"""A report as a list of parts: headings, sentences, tables, figures.  Here they become an HTML file that needs nothing else, or
+Markdown; `tilefold.cli.runtime.show` prints them."""
 
 import re
 from collections.abc import Sequence
@@ -30,9 +31,10 @@ p.note { color: #57606a; }
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """A paragraph."""
+    """A paragraph; style: on a terminal."""
 
     text: str
+    style: str = "dim"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +46,11 @@ class Heading:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A table; the first column is left-aligned."""
+    """A table; the first `left` columns are left-aligned; without a heading where head is empty strings."""
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    left: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +143,23 @@ def to_html(title: str, parts: Sequence[Part]) -> str:
         f'<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8"><title>{escape(title)}</title>'
         f"<style>{STYLE}</style></head>\n<body>\n<h1>{escape(title)}</h1>\n{body}\n</body>\n</html>\n"
     )
+
+
+def to_markdown(parts: Sequence[Part]) -> str:
+    """Headings, sentences and tables for a document."""
+    blocks = []
+    for part in parts:
+        if isinstance(part, Rows):
+            blocks.append("\n".join(table_lines(part.head, part.rows, part.left)))
+        elif not isinstance(part, Picture):
+            blocks.append(f"**{part.text}**" if isinstance(part, Heading) else part.text)
+    return "\n\n".join(blocks) + "\n"
+
+
+def table_lines(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """A table's lines in markdown; left: columns that are aligned to the left."""
+    dashes = ["---"] * left + ["---:"] * (len(head) - left)
+    return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |" for cells in (head, dashes, *rows)]
 
 
 def _part(part: Part) -> str:

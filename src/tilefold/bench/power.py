@@ -1,14 +1,14 @@
 """Clocks, power and temperature of the GPU while a benchmark runs: a figure means little if the clock moved under it.
 
-A thread reads them from one nvidia-smi process that prints a line every half second.  Nothing is read without an NVIDIA GPU.
+One nvidia-smi process writes them, a line every half second.  Nothing is read without an NVIDIA GPU.
 """
 
+import os
 import shutil
 import statistics
 import subprocess
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -128,7 +128,7 @@ def summarise(readings: Sequence[Reading]) -> Summary | None:
 
 def parse_smi(line: str) -> Reading | None:
     """A Reading from a line of `nvidia-smi --query-gpu=... --format=csv,noheader,nounits` of COLUMNS and the reasons, None if it
-    is none (a message, a heading)."""
+    is none (a message, a heading, half a line)."""
     parts = [part.strip() for part in line.split(",")]
     if len(parts) != len(COLUMNS) + 1 or not any(part[:1].isdigit() for part in parts):
         return None
@@ -148,83 +148,47 @@ def _number(text: str) -> float | None:
         return None
 
 
-Stop = threading.Event
-Source = Callable[[Stop], Iterator[Reading]]
-
-
-def smi_readings(device: str, program: str = "nvidia-smi") -> Source:
-    """Readings of the GPU with a UUID (or index) from a nvidia-smi that runs until the event is set; none where it cannot."""
-
-    def read(stop: Stop) -> Iterator[Reading]:
-        for reasons in REASON_COLUMNS:
-            query = ",".join((*COLUMNS, reasons))
-            command = [program, f"--id={device}", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
-            found = False
-            for line in _lines([*command, f"--loop-ms={PERIOD_MS}"], stop):
-                reading = parse_smi(line)
-                if reading is not None:
-                    found = True
-                    yield reading
-            if found or stop.is_set():
-                return  # else the driver does not know this column's name
-
-    return read
-
-
-def _lines(command: Sequence[str], stop: Stop) -> Iterator[str]:
-    """What a program prints, line by line, until it ends or the event is set."""
-    try:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    except OSError:
-        return
-
-    def end() -> None:
-        stop.wait()
-        process.terminate()
-
-    threading.Thread(target=end, daemon=True).start()  # a read of its output would wait for the next line
-    with process:
-        assert process.stdout is not None
-        yield from process.stdout
-        process.terminate()
-
-
-def source_of(device: str) -> Source | None:
-    """Where readings of the current GPU come from; None without an NVIDIA GPU or nvidia-smi."""
-    if device != "cuda":
+def gpu_id() -> str | None:
+    """What nvidia-smi calls the current GPU; None without an NVIDIA one."""
+    if not torch.cuda.is_available() or torch.version.hip:
         return None
     uuid = getattr(torch.cuda.get_device_properties(), "uuid", None)
-    if torch.version.hip or uuid is None:
-        return None
-    return smi_readings(f"GPU-{uuid}") if shutil.which("nvidia-smi") else None
+    return None if uuid is None else f"GPU-{uuid}"
 
 
 class Sampler:
-    """Collects readings in a thread while it is open; without a source it collects nothing."""
+    """While it is open, one nvidia-smi writes a line every half second into a file.  gpu: None: nothing is read.
 
-    def __init__(self, source: Source | None) -> None:
-        self.source = source
-        self.readings: list[tuple[float, Reading]] = []
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+    A driver that does not know the newer name of the reasons is asked by the older one's."""
+
+    def __init__(self, gpu: str | None, program: str = "nvidia-smi") -> None:
+        self.gpu, self.program = gpu, program
+        self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "Sampler":
-        if self.source is not None:
-            self._thread = threading.Thread(target=self._collect, args=(self.source,), daemon=True)
-            self._thread.start()
+        self._lines = tempfile.TemporaryFile()
+        if self.gpu is not None and shutil.which(self.program):
+            asked = self._command(REASON_COLUMNS[0])
+            known = subprocess.run(asked, capture_output=True, check=False).returncode == 0
+            command = [*(asked if known else self._command(REASON_COLUMNS[1])), f"--loop-ms={PERIOD_MS}"]
+            self._process = subprocess.Popen(command, stdout=self._lines, stderr=subprocess.DEVNULL)
         return self
 
+    def _command(self, reasons: str) -> list[str]:
+        query = ",".join((*COLUMNS, reasons))
+        return [self.program, f"--id={self.gpu}", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+
     def __exit__(self, *exception: object) -> None:
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(timeout=2)
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait()
+        self._lines.close()
 
-    def _collect(self, source: Source) -> None:
-        for reading in source(self._stop):
-            self.readings.append((time.perf_counter(), reading))
-            if self._stop.is_set():
-                return
+    def mark(self) -> int:
+        """Now, for `since`."""
+        return os.fstat(self._lines.fileno()).st_size
 
-    def since(self, begin: float = 0.0) -> Summary | None:
-        """What was read since a time of time.perf_counter(); None if nothing was."""
-        return summarise([reading for at, reading in list(self.readings) if at >= begin])
+    def since(self, mark: int = 0) -> Summary | None:
+        """What was read since then; None if nothing was."""
+        text = os.pread(self._lines.fileno(), self.mark() - mark, mark).decode()
+        return summarise([reading for line in text.splitlines() if (reading := parse_smi(line)) is not None])

@@ -10,10 +10,14 @@ time_host         by itself: CPU time that one call costs its caller before it r
 """
 
 import gc
+import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -215,3 +219,14 @@ def time_host(call: Call, synchronize: Call, calls: int = 100, repetitions: int 
 def l2_bytes() -> int:
     """Bytes of the current GPU's L2 cache."""
     return int(torch.cuda.get_device_properties().L2_cache_size)
+
+
+def exported(profiler: Any) -> dict[str, Any]:
+    """The Chrome trace of a profiler of torch's that has ended.
+
+    The file is opened when it is written: torch may put another one in the place of one that is there."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    return document

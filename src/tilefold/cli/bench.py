@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from tilefold.cli.bench_epilogs import EPILOGS, HELP
-from tilefold.cli.bench_flow import Outputs, finish, measure, peer_names, show
+from tilefold.cli.bench_flow import Session, peer_names
 from tilefold.cli.bench_parallel import EPILOG as PARALLEL_EPILOG
 from tilefold.cli.bench_parallel import parallel
 from tilefold.cli.bench_runs import COMPARE_EPILOG, compare_runs, peers
@@ -18,7 +17,7 @@ from tilefold.cli.bench_suite import suite
 from tilefold.cli.bench_video import EPILOG as VIDEO_EPILOG
 from tilefold.cli.bench_video import video
 from tilefold.cli.options import RunOptions, with_run
-from tilefold.cli.runtime import dtype_named, header, prepare_runtime, user_errors
+from tilefold.cli.runtime import dtype_named, prepare_runtime, user_errors
 
 ATTENTION = ("dense", "sparse")
 # Options -> the families that have them: the others' cases say it, or they do it always.
@@ -67,26 +66,21 @@ def bench(
     from tilefold.bench.choice import figures_in
     from tilefold.bench.engine import Request, peers_of
 
-    outputs = Outputs.asked(run, [family])
     names, must = peer_names(run)
     sparsities = () if sparsity is None else figures_in(sparsity, "--sparsity")
     request = Request(quick, run.case, dtype_named(dtype), direction, sparsities)
-    runtime = prepare_runtime()
-    from tilefold.bench.setting import Options, setting_of
+    session = Session(run, [family], prepare_runtime())
+    from tilefold.bench.setting import Options
     from tilefold.bench.suites import engine_named
 
-    engine = engine_named(family)
+    engine, runtime = engine_named(family), session.runtime
     cases = engine.cases(request, runtime.gpu)
     chosen = peers_of(engine, names, runtime.device, must)
-    console, setting = Console(), setting_of(runtime.device)
-    outputs.check_device(setting.device)
-    header(setting, runtime, console)
-    options = Options(run.rounds if runtime.gpu else min(run.rounds, 2), host=host, graph=graph, budget_s=run.budget)
-    done = measure(engine, cases, chosen, runtime, options, outputs, setting, console, run.log)
-    if done.results:
-        show(done, setting, runtime, host or graph, console)
+    session.begin()
+    options = Options(session.rounds, host=host, graph=graph, budget_s=run.budget)
+    done = session.measure(engine, cases, chosen, options, host or graph)
     if done.results or run.compare is not None:
-        finish([done], setting, runtime, outputs, console)
+        session.finish([done])
 
 
 def of_family(family: str) -> Callable[..., None]:

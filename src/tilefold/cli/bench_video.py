@@ -3,14 +3,12 @@
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from tilefold.cli.bench_flow import Outputs, finish, measure, show
-from tilefold.cli.options import Budget, Html, Json, Markdown, Png, Results
+from tilefold.cli.bench_flow import Session
+from tilefold.cli.options import Budget, Html, Json, Markdown, Png, Results, RunOptions
 from tilefold.cli.runtime import (
     Runtime,
     dtype_named,
-    header,
     integers,
     names_from,
     prepare_runtime,
@@ -89,34 +87,31 @@ def video(
     results: Results = None,
 ) -> None:
     """Sweep the sparse video pipeline over sparsity, length or cached tokens, beside dense attention."""
-    writable({"json": json, "markdown": markdown, "png": png, "html": html})
-    runtime = prepare_runtime()
-    from tilefold.bench.setting import Options, setting_of
+    writable({"png": png, "html": html})
+    run = RunOptions(json=json, markdown=markdown, results=results, power=False)
+    session = Session(run, ["video"], prepare_runtime())
+    from tilefold.bench.setting import Options
     from tilefold.bench.suites import ENGINES
     from tilefold.bench.video import report
     from tilefold.bench.video.engine import SHAPES
     from tilefold.bench.video.stages import LISTED, PEERS
     from tilefold.plan.sparse.video import VideoShape
 
-    engine = ENGINES["video"]
+    engine, runtime = ENGINES["video"], session.runtime
     batch, heads, seq, dim = integers(shape, "--shape", 4) if shape else SHAPES[runtime.gpu]
     made = VideoShape(batch, heads, kv_heads or heads, seq, dim, dtype_named(dtype), block)
     points = _points(sweep, made, (values, sparsity), page_size, runtime, quick)
     names = engine.usual(runtime.device) if peers is None else names_from(peers, "--peers", (*PEERS, *LISTED))
-    console, setting = Console(), setting_of(runtime.device)
-    header(setting, runtime, console)
+    session.begin()
     options = Options(rounds if runtime.gpu and not quick else 1, graph=graph, budget_s=budget)
-    outputs = Outputs(json=json, markdown=markdown, results=results, power=False)
-    chosen = [engine.known[name] for name in ("tilefold", *names)]
-    done = measure(engine, points, chosen, runtime, options, outputs, setting, console)
+    done = session.measure(engine, points, [engine.known[name] for name in ("tilefold", *names)], options)
     if done.results:
-        show(done, setting, runtime, False, console)
         drawn = {
             "png": lambda: report.picture_of(done.results).figure,
-            "html": lambda: report.to_html(done.results, setting),
+            "html": lambda: report.to_html(done.results, session.setting),
         }
-        write_files({"png": png, "html": html}, drawn, console)
-    finish([done], setting, runtime, outputs, console)
+        write_files({"png": png, "html": html}, drawn, session.console)
+    session.finish([done])
 
 
 def _points(

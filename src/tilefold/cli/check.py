@@ -13,7 +13,7 @@ from tilefold import reference
 from tilefold.bench.loop import first_line
 from tilefold.cli.check_cases import CheckCase, arguments, check_cases
 from tilefold.cli.progress import measuring
-from tilefold.cli.runtime import Runtime, prepare_runtime, user_errors
+from tilefold.cli.runtime import Runtime, prepare_runtime, say, user_errors
 from tilefold.errors import PlanError, Unsupported
 from tilefold.plan import AttentionPlan
 from tilefold.plan.sparse.sparse import SparsePlan
@@ -141,12 +141,8 @@ def check(quick: Annotated[bool, typer.Option("--quick", help="About half of the
     wrong = sum(result.ok is False for result in results)
     right = sum(result.ok is True for result in results)
     kernels = ", ".join(sorted({result.kernel for result in results if result.ok} - {"none"}))
-    if failed:
-        console.print(
-            Text(f"{failed} of {len(results)} cases could not run: nothing is said of them.", style="bold red")
-        )
-    if wrong:
-        console.print(Text(f"{wrong} of {wrong + right} cases are WRONG.", style="bold red"))
+    what = [f"{failed} of {len(results)} cases could not run: nothing is said of them."] * bool(failed)
+    say([*what, *[f"{wrong} of {wrong + right} cases are WRONG."] * bool(wrong)], console, "bold red")
     if wrong or failed:
         raise typer.Exit(1 if wrong else 2)
     console.print(Text(f"All {right} cases agree with fp64 ({kernels}).", style="bold green"))

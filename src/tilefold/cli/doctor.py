@@ -82,19 +82,17 @@ def machine() -> list[Finding]:
 
 def libraries() -> list[Finding]:
     """tilefold, torch, triton and numpy."""
-    toolkit = (
-        f"CUDA {torch.version.cuda}"
-        if torch.version.cuda
-        else f"ROCm {torch.version.hip}"
-        if torch.version.hip
-        else "CPU only"
+    toolkits = (
+        f"CUDA {torch.version.cuda}" * bool(torch.version.cuda),
+        f"ROCm {torch.version.hip}" * bool(torch.version.hip),
     )
-    return [
-        Finding("libraries", "tilefold", INFO, tilefold.__version__),
-        Finding("libraries", "torch", INFO, f"{torch.__version__} ({toolkit})"),
-        Finding("libraries", "triton", INFO, triton_version() or "not installed"),
-        Finding("libraries", "numpy", INFO, installed("numpy") or "not installed"),
-    ]
+    versions = {
+        "tilefold": tilefold.__version__,
+        "torch": f"{torch.__version__} ({next(filter(None, toolkits), 'CPU only')})",
+        "triton": triton_version() or "not installed",
+        "numpy": installed("numpy") or "not installed",
+    }
+    return [Finding("libraries", name, INFO, version) for name, version in versions.items()]
 
 
 def gpu_fault() -> str | None:
@@ -147,22 +145,19 @@ def tuned() -> list[Finding]:
     """The table of measured plans that this machine's device plans with, or why there is none."""
     import warnings
 
+    def said_of_plans(state: str, detail: str) -> list[Finding]:
+        return [Finding("plans", "measured here", state, detail)]
+
     if gpu_fault() is not None:
-        return [
-            Finding("plans", "measured here", INFO, "no GPU: plans for other devices are by the rules or their tables")
-        ]
+        return said_of_plans(INFO, "no GPU: plans for other devices are by the rules or their tables")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         found = table_in_use(device_of(torch.device("cuda", torch.cuda.current_device())))
     if found is not None:
         path, table = found
-        return [
-            Finding(
-                "plans", "measured here", YES, f"{len(table.entries)} problems, from {path} ({VARIABLE} names another)"
-            )
-        ]
+        return said_of_plans(YES, f"{len(table.entries)} problems, from {path} ({VARIABLE} names another)")
     why = str(said[0].message) if said else "no table; the rules decide (`tilefold tune` measures)"
-    return [Finding("plans", "measured here", NO, why)]
+    return said_of_plans(NO, why)
 
 
 def extras() -> list[Finding]:
@@ -173,15 +168,8 @@ def extras() -> list[Finding]:
         detail = installed(package) or "installed" if there else f"pip install 'tilefold[{extra}]'"
         lines.append(Finding("extras", package, YES if there else NO, detail))
     there = importable("flash_attn.cute")
-    lines.append(
-        Finding(
-            "extras",
-            "flash-attn-4",
-            YES if there else NO,
-            "a peer of `tilefold bench`" if there else "a peer of `tilefold bench`, optional",
-        )
-    )
-    return lines
+    detail = "a peer of `tilefold bench`" + ("" if there else ", optional")
+    return [*lines, Finding("extras", "flash-attn-4", YES if there else NO, detail)]
 
 
 def findings() -> list[Finding]:
@@ -217,15 +205,10 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findi
     console = Console()
     console.print(table_of(found))
     console.print()
-    if gpu_fault() is None:
-        console.print(Text("tilefold runs on this machine's GPU.", style="bold green"))
-    elif usable:
-        console.print(
-            Text(
-                "tilefold runs here on the CPU only: in plain torch, its kernels in Triton's interpreter.",
-                style="bold green",
-            )
-        )
-    else:
-        console.print(Text(f"tilefold cannot run here: {interpreter_fault()}", style="bold red"))
+    text = "tilefold runs on this machine's GPU."
+    if not usable:
+        text = f"tilefold cannot run here: {interpreter_fault()}"
+    elif gpu_fault() is not None:
+        text = "tilefold runs here on the CPU only: in plain torch, its kernels in Triton's interpreter."
+    console.print(Text(text, style="bold green" if usable else "bold red"))
     raise typer.Exit(0 if usable else 1)

@@ -1,6 +1,7 @@
 """`tilefold explain`: which kernel, tile and grid a problem gets on a device, and why. Pure planning: no GPU is touched."""
 
-from typing import Annotated
+from types import SimpleNamespace
+from typing import Annotated, Any
 
 import typer
 
@@ -159,125 +160,144 @@ def explain(
     modifications of the scores count, their values do not. With --policy: how many parts the keys are folded in; with --trace
     for every step of a generation.
     """
-    from tilefold.cli.explain_decode import CacheOptions, check_cache, explain_cache
-    from tilefold.cli.explain_dispatch import Dispatch, check_dispatch, explain_split, explain_steps
-    from tilefold.cli.explain_parallel import RanksOptions, check_ranks, explain_ranks
-    from tilefold.plan import AttentionProblem, plan_forward
+    asked = SimpleNamespace(**locals())
+    _check(asked)
+    from tilefold.cli.explain_modes import explain_cache, explain_ranks, explain_split, explain_steps, said
+    from tilefold.plan import plan_forward
+
+    if trace:
+        typer.echo(explain_steps(asked, dtype_named(dtype), _record(device)))
+        return
+    problem = _problem(asked)
+    modes = (("ranks", explain_ranks), ("cache", explain_cache), ("policy", explain_split))
+    for name, mode in modes:
+        if getattr(asked, name) is not None:
+            typer.echo(mode(asked, problem, _record(device)))
+            return
+    sparse = _sparse_problem(asked, problem)
+    record = _record(device)
+    made: Any = plan_of("attention" if sparse is None else "sparse_attention", sparse or problem, record)
+    if made is not None and (backward or as_json):
+        why = "plans no gradients apart" if backward else "has no JSON of its plans"
+        raise Unsupported(f"{'--backward' if backward else '--json'}: {record.title} {why}")
+    if backward:
+        made = _backward(sparse or problem, record, not nondeterministic)
+    elif made is None:
+        made = plan_forward(problem, record) if sparse is None else plan_sparse(sparse, record)
+    typer.echo(said(made, as_json))
+
+
+# Option -> one of these has to be given, too.
+NEEDS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("per_node", "link", "tflops", "memory", "shards"), ("ranks",)),
+    **dict.fromkeys(("call", "capacity", "paged", "append"), ("policy", "trace")),
+    "num_splits": ("policy", "trace", "cache"),
+    **dict.fromkeys(("prompt", "new"), ("trace",)),
+    "mean": ("varlen",),
+    **dict.fromkeys(("listed", "sizes"), ("blocks",)),
+    "page_size": ("blocks", "cache"),
+    "v_in_k": ("cache",),
+    "nondeterministic": ("backward",),
+}
+_LISTS = ("varlen", "blocks", "listed", "sizes")
+_MASKED = ("bias", "mask", *_LISTS, "policy", "trace")
+# Option -> what does not go with it.
+EXCLUDES: dict[str, tuple[str, ...]] = {
+    "cache": _MASKED,
+    "ranks": (*_MASKED, "cache", "sinks", "alibi"),
+    "backward": ("cache", "policy", "trace"),
+    "trace": ("q", "kv", "dim_v", "softcap", "alibi", "bias", "mask", "sinks", *_LISTS, "page_size", "num_splits"),
+    "policy": (*_LISTS, "page_size"),
+    "blocks": ("window", "alibi", "bias", "mask", "sinks", "nondeterministic"),
+}
+_NAMES = {"nondeterministic": "--non-deterministic"}
+_WHY = {
+    ("trace", "q"): ": --prompt and --new say it",
+    ("trace", "kv"): ": --prompt and --new say it",
+    ("trace", "num_splits"): ": the policy decides every step",
+    ("policy", "varlen"): ": --call varlen says it",
+    **dict.fromkeys((("blocks", name) for name in EXCLUDES["blocks"][:5]), ": sparse attention has no such argument"),
+    ("blocks", "nondeterministic"): ": its gradients are deterministic",
+}
+
+
+def _check(asked: SimpleNamespace) -> None:
+    """Unsupported, naming the option that lacks another one or does not go with it."""
+
+    def given(name: str) -> bool:
+        value = getattr(asked, name)
+        return bool(value) if name in ("page_size", "num_splits") else value is not None and value is not False
+
+    def flag(name: str) -> str:
+        return _NAMES.get(name, f"--{name.replace('_', '-')}")
+
+    for mode, names in EXCLUDES.items():
+        for name in names:
+            if given(mode) and given(name):
+                raise Unsupported(f"{flag(name)} does not go with {flag(mode)}{_WHY.get((mode, name), '')}")
+    for name, modes in NEEDS.items():
+        if given(name) and not any(map(given, modes)):
+            raise Unsupported(f"{flag(name)} needs {' or '.join(map(flag, modes))}")
+
+
+def _problem(asked: SimpleNamespace) -> AttentionProblem:
+    """Of one call."""
     from tilefold.plan.problem import next_power_of_two
 
-    over = CacheOptions(cache, page_size, num_splits, v_in_k)
-    unfit = {"--varlen": varlen, "--bias": bias, "--mask": mask, "--blocks": blocks, "--listed": listed, "--sizes": sizes,
-             "--policy": policy, "--trace": trace}  # fmt: skip
-    check_cache(over, unfit)
-    wide = RanksOptions(ranks, per_node, link, tflops, memory, shards, backward, nondeterministic)
-    check_ranks(wide, unfit | {"--cache": cache, "--sinks": sinks, "--alibi": alibi})
-    for name, given in (("--cache", cache), ("--policy", policy), ("--trace", trace)) if backward else ():
-        if given:
-            raise Unsupported(f"{name} does not go with --backward")
-    asked = Dispatch(policy, call, capacity, paged, append, 0 if cache else num_splits, prompt, new, as_json)
-    others = {"--q": q, "--kv": kv, "--dim-v": dim_v, "--softcap": softcap, "--alibi": alibi, "--bias": bias, "--mask": mask,
-              "--sinks": sinks, "--varlen": varlen, "--blocks": blocks, "--listed": listed, "--sizes": sizes,
-              "--page-size": page_size or None}  # fmt: skip
-    check_dispatch(asked, trace, others)
-    if trace:
-        typer.echo(explain_steps(asked, _record(device), heads, kv_heads, dim, batch, dtype_named(dtype), window))
-        return
-    if mean is not None and not varlen:
-        raise Unsupported("--mean goes with --varlen")
+    q, mean = asked.q, asked.mean
     if q is None:
         raise ValueRangeError("--q must be given, the queries per sequence: only --trace does without")
     if mean is not None and not 1 <= mean <= q:
         raise ValueRangeError(f"--mean must be from 1 to {q}, the queries of the longest sequence, got {mean}")
-    problem = AttentionProblem(
-        batch=batch,
+    keys = q if asked.kv is None else asked.kv
+    return AttentionProblem(
+        batch=asked.batch,
         seq_q=q,
-        seq_k=q if kv is None else kv,
-        heads=heads,
-        kv_heads=heads if kv_heads is None else kv_heads,
-        dim_qk=dim,
-        dim_v=dim if dim_v is None else dim_v,
-        dtype=dtype_named(dtype),
-        causal=causal,
-        window=(-1, -1) if window is None else pair_of(window, "--window"),
-        varlen=varlen,
+        seq_k=keys,
+        heads=asked.heads,
+        kv_heads=asked.heads if asked.kv_heads is None else asked.kv_heads,
+        dim_qk=asked.dim,
+        dim_v=asked.dim if asked.dim_v is None else asked.dim_v,
+        dtype=dtype_named(asked.dtype),
+        causal=asked.causal,
+        window=(-1, -1) if asked.window is None else pair_of(asked.window, "--window"),
+        varlen=asked.varlen,
         mean_q=0 if mean is None else next_power_of_two(mean),
-        score_mods=tuple(name for name, on in (("softcap", softcap), ("alibi", alibi), ("bias", bias)) if on),
-        mask_mods=("mask",) if mask else (),
-        sinks=sinks,
-        bias_descriptors="tiles" if bias and (q if kv is None else kv) % 8 == 0 else "",
-        mask_descriptors="tiles" if mask and (q if kv is None else kv) % 16 == 0 else "",
+        score_mods=tuple(name for name in ("softcap", "alibi", "bias") if getattr(asked, name)),
+        mask_mods=("mask",) if asked.mask else (),
+        sinks=asked.sinks,
+        bias_descriptors="tiles" if asked.bias and keys % 8 == 0 else "",
+        mask_descriptors="tiles" if asked.mask and keys % 16 == 0 else "",
     )
-    if ranks is not None:
-        typer.echo(explain_ranks(wide, problem, _record(device), as_json))
-        return
-    if cache is not None:
-        typer.echo(explain_cache(over, problem, _record(device), as_json))
-        return
-    if policy is not None:
-        typer.echo(explain_split(asked, problem, _record(device)))
-        return
-    sparse = _sparse_problem(problem, blocks, listed, sizes, page_size)
-    record = _record(device)
-    if backward:
-        typer.echo(_backward(sparse or problem, record, not nondeterministic, as_json))
-        return
-    made = plan_of("attention" if sparse is None else "sparse_attention", sparse or problem, record)
-    if made is not None:
-        if as_json:
-            raise Unsupported(f"--json: plans of {record.title} have none")
-        typer.echo(str(made))
-        return
-    plan = plan_forward(problem, record) if sparse is None else plan_sparse(sparse, record)
-    typer.echo(plan.to_json() if as_json else str(plan))
 
 
-def _backward(problem: AttentionProblem | SparseProblem, record: Device, deterministic: bool, as_json: bool) -> str:
+def _backward(problem: AttentionProblem | SparseProblem, record: Device, deterministic: bool) -> Plan:
     """The plan of the gradients of q, k, v."""
     from tilefold.plan.backward.attention_backward import plan_attention_backward
     from tilefold.plan.sparse.sparse_backward import plan_sparse_backward
 
-    if plan_of("attention", problem, record) is not None:
-        raise Unsupported(f"--backward: {record.title} plans no gradients apart")
-    plan: Plan
     if isinstance(problem, SparseProblem):
-        if not deterministic:
-            raise Unsupported("--non-deterministic does not go with --blocks: its gradients are deterministic")
-        plan = plan_sparse_backward(problem, record)
-    else:
-        plan = plan_attention_backward(problem, record, deterministic=deterministic)
-    return plan.to_json() if as_json else str(plan)
+        return plan_sparse_backward(problem, record)
+    return plan_attention_backward(problem, record, deterministic=deterministic)
 
 
 def _record(device: str) -> Device:
     """The device of that name, or this machine's for "here"."""
     from tilefold.plan import device_named
 
-    if device != "here":
-        return device_named(device)
-    return prepare_runtime().record()
+    return prepare_runtime().record() if device == "here" else device_named(device)
 
 
-def _sparse_problem(
-    problem: AttentionProblem, blocks: str | None, listed: int | None, sizes: bool, page_size: int
-) -> SparseProblem | None:
-    """The block-sparse problem that the options ask for, or None; Unsupported names an option that does not go with them."""
-    if blocks is None:
-        for name, given in (("--listed", listed), ("--sizes", sizes), ("--page-size", page_size)):
-            if given:
-                also = " or --cache" if name == "--page-size" else ""
-                raise Unsupported(f"{name} needs --blocks{also}")
+def _sparse_problem(asked: SimpleNamespace, problem: AttentionProblem) -> SparseProblem | None:
+    """The block-sparse problem that the options ask for, or None."""
+    if asked.blocks is None:
         return None
-    extra = {"--window": problem.window != (-1, -1), "--alibi": "alibi" in problem.score_mods,
-             "--bias": "bias" in problem.score_mods, "--mask": bool(problem.mask_mods), "--sinks": problem.sinks}  # fmt: skip
-    for name, given in extra.items():
-        if given:
-            raise Unsupported(f"{name} does not go with --blocks: sparse attention has no such argument")
-    block_q, block_k = pair_of(blocks, "--blocks", "Q,KV such as 64,64")
+    block_q, block_k = pair_of(asked.blocks, "--blocks", "Q,KV such as 64,64")
     for size in (block_q, block_k):
         if size < 16 or size & (size - 1):
-            raise ValueRangeError(f"--blocks must be two powers of two of at least 16, got {blocks!r}")
-    room = -(-problem.seq_k // block_k)
+            raise ValueRangeError(f"--blocks must be two powers of two of at least 16, got {asked.blocks!r}")
+    room, listed = -(-problem.seq_k // block_k), asked.listed
     if listed is not None and not 0 <= listed <= room:
         raise ValueRangeError(f"--listed must be from 0 to {room}, the blocks of {problem.seq_k} keys, got {listed}")
-    room = room if listed is None else listed
-    return SparseProblem(problem, block_q, block_k, room, sizes, page_size=page_size)
+    kept = room if listed is None else listed
+    return SparseProblem(problem, block_q, block_k, kept, asked.sizes, page_size=asked.page_size)

@@ -3,13 +3,13 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from tilefold.cli.runtime import DTYPES, integers, print_tables, user_errors, writable
+from tilefold.cli.runtime import DTYPES, integers, print_tables, say, user_errors, writable
 from tilefold.errors import DtypeError, ValueRangeError
 
 if TYPE_CHECKING:
@@ -76,10 +76,11 @@ def kv_memory(
         work = Workload.drawn(requests, prompt, output, spread, max_tokens, seed, shared_prefix)
     row = chosen.row_bytes(ITEMSIZE[stored])
     found = layouts_of(work, row, sizes, max(0, int(budget * GIB) - factors))
+    study = Study(chosen, stored, row, factors, work, budget, found)
     if as_json:
-        typer.echo(json.dumps(_document(chosen, stored, row, factors, work, budget, found), indent=2))
+        typer.echo(json.dumps(study.document(), indent=2))
     else:
-        _print(chosen, stored, row, factors, work, budget, found)
+        _print(study)
     if plot is not None:
         draw_plot(found, f"KV cache of {chosen.name}, {len(work.lengths)} sequences", int(budget * GIB), plot)
         if not as_json:
@@ -118,59 +119,59 @@ def _model(name: str | None, flags: dict[str, int | None], dim_v: int | None) ->
     return KVModel(f"{layers} layers, {heads} KV heads, head dim {dim}", layers, heads, dim, value_dim)
 
 
-def _document(
-    model: "KVModel", dtype: str, row: int, factors: int, work: "Workload", budget: float, found: "list[Layout]"
-) -> dict[str, Any]:
-    return {
-        "model": asdict(model),
-        "dtype": dtype,
-        "bytes_per_token": row,
-        "bytes_of_factors": factors,
-        "sequences": len(work.lengths),
-        "tokens": sum(work.lengths),
-        "longest": max(work.lengths),
-        "max_tokens": work.max_tokens,
-        "shared_prefix": work.shared,
-        "budget_gib": budget,
-        "layouts": [{"name": each.name, **asdict(each), "bytes_wasted": each.bytes_wasted} for each in found],
-    }
+class Study(NamedTuple):
+    """What is shown.  row: bytes of a token; factors: bytes of a quantised cache's; budget: GiB."""
+
+    model: "KVModel"
+    dtype: str
+    row: int
+    factors: int
+    work: "Workload"
+    budget: float
+    layouts: "list[Layout]"
+
+    def document(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "model": asdict(self.model),
+            "dtype": self.dtype,
+            "bytes_per_token": self.row,
+            "bytes_of_factors": self.factors,
+            "sequences": len(self.work.lengths),
+            "tokens": sum(self.work.lengths),
+            "longest": max(self.work.lengths),
+            "max_tokens": self.work.max_tokens,
+            "shared_prefix": self.work.shared,
+            "budget_gib": self.budget,
+            "layouts": [
+                {"name": each.name, **asdict(each), "bytes_wasted": each.bytes_wasted} for each in self.layouts
+            ],
+        }
 
 
-def _print(
-    model: "KVModel", dtype: str, row: int, factors: int, work: "Workload", budget: float, found: "list[Layout]"
-) -> None:
+def _print(study: Study) -> None:
     from tilefold.paged.statistics import readable_bytes
 
-    console = Console()
+    console, work, found, factors = Console(), study.work, study.layouts, study.factors
     at_most = sum(n == work.max_tokens for n in work.lengths)
     lines = [
-        f"{model.name}, {dtype}: {readable_bytes(row)} a token"
+        f"{study.model.name}, {study.dtype}: {readable_bytes(study.row)} a token"
         + (f", and {readable_bytes(factors)} of factors, one a KV head and layer for K and for V" if factors else ""),
         f"{len(work.lengths)} sequences of {min(work.lengths)} to {max(work.lengths)} tokens, "
         f"{sum(work.lengths) / len(work.lengths):.0f} in the mean; room for {work.max_tokens} each"
         + (f", which {at_most} reach" if at_most else "")
         + (f"; the first {work.shared} are the same" if work.shared else ""),
     ]
-    for line in lines:
-        console.print(Text(line), soft_wrap=True)
-    console.print()
-    first = found[0].concurrent
-    rows = [
-        (
-            each.name, readable_bytes(each.bytes_allocated), readable_bytes(each.bytes_used), readable_bytes(each.bytes_wasted),
-            f"{each.bytes_wasted / each.bytes_allocated:.1%}",
-        )
-        for each in found
-    ]  # fmt: skip
+    say([*lines, ""], console, "")
+    first, rows, pools = found[0].concurrent, [], []
+    for each in found:
+        sizes = map(readable_bytes, (each.bytes_allocated, each.bytes_used, each.bytes_wasted))
+        rows.append((each.name, *sizes, f"{each.bytes_wasted / each.bytes_allocated:.1%}"))
+        gain = f"{each.concurrent / first:.1f}x" if first else "-"
+        parts = map(readable_bytes, (each.pool_used, each.pool_wasted, each.pool_unused))
+        pools.append((each.name, str(each.concurrent), gain, *parts))
     print_tables(console, ("the workload", "allocated", "used", "wasted", "share"), rows)
-    pools = [
-        (
-            each.name, str(each.concurrent), f"{each.concurrent / first:.1f}x" if first else "-",
-            readable_bytes(each.pool_used), readable_bytes(each.pool_wasted), readable_bytes(each.pool_unused),
-        )
-        for each in found
-    ]  # fmt: skip
-    print_tables(console, (f"in {budget:g} GiB", "sequences", "gain", "used", "wasted", "unused pool"), pools)
+    print_tables(console, (f"in {study.budget:g} GiB", "sequences", "gain", "used", "wasted", "unused pool"), pools)
     _print_when(work, [each.page_size for each in found if each.page_size], console)
 
 

@@ -19,6 +19,7 @@ from tilefold.cli.runtime import (
     integers,
     json_text,
     prepare_runtime,
+    show,
     table_of,
     user_errors,
     writable,
@@ -203,7 +204,7 @@ def _report(
     from tilefold.cli import ladder_report
 
     parts = ladder_report.parts_of(name, results, swept, runtime.gpu)
-    ladder_report.show(console, parts)
+    show(console, parts)
     setting = setting_of(runtime.device)
 
     def document() -> str:

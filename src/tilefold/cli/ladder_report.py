@@ -1,29 +1,15 @@
 """What `tilefold ladder` found, as tables of at most 80 columns: on the console, as Markdown, drawn."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.text import Text
-
-from tilefold.bench.page import Rows, Words, new_figure
-from tilefold.bench.records.record import table_lines
+from tilefold.bench.page import Heading, Part, Rows, Words, new_figure, to_markdown
 from tilefold.bench.setting import Setting
-from tilefold.cli.runtime import table_of
 from tilefold.ladder.course import KINDS, Result, Swept
 from tilefold.ladder.profile import why
 
 ACROSS = 5  # lengths beside one another in a sweep's table
 ERRORS = ("implementation", "max error", "limit", "mean error", "RMSE", "L2 error", "")
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A table or a line; style: of a line on the console."""
-
-    what: Words | Rows
-    style: str = "dim"
 
 
 def parts_of(rung: str, results: Sequence[Result], swept: Sequence[Swept], gpu: bool) -> list[Part]:
@@ -35,31 +21,15 @@ def parts_of(rung: str, results: Sequence[Result], swept: Sequence[Swept], gpu: 
         for start in range(0, len(same), ACROSS):
             found += _sweep(rung, same[start : start + ACROSS])
     if not gpu:
-        found.append(Part(Words("Counted in the interpreter, whose times are no speeds."), "yellow"))
+        found.append(Words("Counted in the interpreter, whose times are no speeds.", "yellow"))
     return found
-
-
-def show(console: Console, parts: Sequence[Part]) -> None:
-    """On the console."""
-    for part in parts:
-        if isinstance(part.what, Rows):
-            console.print(table_of(part.what.head, part.what.rows))
-        else:
-            before = "\n" if part.style == "bold" else ""
-            console.print(Text(before + part.what.text, style=part.style), soft_wrap=True)
 
 
 def markdown(parts: Sequence[Part], setting: Setting, command: str) -> str:
     """For a document: the tables, and below them where, when and by which command they were made."""
-    blocks = []
-    for part in parts:
-        if isinstance(part.what, Rows):
-            blocks.append("\n".join(table_lines(part.what.head, part.what.rows)))
-        else:
-            blocks.append(f"**{part.what.text}**" if part.style == "bold" else part.what.text)
     versions = f"torch {setting.torch}, triton {setting.triton}, Python {setting.python}"
-    blocks.append(f"{setting.device}, {setting.date}, commit {setting.commit}, {versions}: `{command}`.")
-    return "\n\n".join(blocks) + "\n"
+    where = f"{setting.device}, {setting.date}, commit {setting.commit}, {versions}: `{command}`."
+    return to_markdown([*parts, Words(where)])
 
 
 def drawn(results: Sequence[Result], gpu: bool) -> Any:
@@ -93,20 +63,16 @@ def _problem(result: Result, gpu: bool) -> list[Part]:
     tokens = f"{p.seq_q} queries, {p.seq_k} keys" if p.seq_q != p.seq_k else f"N={p.seq_k}"
     heads = f"{p.heads} heads" + (f" on {p.kv_heads}" if p.group > 1 else "")
     masks = ", causal" if p.causal else ""
-    found = [Part(Words(f"{tokens}, {heads}, D={p.dim_qk}, batch {p.batch}, {p.dtype}{masks}"), "bold")]
+    found: list[Part] = [Heading(f"{tokens}, {heads}, D={p.dim_qk}, batch {p.batch}, {p.dtype}{masks}")]
     if gpu:
-        found += [
-            Part(_timed(result)),
-            Part(_bounds(result)),
-            *(Part(Words(why(one))) for one in result.lines if why(one)),
-        ]
+        found += [_timed(result), _bounds(result), *(Words(why(one)) for one in result.lines if why(one))]
     else:
-        found.append(Part(_counted(result)))
-    found.append(Part(_errors(result)))
-    found += [Part(Words(f"{name}: {text}"), "yellow") for name, text in result.notes.items()]
+        found.append(_counted(result))
+    found.append(_errors(result))
+    found += [Words(f"{name}: {text}", "yellow") for name, text in result.notes.items()]
     wrong = {name: verdict for name, verdict in result.verdicts.items() if not verdict.ok}
-    found += [Part(Words(f"{name} is WRONG: {verdict.words}"), "bold red") for name, verdict in wrong.items()]
-    return found if wrong else [*found, Part(Words("all agree with fp64"), "green")]
+    found += [Words(f"{name} is WRONG: {verdict.words}") for name, verdict in wrong.items()]
+    return found if wrong else [*found, Words("all agree with fp64", "green")]
 
 
 def _number(value: float | None, form: str) -> str:
@@ -171,10 +137,10 @@ def _sweep(rung: str, swept: Sequence[Swept]) -> list[Part]:
         for name in settings
     )
     title = f"{rung}, {dtype}: {unit} {KINDS[kind]}, [least]"
-    found = [Part(Words(title), "bold"), Part(Rows((*first, *(f"N={each.problem.seq_k}" for each in swept)), rows))]
+    found: list[Part] = [Heading(title), Rows((*first, *(f"N={each.problem.seq_k}" for each in swept)), rows)]
     for name in settings:
         why_not = {each.cells[name]: None for each in swept if isinstance(each.cells.get(name), str)}
-        found += [Part(Words(f"{name}: {text}"), "yellow") for text in why_not]
+        found += [Words(f"{name}: {text}", "yellow") for text in why_not]
     return found
 
 

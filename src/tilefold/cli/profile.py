@@ -18,8 +18,7 @@ from tilefold.cli.runtime import (
     json_text,
     names_from,
     prepare_runtime,
-    print_tables,
-    say,
+    show,
     user_errors,
     writable,
     write_files,
@@ -149,33 +148,27 @@ def video(
     device = runtime.record()
     console = Console()
     console.print(Text(runtime.note, style="dim"))
-    what = made, device, runtime.device, CoarseOptions(kind=coarse), SelectOptions(method=method, **options[method])  # type: ignore[arg-type]
-    turns = rounds if runtime.gpu and not quick else 1
-    ready = prepare_stages(made, runtime.device, *what[3:])
-    found = profile_video(*what, peers=names, backward=backward, rounds=turns, ready=ready)
+    turns, select = rounds if runtime.gpu and not quick else 1, SelectOptions(method=method, **options[method])  # type: ignore[arg-type]
+    ready = prepare_stages(made, runtime.device, CoarseOptions(kind=coarse), select)  # type: ignore[arg-type]
+    found = profile_video(ready, device, runtime.device, names, backward, turns)
     title = (
         f"sparse video attention, {made.batch} x {made.seq} tokens, {made.heads} heads on {made.kv_heads} KV heads, "
         f"D={made.dim}, {made.dtype}, {100 * (1 - found.density):.1f} % sparse, "
         f"{found.density * made.blocks:.4g} of {made.blocks} blocks kept, on {device.title}"
     )
-    console.print(Text(title, style="bold"))
-    head, rows = _table(found)
-    print_tables(console, head, rows)
-    say(_notes(found), console)
     why = None
     if explain:
         from tilefold.profiling.video import explain_video
 
-        why = explain_video(*what[:3], ready, {row.name: row.timing.ms for row in found.rows}, turns)
-        for head, rows in why.tables():
-            print_tables(console, head, rows, left=2 if head[0] == "stage" else 1)
-        say(why.lines(), console)
+        why = explain_video(ready, device, runtime.device, {row.name: row.timing.ms for row in found.rows}, turns)
+    parts = _parts(found, why)
+    show(console, [page.Heading(title), *parts])
     if not runtime.gpu:
         console.print(Text("Times in the interpreter say nothing about a GPU.", style="yellow"))
     makers = {
         "json": lambda: json_text(_document(found, why, title)),
         "png": lambda: _picture(found, why).figure,
-        "html": lambda: page.to_html(title, _parts(found, why)),
+        "html": lambda: page.to_html(title, [*parts, _picture(found, why)]),
     }
     write_files(files, makers, console)
 
@@ -219,16 +212,16 @@ def _reported(found: "VideoRun") -> Mapping[str, float]:
     return stage_ms((s.batch, s.heads, s.kv_heads, s.seq, s.dim, s.dtype, s.block))
 
 
-def _table(found: "VideoRun") -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
-    """Head and rows; behind the time what others report, where they do."""
+def _table(found: "VideoRun") -> page.Rows:
+    """The stages; behind the time what others report, where they do."""
     from tilefold.bench.video.reported import DEVICE
 
     rows, theirs = _rows(found.rows), _reported(found)
     if not theirs:
-        return HEAD, rows
+        return page.Rows(HEAD, rows)
     head = (*HEAD[:2], f"reported ({DEVICE})", *HEAD[2:])
     texts = (f"{theirs[name]:.3f}" if (name := row[0]) in theirs else "" for row in rows)
-    return head, tuple((*row[:2], text, *row[2:]) for row, text in zip(rows, texts, strict=True))
+    return page.Rows(head, tuple((*row[:2], text, *row[2:]) for row, text in zip(rows, texts, strict=True)))
 
 
 def _notes(found: "VideoRun") -> tuple[str, ...]:
@@ -262,12 +255,12 @@ def _document(found: "VideoRun", why: "Explanation | None", title: str) -> dict[
     return {"title": title, **asdict(found), "reported_ms": dict(_reported(found)), "explained": explained}
 
 
-def _parts(found: "VideoRun", why: "Explanation | None") -> list[page.Words | page.Rows | page.Picture]:
-    """Of a document."""
-    parts: list[page.Words | page.Rows | page.Picture] = [page.Rows(*_table(found)), *map(page.Words, _notes(found))]
+def _parts(found: "VideoRun", why: "Explanation | None") -> list[page.Part]:
+    """Of a document but for its picture."""
+    parts: list[page.Part] = [_table(found), *map(page.Words, _notes(found))]
     if why is not None:
-        parts += [*(page.Rows(head, rows) for head, rows in why.tables()), *map(page.Words, why.lines())]
-    return [*parts, _picture(found, why)]
+        parts += [*why.tables(), *map(page.Words, why.lines())]
+    return parts
 
 
 def _picture(found: "VideoRun", why: "Explanation | None") -> page.Picture:

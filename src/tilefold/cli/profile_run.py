@@ -106,20 +106,8 @@ def case(
     machine = with_roofs(runtime.record(), load_roofs())
     found = with_declared(session.profile, Declared(made.flops, made.bytes, made.l2_bytes, made.dtype), calls, machine)
     Console().print(Text(f"{family} {made.name}, {calls} calls", style="bold"))
-    again = [
-        sys.executable,
-        "-m",
-        "tilefold",
-        "profile",
-        "case",
-        family,
-        name,
-        "--direction",
-        direction,
-        *(["--quick"] if quick else []),
-        "--calls",
-        "1",
-    ]
+    options = f"--direction {direction} {'--quick ' * quick}--calls 1".split()
+    again = [sys.executable, "-m", "tilefold", "profile", "case", family, name, *options]
     counters = _counters(again, kernels, launches, True) if ncu else ()
     _show([found], counters, files)
 

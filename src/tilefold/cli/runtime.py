@@ -15,7 +15,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tilefold.bench.page import columns_that_fit, grouped_tables, save_png
+from tilefold.bench.page import (
+    Heading,
+    Part,
+    Picture,
+    Rows,
+    Words,
+    columns_that_fit,
+    grouped_tables,
+    save_png,
+    to_html,
+)
 from tilefold.errors import DeviceError, DtypeError, TilefoldError, ValueRangeError
 from tilefold.ops.device import device_of, interpreting
 from tilefold.ops.environment import check_environment, triton_fault
@@ -157,29 +167,36 @@ def table_of(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) 
     return table
 
 
-def tables_of(
-    head: Sequence[str], rows: Sequence[Sequence[str]], width: int, left: int = 1, keys: int | None = None
-) -> list[Table]:
-    """A plain table, cut into several where it is wider than `width` characters: each has the first `keys` columns (by default
-    those that are left-aligned) and as many more as fit, one at least."""
-    places = columns_that_fit(head, rows, width, left if keys is None else keys)
-    return [table_of([head[i] for i in at], [[row[i] for i in at] for row in rows], left) for at in places]
-
-
 def print_tables(
     console: Console, head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, keys: int | None = None
 ) -> None:
-    """Print `tables_of` the console's width, an empty line behind each; where the keys leave no room for a column, the first of
-    them are lines with their rows below (`grouped_tables`)."""
+    """Print a table, an empty line behind it.  One that is wider than the console is cut into several: each has the first `keys`
+    columns (by default those that are left-aligned) and as many more as fit, one at least; where the keys leave no room for a
+    column, the first of them are lines with their rows below (`grouped_tables`)."""
     keys = left if keys is None else keys
     widths = [max(map(len, column)) + 2 for column in zip(head, *rows, strict=True)]
     if keys > 1 and sum(widths[:keys]) + max(widths[keys:], default=0) - 2 > console.width:
         for piece in grouped_tables(head, rows, console.width, keys, left):
             console.print(piece)
         return
-    for table in tables_of(head, rows, console.width, left, keys):
-        console.print(table)
+    for at in columns_that_fit(head, rows, console.width, keys):
+        console.print(table_of([head[i] for i in at], [[row[i] for i in at] for row in rows], left))
         console.print()
+
+
+def show(console: Console, parts: Sequence[Part]) -> None:
+    """Print the parts of a report but its pictures; prose in tables is wrapped, tables of figures are cut."""
+    for part in parts:
+        if isinstance(part, Heading):
+            console.print(Text(f"\n{part.text}", style="bold"), soft_wrap=True)
+        elif isinstance(part, Words):
+            say([part.text], console, part.style)
+        elif isinstance(part, Rows) and any(part.head) and part.left < len(part.head):
+            print_tables(console, part.head, part.rows, part.left)
+        elif isinstance(part, Rows):
+            table = table_of(part.head, part.rows, len(part.head))
+            table.show_header = any(part.head)
+            console.print(table)
 
 
 Files = Mapping[str, Path | None]
@@ -208,6 +225,23 @@ def write_files(files: Files, makers: Mapping[str, Callable[[], Any]], console: 
             else:
                 save_png(made, path)
             say([f"wrote {path}"], console)
+
+
+def folder(path: Path) -> Path:
+    """A folder for what a command writes, made if it is not there.  ValueRangeError where it cannot be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueRangeError(f"out must be a folder that can be written, got {path} ({error.strerror})") from None
+    return path
+
+
+def write_report(out: Path, name: str, title: str, parts: Sequence[Part]) -> tuple[Path, Path]:
+    """The parts as a page, and their one picture by itself: NAME.html and NAME.png in a folder."""
+    page, drawing = (folder(out) / f"{name}.{kind}" for kind in ("html", "png"))
+    save_png(next(part.figure for part in parts if isinstance(part, Picture)), drawing)
+    page.write_text(to_html(title, parts), encoding="utf-8")
+    return page, drawing
 
 
 def json_text(document: Any) -> str:

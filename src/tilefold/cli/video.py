@@ -7,7 +7,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from tilefold.cli.runtime import prepare_runtime, table_of, user_errors
+from tilefold.bench.page import Rows, Words
+from tilefold.cli.runtime import prepare_runtime, say, user_errors, write_report
+from tilefold.cli.runtime import show as show_parts
 from tilefold.errors import ValueRangeError
 
 EPILOG = """
@@ -83,7 +85,7 @@ def _show(tried: list[Any], heads: int, out: Path, quick: bool, head: int, query
     """The table, the page and the picture; exit code 1 if a result is wrong."""
     import torch
 
-    from tilefold.cli.video_demo import HEAD, Demo
+    from tilefold.cli.video_demo import Demo
 
     runtime = prepare_runtime(kernels=False)
     console = Console()
@@ -92,12 +94,11 @@ def _show(tried: list[Any], heads: int, out: Path, quick: bool, head: int, query
         raise ValueRangeError(f"head must be 0 to {heads - 1}, got {head}")
     with torch.no_grad():
         found = Demo(runtime.device, quick, tried, head, query, seed, heads)
-    rows = tuple(found.rows)
-    console.print(table_of(HEAD, rows, left=1))
-    console.print(Text(found.words, style="dim"), soft_wrap=True)
-    for path in found.write(out):
-        console.print(Text(f"wrote {path}"), soft_wrap=True)
-    if any(row[-1] != "ok" for row in rows):
+    show_parts(console, found.said())
+    say(
+        (f"wrote {path}" for path in write_report(out, "demo-video", "tilefold video demo", found.parts())), console, ""
+    )
+    if any(row[-1] != "ok" for row in found.rows):
         raise typer.Exit(1)
 
 
@@ -130,8 +131,5 @@ def calibrate(
     console = Console()
     console.print(Text(runtime.note, style="dim"))
     found = Report(setup_of(model) if model else planted(runtime.device, quick), error, cube_of(cube))
-    console.print(table_of(HEADS, found.candidates(), left=1))
-    console.print(table_of(FIT, found.fits(), left=1))
-    console.print(Text(found.words, style="dim"), soft_wrap=True)
-    for path in found.write(out):
-        console.print(Text(f"wrote {path}"), soft_wrap=True)
+    show_parts(console, [Rows(HEADS, tuple(found.candidates())), Rows(FIT, tuple(found.fits())), Words(found.words)])
+    say((f"wrote {path}" for path in found.write(out)), console, "")

@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from tilefold.bench.page import Heading, Picture, Rows, Words, new_figure, save_png, to_html
+from tilefold.bench.page import Heading, Part, Picture, Rows, Words, new_figure
+from tilefold.cli.runtime import folder, write_report
+from tilefold.cli.video_demo import whole_numbers
 from tilefold.errors import ValueRangeError
 from tilefold.plan.device import H200
 from tilefold.plan.sparse.video import VideoShape
@@ -107,33 +109,29 @@ class Report:
             "of an H200."
         )
 
-    def write(self, out: Path) -> list[Path]:
-        """The policy file, the page and the picture."""
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueRangeError(f"out must be a folder that can be written, got {out} ({error.strerror})") from None
-        files = [out / "policy.json", out / "calibration.html", out / "calibration.png"]
-        files[0].write_text(policy_to_json(self.fitted.policy) + "\n", encoding="utf-8")
-        figure = self.figure()
-        save_png(figure, files[2])
+    def parts(self) -> list[Part]:
+        """Of the page."""
         caption = (
             "Left: the error of each candidate over what it leaves out, the mean over heads, layers and steps. Middle: how "
             "concentrated each head is, the Gini coefficient of its rows of pooled scores. Right: the share of blocks that the "
             "fitted policy lists."
         )
         planted_as = ("planted",) if getattr(self.model, "kinds", None) else ()
-        parts: list[Any] = [
+        return [
             Words(self.words),
             Rows(FIT, tuple(self.fits())),
-            Picture(figure, caption),
+            Picture(self.figure(), caption),
             Heading("Candidates"),
             Rows(HEADS, tuple(self.candidates())),
             Heading("Heads"),
             Rows(("layer.head", "Gini", "candidate", "error", *planted_as), tuple(self.heads())),
         ]
-        files[1].write_text(to_html("tilefold video calibrate", parts), encoding="utf-8")
-        return files
+
+    def write(self, out: Path) -> list[Path]:
+        """The policy file, the page and the picture."""
+        policy = folder(out) / "policy.json"
+        policy.write_text(policy_to_json(self.fitted.policy) + "\n", encoding="utf-8")
+        return [policy, *write_report(out, "calibration", "tilefold video calibrate", self.parts())]
 
     def figure(self) -> Any:
         """Error against sparsity, heads by concentration, what was chosen."""
@@ -168,10 +166,8 @@ def plain(policy: object) -> str:
 
 def cube_of(text: str | None) -> tuple[int, int, int] | None:
     """T,H,W."""
-    if text is None:
+    found = whole_numbers(text, "cube")
+    if found is None:
         return None
-    parts = text.split(",")
-    if len(parts) != 3 or not all(part.strip().isdigit() for part in parts):
-        raise ValueRangeError(f"cube must be T,H,W, three whole numbers, got {text!r}")
-    t, h, w = (int(part) for part in parts)
+    t, h, w = found
     return GridTiling((1, 1, 1), (t, h, w)).cube

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tilefold import reference, sparse_attention, video
-from tilefold.bench.page import Picture, Rows, Words, new_figure, save_png, to_html
+from tilefold.bench.page import Part, Picture, Rows, Words, new_figure
 from tilefold.errors import ValueRangeError
 from tilefold.plan.device import H200
 from tilefold.plan.sparse.video import VideoShape
@@ -120,21 +120,17 @@ class Demo:
             "times less than dense. A kernel takes longer. The last column: the shown block's rows against fp64."
         )
 
-    def write(self, out: Path) -> tuple[Path, Path]:
-        """The page and the picture."""
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueRangeError(f"out must be a folder that can be written, got {out} ({error.strerror})") from None
-        files, figure = (out / "demo-video.html", out / "demo-video.png"), self.figure()
-        save_png(figure, files[1])
+    def said(self) -> list[Part]:
+        """What is printed."""
+        return [Words(self.words), Rows(HEAD, tuple(self.rows))]
+
+    def parts(self) -> list[Part]:
+        """Of the page."""
         caption = (
             "One frame of each row of cubes in time. Framed: the query's block. The first row shows how much its queries attend "
             "each block; the others which blocks a policy lists for it, the rest is pale."
         )
-        parts: list[Any] = [Words(self.words), Rows(HEAD, tuple(self.rows)), Picture(figure, caption)]
-        files[0].write_text(to_html("tilefold video demo", parts), encoding="utf-8")
-        return files
+        return [*self.said(), Picture(self.figure(), caption)]
 
     def figure(self) -> Any:
         """A row for each way to attend, a frame for each row of cubes in time."""
@@ -172,13 +168,15 @@ class Demo:
 
 def _token(query: str | None, grid: tuple[int, int, int]) -> tuple[int, int, int]:
     """The token (t, h, w) that is asked for."""
-    if query is None:
-        t, h, w = (side // 2 for side in grid)
-        return t, h, w
-    parts = query.split(",")
-    if len(parts) != 3 or not all(part.strip().isdigit() for part in parts):
-        raise ValueRangeError(f"query must be T,H,W, three whole numbers, got {query!r}")
-    t, h, w = (int(part) for part in parts)
+    t, h, w = whole_numbers(query, "query") or tuple(side // 2 for side in grid)
     if not all(0 <= at < side for at, side in zip((t, h, w), grid, strict=True)):
         raise ValueRangeError(f"query must lie in the grid {grid} of tokens, got {(t, h, w)}")
     return t, h, w
+
+
+def whole_numbers(text: str | None, name: str) -> tuple[int, ...] | None:
+    """T,H,W, or None of None."""
+    parts = [] if text is None else text.split(",")
+    if text is not None and (len(parts) != 3 or not all(part.strip().isdigit() for part in parts)):
+        raise ValueRangeError(f"{name} must be T,H,W, three whole numbers, got {text!r}")
+    return tuple(map(int, parts)) or None

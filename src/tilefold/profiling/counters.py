@@ -108,18 +108,8 @@ def command_of(
     kernels: a regular expression of the names to measure, each launch of which is replayed some ten times; launches: at most so
     many. marked: only what runs between cudaProfilerStart and Stop, which `tilefold.profile` calls. Clocks are left as they are.
     """
-    command = [
-        ncu,
-        "--csv",
-        "--page",
-        "raw",
-        "--print-units",
-        "base",
-        "--clock-control",
-        "none",
-        "--target-processes",
-        "all",
-    ]
+    output = "--csv --page raw --print-units base --clock-control none --target-processes all"
+    command = [ncu, *output.split()]
     command += ["--metrics", ",".join(metrics)]
     command += ["--kernel-name", f"regex:{kernels}"] if kernels else []
     command += ["--launch-count", str(launches)] if launches else []
@@ -134,14 +124,8 @@ def run_ncu(
     ncu = find_ncu()
     command = command_of(ncu, program, available(ncu), kernels, launches, marked)
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-            env={**os.environ, ROLE_VARIABLE: "ncu"},
-        )
+        watched = {**os.environ, ROLE_VARIABLE: "ncu"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, env=watched)
     except subprocess.TimeoutExpired:
         raise Unsupported(f"ncu took more than {timeout_s:.0f} s; measure fewer launches") from None
     return _checked(done)

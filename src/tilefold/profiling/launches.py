@@ -1,6 +1,7 @@
 """What ran: kernels and times from the trace of torch's profiler (CUPTI), spills and machine code from Triton's kernels."""
 
 import gc
+import math
 import re
 import statistics
 import sys
@@ -89,10 +90,7 @@ def product(sizes: Any) -> int | None:
     """Of a grid or a block as the trace has it; None where it has none."""
     if not isinstance(sizes, list | tuple) or not sizes:
         return None
-    total = 1
-    for size in sizes:
-        total *= int(size)
-    return total
+    return math.prod(map(int, sizes))
 
 
 def region_of(

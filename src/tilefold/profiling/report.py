@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tilefold.bench.records.record import table_lines
+from tilefold.bench.page import table_lines
 from tilefold.profiling.evidence import Evidence, Region
 from tilefold.profiling.verdict import Verdict
 

@@ -13,12 +13,14 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tilefold.plan.device import Device, Rates
-from tilefold.profiling.roof_sizes import Sizes, sizes_of
+
+if TYPE_CHECKING:
+    from tilefold.profiling.roof_launches import Sizes
 
 CPU = "cpu"
 FOLDER_VARIABLE = "TILEFOLD_ROOFS"
@@ -160,14 +162,14 @@ def store_roofs(roofs: Roofs) -> Path | None:
     return path
 
 
-def measure_roofs(device: Device, torch_device: Any, sizes: Sizes | None = None) -> Roofs:
+def measure_roofs(device: Device, torch_device: Any, sizes: "Sizes | None" = None) -> Roofs:
     """Measure every roof of `torch_device`, whose record is `device`: about 20 s on a GPU, most of it compiling.
 
     In the interpreter the figures say nothing; give small sizes. Raises what a launch raises.
     """
     from tilefold.profiling import roof_launches as run
 
-    sizes = sizes or sizes_of(device)
+    sizes = sizes or run.sizes_of(device)
     timer = run.timer(torch_device)
     work = run.Work(device, torch_device, sizes)
     moved = 4 * sizes.elements

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tilefold.bench.torch_trace import exported
+from tilefold.bench.timers import exported
 from tilefold.errors import DeviceError, Unsupported, ValueRangeError
 from tilefold.ops.device import device_of
 from tilefold.plan.device import Device
@@ -166,18 +166,20 @@ def profile_of(
     rows = []
     for place, launched in enumerate(kernels):
         code = code_for(launched, codes)
-        evidence = replace(
-            evidence_of(launched, code, device, roofs, declare.get(launched.kernel, Declared())),
-            share=sum(launched.seconds) / total if total else None,
-            opcodes=opcodes_of(code) if code and place < MIXED else {},
-        )
-        rows.append(Row(evidence, judge(evidence)))
+        found = evidence_of(launched, code, device, roofs, declare.get(launched.kernel, Declared()))
+        share = sum(launched.seconds) / total if total else None
+        rows.append(judged(replace(found, share=share, opcodes=opcodes_of(code) if code and place < MIXED else {})))
     absent = [name for name in declare if not any(each.kernel == name for each in kernels)]
     notes = [f"declared work of {name}, which did not run" for name in absent]
     if roofs is None:
         notes.append("roofs are recorded ones, not measured here: run `tilefold roofline --measure`")
     made = Profile(device.title, tuple(rows), region, judge_region(region), tuple(notes))
     return with_counters(made, counters) if counters else made
+
+
+def judged(evidence: Evidence) -> Row:
+    """With the verdict on it."""
+    return Row(evidence, judge(evidence))
 
 
 def evidence_of(launched: Launched, code: Code | None, device: Device, roofs: Roofs | None, work: Declared) -> Evidence:
@@ -210,23 +212,14 @@ def evidence_of(launched: Launched, code: Code | None, device: Device, roofs: Ro
 
 def with_counters(made: Profile, measured: Sequence[Measured]) -> Profile:
     """The same kernels, judged again by what Nsight Compute read of them; notes name those that it did not see."""
-    rows, unseen = [], []
+    rows: list[Row] = []
+    unseen: list[str] = []
     for row in made.rows:
         e = row.evidence
-        found = next(
-            (
-                each
-                for each in measured
-                if same_kernel(each.kernel, e.kernel) and (each.programs, each.threads) == (e.programs, e.threads)
-            ),
-            None,
-        )
-        if found is None:
-            unseen.append(e.kernel)
-            rows.append(row)
-            continue
-        evidence = replace(e, counters=found.counters)
-        rows.append(Row(evidence, judge(evidence)))
+        alike = [each for each in measured if (each.programs, each.threads) == (e.programs, e.threads)]
+        found = next((each for each in alike if same_kernel(each.kernel, e.kernel)), None)
+        unseen += [] if found else [e.kernel]
+        rows.append(judged(replace(e, counters=found.counters)) if found else row)
     notes = made.notes + ((f"no counters of {', '.join(dict.fromkeys(unseen))}",) if unseen else ())
     return replace(made, rows=tuple(rows), notes=notes)
 
@@ -237,14 +230,11 @@ def with_declared(made: Profile, work: Declared, calls: int, machine: Device) ->
     Which kernel of several does how much of a call's work is not known."""
     if len(made.rows) != 1 or not made.rows[0].evidence.launches or not made.region:
         busy = made.region.busy / calls if made.region else 0.0
-        rates = (
-            f"{(work.flops or 0) / busy * 1e-12:.1f} TFLOP/s, {(work.bytes or 0) / busy * 1e-9:.0f} GB/s"
-            if busy
-            else "no time"
-        )
-        return replace(
-            made, notes=(*made.notes, f"a call keeps the device busy for {busy * 1e6:.1f} us: {rates} of declared work")
-        )
+        rates = "no time"
+        if busy:
+            rates = f"{(work.flops or 0) / busy * 1e-12:.1f} TFLOP/s, {(work.bytes or 0) / busy * 1e-9:.0f} GB/s"
+        note = f"a call keeps the device busy for {busy * 1e6:.1f} us: {rates} of declared work"
+        return replace(made, notes=(*made.notes, note))
     e = made.rows[0].evidence
     scale = calls / e.launches
     evidence = replace(
@@ -254,7 +244,7 @@ def with_declared(made: Profile, work: Declared, calls: int, machine: Device) ->
         l2_bytes=work.l2_bytes and work.l2_bytes * scale,
         tensor_rate=dict(machine.tensor_flops + machine.measured_flops).get(work.dtype),
     )
-    return replace(made, rows=(Row(evidence, judge(evidence)),))
+    return replace(made, rows=(judged(evidence),))
 
 
 def profile_of_counters(measured: Sequence[Measured], title: str, sms: int | None = None) -> Profile:
@@ -263,16 +253,7 @@ def profile_of_counters(measured: Sequence[Measured], title: str, sms: int | Non
     rows = []
     for each in measured:
         share = (each.seconds or 0.0) * each.launches / total if total else None
-        evidence = Evidence(
-            each.kernel,
-            each.seconds,
-            each.launches,
-            share,
-            each.programs,
-            each.threads,
-            sms=sms,
-            counters=each.counters,
-        )
-        rows.append(Row(evidence, judge(evidence)))
+        seen = Evidence(each.kernel, each.seconds, each.launches, share, each.programs, each.threads, sms=sms)
+        rows.append(judged(replace(seen, counters=each.counters)))
     rows.sort(key=lambda row: -(row.evidence.share or 0.0))
     return Profile(title, tuple(rows), None, None, ())

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from tilefold.bench import timers
-from tilefold.bench.torch_trace import exported
+from tilefold.bench.timers import exported
 from tilefold.profiling.launches import Launched, Ran, ordered, product
 
 MARK = "spin_kernel"  # of torch.cuda._sleep: `timers.hidden` puts one before a call and one behind
@@ -70,14 +70,8 @@ def by_place(samples: Sequence[Sequence[Ran]]) -> tuple[Launched, ...]:
         return ()
     names = [ran.kernel for ran in samples[0]]
     same = [sample for sample in samples if [ran.kernel for ran in sample] == names]
+    times = [tuple(sample[place].seconds for sample in same) for place in range(len(names))]
     return tuple(
-        Launched(
-            ran.kernel,
-            tuple(sample[place].seconds for sample in same),
-            ran.programs,
-            ran.threads,
-            ran.registers,
-            ran.shared_bytes,
-        )
-        for place, ran in enumerate(samples[0])
+        Launched(ran.kernel, seconds, ran.programs, ran.threads, ran.registers, ran.shared_bytes)
+        for ran, seconds in zip(samples[0], times, strict=True)
     )

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from tilefold.bench import timers
-from tilefold.bench.video.stages import TOTAL, Ready
+from tilefold.bench.page import Rows
+from tilefold.bench.video.stages import TOTAL, Made
 from tilefold.plan.device import Device
 from tilefold.plan.sparse.video import STAGES, VideoShape
 from tilefold.plan.sparse.video_launches import TOGETHER, LaunchWork, launch_works
@@ -42,7 +43,6 @@ LAUNCH_HEAD = (
 )
 SUM_HEAD = ("adds up", "ms", "host", "device", "launches", "their ms", "gaps", "left", "left %")
 INSIDE_HEAD = ("inside the pipeline", "launches", "ms", "%")
-Rows = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,17 +155,17 @@ class Explanation:
     next: float
     notes: tuple[str, ...]
 
-    def tables(self) -> tuple[tuple[tuple[str, ...], Rows], ...]:
-        """(head, rows) of the launches, of the sums, and of the pipeline from inside."""
+    def tables(self) -> tuple[Rows, ...]:
+        """Of the launches, of the sums, and of the pipeline from inside."""
         total = sum(seconds for *_, seconds in self.inside)
         inside = tuple(
             (stage, str(count), f"{seconds * 1e3:.4f}", f"{100 * seconds / total:.1f}" if total else "")
             for stage, count, seconds in self.inside
         )
         return (
-            (LAUNCH_HEAD, tuple(row.cells() for row in self.launches)),
-            (SUM_HEAD, tuple(row.cells() for row in self.sums)),
-            (INSIDE_HEAD, inside),
+            Rows(LAUNCH_HEAD, tuple(row.cells() for row in self.launches), left=2),
+            Rows(SUM_HEAD, tuple(row.cells() for row in self.sums)),
+            Rows(INSIDE_HEAD, inside),
         )
 
     def lines(self) -> tuple[str, ...]:
@@ -197,17 +197,18 @@ def _scaled(value: float | None, scale: float) -> str:
 
 
 def explain_video(
-    shape: VideoShape, device: Device, where: str, ready: Ready, measured: Mapping[str, float], rounds: int = 5, samples: int = 5
-) -> Explanation:  # fmt: skip
+    made: Made, device: Device, where: str, measured: Mapping[str, float], rounds: int = 5, samples: int = 5
+) -> Explanation:
     """Trace each stage and the pipeline of `bench.video.stages.prepare_stages`; measured: their times (ms) as `profile_video`
     has them, by name.
 
     device: whose roofs count; where: "cuda" or "cpu", the interpreter, in which each call is made once more and its wall time
     is what has to add up."""
     gpu = where == "cuda"
-    works = launch_works(shape, ready.listed, ready.capacity, device, ready.kind, ready.reduction)
-    names = [name for name in (*STAGES, TOGETHER, TOTAL) if name in ready.calls]
-    calls = {name: ready.calls[name] for name in names}
+    shape, coarse = made.shape, made.options["coarse"]
+    works = launch_works(shape, made.listed, made.index.capacity, device, coarse.kind, coarse.reduction)
+    names = [name for name in (*STAGES, TOGETHER, TOTAL) if name in made.calls]
+    calls = {name: made.calls[name] for name in names}
     if gpu:
         for call in calls.values():
             call()
@@ -238,8 +239,7 @@ def _seconds(launched: Launched) -> float:
 
 def _empty_calls(device: Device) -> dict[str, Callable[[], object]]:
     """A call of one empty launch and one of several; the kernel is compiled."""
-    from tilefold.profiling.roof_launches import Work
-    from tilefold.profiling.roof_sizes import sizes_of
+    from tilefold.profiling.roof_launches import Work, sizes_of
 
     launch = Work(device, torch.device("cuda", torch.cuda.current_device()), sizes_of(device)).nothing()
 

@@ -209,13 +209,8 @@ def _depths(plan: Any) -> Iterator[Changes]:
 def _narrow(numbers: tuple[int, ...], single: bool, hip: bool) -> tuple[int, ...]:
     """Half of k for fp32, and two buffers where there are 64 KiB of shared memory."""
     rows, columns, k, warps, stages = numbers
-    return (
-        rows,
-        columns,
-        min(k // 2 if single else k, 64 if hip else k),
-        warps,
-        min(stages, 2 if hip else 3 if single else stages),
-    )
+    depth = min(k // 2 if single else k, 64 if hip else k)
+    return rows, columns, depth, warps, min(stages, 2 if hip else 3 if single else stages)
 
 
 def _idle(block: int, size: int) -> bool:

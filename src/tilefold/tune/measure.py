@@ -346,17 +346,8 @@ def table_of_outcomes(outcomes: Sequence[Outcome], identity: dict[str, str], bef
     made = {}
     for one in outcomes:
         if one.worth:
-            entry = Entry(
-                one.tunable.kind,
-                one.tunable.title,
-                one.problem,
-                one.best,
-                one.planned,
-                one.planned_us,
-                one.tuned_us,
-                one.tried,
-                one.date,
-            )
+            plans, times = (one.best, one.planned), (one.planned_us, one.tuned_us)
+            entry = Entry(one.tunable.kind, one.tunable.title, one.problem, *plans, *times, one.tried, one.date)
             made[entry.key] = entry
     kept: dict[str, Entry] = {}
     if before is not None and all(getattr(before, name) == value for name, value in identity.items()):

@@ -18,7 +18,7 @@ from tilefold.bench.family import Judge
 from tilefold.bench.implementation import make_inputs, window_of
 from tilefold.bench.judge import Judge as AttentionJudge
 from tilefold.bench.judge import sampled_rows
-from tilefold.bench.matrix.gemm import EIGHT, GemmCase, GemmInputs, gemm_cases, gemm_inputs, gemm_judge
+from tilefold.bench.matrix.gemm import EIGHT, GEMM, GemmCase, gemm_inputs, gemm_judge
 from tilefold.errors import Unsupported, ValueRangeError
 from tilefold.ops.matrix.operands import operands
 from tilefold.ops.matrix.product import Epilogue, problem_of
@@ -82,7 +82,7 @@ def problems_of_cases(pattern: str, gpu: bool) -> tuple[Tunable, ...]:
     families = {
         "dense": [Tunable("attention", one) for one in cases_of("dense", size) if not one.lengths],
         "decode": [Tunable("decode", one) for one in decode_cases(size) if not one.uneven],
-        "gemm": [Tunable("matmul", one) for one in gemm_cases(size) if one.order == "grouped" and one.dtype != EIGHT],
+        "gemm": [Tunable("matmul", one) for one in GEMM.cases(size) if one.order == "grouped" and one.dtype != EIGHT],
     }
     if pattern in families:
         return tuple(families[pattern])
@@ -206,11 +206,11 @@ def _matmul(case: GemmCase, device: str, count: int) -> Work:
     function: Any = ops.bmm if case.batch else ops.matmul
     sets = [gemm_inputs(case, device, seed) for seed in range(count)]
     first = sets[0]
-    after = Epilogue(case.activation or "none", out_dtype=first.a.dtype)
+    after = Epilogue(case.activation or "none", out_dtype=first.x.dtype)
     return Work(
         sets,
-        problem_of(operands(first.a, first.b, first.bias, False), after, False),
-        lambda i, plan: lambda: function(i.a, i.b, bias=i.bias, activation=case.activation, plan=plan),
+        problem_of(operands(first.x, first.y, first.bias, False), after, False),
+        lambda i, plan: lambda: function(i.x, i.y, bias=i.bias, activation=case.activation, plan=plan),
         lambda: _Rows(first),
     )
 
@@ -220,8 +220,7 @@ class _Rows:
 
     def __init__(self, inputs: Any) -> None:
         self.rows = sampled_rows(inputs.case.m) if not inputs.case.batch else None
-        a = inputs.a if self.rows is None else inputs.a[self.rows]
-        self.judge = gemm_judge(GemmInputs(inputs.case, a, inputs.b, inputs.bias))
+        self.judge = gemm_judge(inputs if self.rows is None else inputs._replace(x=inputs.x[self.rows]))
 
     def verdict(self, out: Tensor) -> Any:
         found = self.judge.verdict(out if self.rows is None else out[self.rows])

@@ -11,12 +11,12 @@ import torch
 from cases.cli import command
 from tilefold import ops, reference
 from tilefold.bench.family_report import family_table
-from tilefold.bench.matrix.conv import CONV, ConvCase, conv_cases
+from tilefold.bench.matrix.conv import CONV, ConvCase
 from tilefold.bench.matrix.eight import EightCase
-from tilefold.bench.matrix.gemm import GEMM, GemmCase, gemm_cases
-from tilefold.bench.matrix.lowbit import LOWBIT, LowbitCase, lowbit_cases, lowbit_inputs
+from tilefold.bench.matrix.gemm import GEMM, GemmCase
+from tilefold.bench.matrix.lowbit import LOWBIT, LowbitCase, lowbit_inputs
 from tilefold.bench.matrix.lowbit_peers import tinygemm_parts
-from tilefold.bench.matrix.move import MOVE, MoveCase, move_cases
+from tilefold.bench.matrix.move import MOVE, MoveCase
 from tilefold.bench.matrix.product import activated
 from tilefold.bench.run import Cell, Row
 from tilefold.bench.timers import Timing
@@ -93,12 +93,14 @@ def test_bytes_and_operations():
 
 
 def test_the_shapes_that_were_promised():
-    assert {"m4096_n4096_k4096", "m8192_n8192_k8192", "m4096_n4096_k4096_bias_gelu"} <= {c.name for c in gemm_cases()}
-    assert {"b32_c256_s14_o256_r3", "b32_c256_s14_o256_r3_im2col"} <= {c.name for c in conv_cases()}
-    assert {"add_n67108864", "add_m8192_n8192_turned", "transpose_m8192_n8192_descriptors"} <= {
-        c.name for c in move_cases()
+    assert {"m4096_n4096_k4096", "m8192_n8192_k8192", "m4096_n4096_k4096_bias_gelu"} <= {
+        c.name for c in GEMM.cases("full")
     }
-    assert {"4bit_m1_n8192_k8192_g128", "2bit_m1_n8192_k8192_g128"} <= {c.name for c in lowbit_cases()}
+    assert {"b32_c256_s14_o256_r3", "b32_c256_s14_o256_r3_im2col"} <= {c.name for c in CONV.cases("full")}
+    assert {"add_n67108864", "add_m8192_n8192_turned", "transpose_m8192_n8192_descriptors"} <= {
+        c.name for c in MOVE.cases("full")
+    }
+    assert {"4bit_m1_n8192_k8192_g128", "2bit_m1_n8192_k8192_g128"} <= {c.name for c in LOWBIT.cases("full")}
 
 
 # ---------------------------------------------------------------- inputs, judges, who takes part
@@ -138,10 +140,10 @@ def test_an_operation_that_is_not_there_is_a_refusal(name, monkeypatch):
 @pytest.mark.parametrize("scheme", ["symmetric", "asymmetric"])
 def test_tinygemm_gets_the_same_weights(scheme):
     inputs = lowbit_inputs(LowbitCase(1, 24, 160, group=32, scheme=scheme), "cpu")
-    halves, both = tinygemm_parts(inputs.weight)
+    halves, both = tinygemm_parts(inputs.y)
     codes = torch.stack([halves >> 4, halves & 15], -1).flatten(1).double()
     scale, zero = (both[..., i].double().t().repeat_interleave(32, 1) for i in (0, 1))
-    want = inputs.weight.dequantize(torch.float64)
+    want = inputs.y.dequantize(torch.float64)
     torch.testing.assert_close((codes - 8) * scale + zero, want, rtol=0, atol=float(want.abs().max()) * 2**-8)
 
 

@@ -12,7 +12,7 @@ from cases.cli import command
 from tilefold.bench.parallel.loads import Work
 from tilefold.bench.parallel.table import HEAD, Line, cells_of, to_json, to_markdown
 from tilefold.bench.parallel.trace import MARK, Trace, device_events, hidden_of, overlaps_of, written
-from tilefold.bench.torch_trace import exported
+from tilefold.bench.timers import exported
 
 
 def test_hidden_is_the_time_of_both():

@@ -5,9 +5,10 @@ import stat
 import time
 
 import pytest
+import torch
 
 from tilefold.bench import timers
-from tilefold.bench.power import Reading, Sampler, parse_smi, smi_readings, source_of, summarise
+from tilefold.bench.power import Reading, Sampler, gpu_id, parse_smi, summarise
 
 
 class Clock:
@@ -148,32 +149,39 @@ def test_a_summary_is_of_what_was_read_under_load():
     assert summarise([parse_smi(UNSAID)]).memory_mhz is None
 
 
-def test_a_sampler_collects_while_it_is_open_and_by_windows():
-    def source(stop):
-        yield from (parse_smi(IDLE), parse_smi(STEADY))
-        stop.wait(5)
-        yield parse_smi(CAPPED)
-
-    with Sampler(source) as sampler:
-        deadline = time.perf_counter() + 5
-        while len(sampler.readings) < 2 and time.perf_counter() < deadline:
-            time.sleep(0.005)
-        assert sampler.since().samples == 1
-        assert sampler.since(time.perf_counter() + 1) is None
-    assert len(sampler.readings) == 3, "it is closed at once, not after its next reading"
-    with Sampler(None) as nothing:
-        pass
-    assert nothing.since() is None
-
-
-def test_nothing_is_read_without_a_gpu():
-    assert source_of("cpu") is None
-
-
 def program(path, text):
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return str(path)
+
+
+def read(sampler, samples):
+    """The summary, once it is of so many samples."""
+    deadline, found = time.perf_counter() + 20, sampler.since()
+    while time.perf_counter() < deadline and (found is None or found.samples < samples):
+        time.sleep(0.005)
+        found = sampler.since()
+    return found
+
+
+def test_a_sampler_collects_while_it_is_open_and_by_windows(tmp_path):
+    later = tmp_path / "later"
+    loop = f'case "$*" in *loop-ms*) ;; *) exit 0;; esac\necho "{IDLE}"\necho "{STEADY}"\n'
+    wait = f'while [ ! -e {later} ]; do sleep 0.01; done\necho "{CAPPED}"\nprintf "1755, 26"\nexec sleep 60'
+    with Sampler("GPU-1", program(tmp_path / "smi", loop + wait)) as sampler:
+        assert read(sampler, 1).sm_mhz.most == 1980
+        mark = sampler.mark()
+        assert sampler.since(mark) is None
+        later.touch()
+        assert read(sampler, 2).sm_mhz.least == 1755
+        assert sampler.since(mark).power_w.most == 699.8
+    with Sampler(None) as nothing:
+        assert nothing.since() is None
+
+
+def test_nothing_is_read_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_id() is None
 
 
 def test_nvidia_smi_is_one_process_that_ends_with_the_sampler(tmp_path):
@@ -185,15 +193,13 @@ def test_nvidia_smi_is_one_process_that_ends_with_the_sampler(tmp_path):
         f'echo "{STEADY}"\necho "{CAPPED}"\nexec sleep 60',
     )
     begin = time.perf_counter()
-    with Sampler(smi_readings("GPU-1", made)) as sampler:
-        while len(sampler.readings) < 2 and time.perf_counter() < begin + 20:
-            time.sleep(0.005)
-    assert [reading.sm_mhz for _, reading in sampler.readings] == [1980, 1755]
-    assert time.perf_counter() - begin < 20 and not sampler._thread.is_alive()
+    with Sampler("GPU-1", made) as sampler:
+        assert read(sampler, 2).sm_mhz.median == (1980 + 1755) / 2
+    assert time.perf_counter() - begin < 20 and sampler._process.returncode is not None
     first, second = (tmp_path / "calls").read_text().splitlines()
     assert (
         "--id=GPU-1" in first and "clocks_event_reasons.active" in first and "clocks_throttle_reasons.active" in second
     )
-    with Sampler(smi_readings("GPU-1", str(tmp_path / "nowhere"))) as absent:
-        pass
-    assert absent.since() is None
+    assert "--loop-ms=500" in second
+    with Sampler("GPU-1", str(tmp_path / "nowhere")) as absent:
+        assert absent.since() is None

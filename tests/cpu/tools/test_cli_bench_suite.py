@@ -12,7 +12,6 @@ from tilefold.bench.choice import chosen
 from tilefold.bench.engine import Request
 from tilefold.bench.loop import run_each
 from tilefold.bench.matrix.gemm import GEMM
-from tilefold.bench.power import parse_smi
 from tilefold.bench.records.readme import Place, refreshed
 from tilefold.bench.records.record import markdown_text
 from tilefold.bench.records.runs import read_measured
@@ -141,18 +140,19 @@ def test_a_suite_refuses_what_none_of_its_families_has():
     )
 
 
-def steady(stop):
+class Steady(power.Sampler):
     """Made-up readings: a clock that moves."""
-    yield from map(parse_smi, ("1980, 2619, 650.0, 60, 100, 0x0", "1755, 2619, 699.0, 64, 100, 0x4"))
-    while not stop.wait(0.01):
-        yield parse_smi("1755, 2619, 699.0, 64, 100, 0x4")
+
+    def since(self, mark=0):
+        lines = ("1980, 2619, 650.0, 60, 100, 0x0", *("1755, 2619, 699.0, 64, 100, 0x4",) * 2)
+        return power.summarise([power.parse_smi(line) for line in lines])
 
 
 @pytest.mark.interpreter
 @pytest.mark.no_poison
 def test_a_suite_writes_one_document_and_is_compared_with_the_next(tmp_path, monkeypatch):
     """The second run has a broken product: the suite goes on to its other family, and the comparison fails."""
-    monkeypatch.setattr(power, "source_of", lambda device: steady)
+    monkeypatch.setattr(power, "Sampler", Steady)
     old, table, results, readme = (tmp_path / name for name in ("old.json", "t.md", "results", "README.md"))
     readme.write_text("before\n<!-- tilefold bench gemm -->\nold figures\n<!-- end -->\nafter\n")
     common = ("suite", "matrix", "--case", f"{TINY}|stride2", "--rounds", 1, "--peers", "torch,cublas")
@@ -164,7 +164,7 @@ def test_a_suite_writes_one_document_and_is_compared_with_the_next(tmp_path, mon
         (family, name) for family in ("gemm", "conv") for name in ("tilefold", "torch")
     }
     assert document["power"]["gemm"]["sm_mhz"]["least"] == 1755 and set(document["families"]) == {"gemm", "conv"}
-    assert all(row["rounds_ms"]["events"] and row["power"]["samples"] for row in document["rows"])
+    assert all(row["rounds_ms"]["events"] and row["power"]["samples"] == 3 for row in document["rows"])
     text = readme.read_text()
     assert text.startswith("before\n<!-- tilefold bench gemm -->\n\n| case |") and text.endswith(
         "<!-- end -->\nafter\n"

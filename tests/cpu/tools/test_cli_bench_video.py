@@ -14,8 +14,7 @@ from tilefold.bench.judge import Judge
 from tilefold.bench.records.runs import read_measured
 from tilefold.bench.timers import Timing
 from tilefold.bench.video import sweep as video_sweep
-from tilefold.bench.video.crossover import overtakes
-from tilefold.bench.video.report import findings, table_of
+from tilefold.bench.video.report import findings, overtakes, table_of
 from tilefold.bench.video.sweep import Point, SweepRow, points_of
 from tilefold.errors import ShapeError, ValueRangeError
 from tilefold.plan.sparse.video import VideoShape

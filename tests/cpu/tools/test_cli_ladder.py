@@ -8,8 +8,8 @@ import torch
 from rich.console import Console
 
 from cases.cli import command, refused, reports
-from tilefold.cli import ladder_report
 from tilefold.cli.ladder_report import parts_of
+from tilefold.cli.runtime import show
 from tilefold.ladder import RUNGS, Tile, profile
 from tilefold.ladder.course import Deviation, Result, Swept
 from tilefold.plan import device_named
@@ -151,10 +151,10 @@ def test_large_figures_fit_80_columns(capsys):
     cells = {str(tile): 1234.567 for tile in Tile(128, 128, 16, 4).around()}
     cells["128 x 256, 16 warps, 4 stages"] = "OutOfResources: shared memory"
     swept = [Swept("vary", replace(p, seq_k=n), "ms", cells) for n in (512, 1024, 2048, 4096, 8192)]
-    parts = ladder_report.parts_of("flash", [result], swept, True)
+    parts = parts_of("flash", [result], swept, True)
     shown = []
     for width in (80, 300):
-        ladder_report.show(Console(width=width), [one for one in parts if "needs" not in getattr(one.what, "text", "")])
+        show(Console(width=width), [one for one in parts if "needs" not in getattr(one, "text", "")])
         shown.append([line.rstrip() for line in capsys.readouterr().out.splitlines()])
     assert shown[0] == shown[1] and any("[1235]" in line for line in shown[0])
     tables = [line for line in shown[0] if "at least" not in line]
@@ -255,10 +255,10 @@ def test_the_sweeps_table():
     cells = ({a: 2.0, b: 1.0}, {a: "OutOfResources: shared memory", b: 30.0})
     swept = [Swept("tiles", p, "ms", each) for p, each in zip(problems, cells, strict=True)]
     title, table, why = parts_of("flash", [], swept, True)
-    assert title.what.text == "flash, bfloat16: ms by tile, [least]"
-    assert table.what.head == ("tile", "warps", "stages", "N=64", "N=128")
-    assert table.what.rows == (("16 x 16", "4", "2", "2.000", "-"), ("32 x 64", "4", "2", "[1.000]", "[30.00]"))
-    assert why.what.text == f"{a}: OutOfResources: shared memory"
+    assert title.text == "flash, bfloat16: ms by tile, [least]"
+    assert table.head == ("tile", "warps", "stages", "N=64", "N=128")
+    assert table.rows == (("16 x 16", "4", "2", "2.000", "-"), ("32 x 64", "4", "2", "[1.000]", "[30.00]"))
+    assert why.text == f"{a}: OutOfResources: shared memory"
 
 
 def test_a_sweep_keeps_what_cannot_run():

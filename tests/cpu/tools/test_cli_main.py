@@ -19,11 +19,12 @@ from cases.cli import WIDTH, command, widths
 from tilefold.bench.attention import report
 from tilefold.bench.attention.cases import SPARSE, Case
 from tilefold.bench.attention.peers import IMPLEMENTATIONS
+from tilefold.bench.page import columns_that_fit
 from tilefold.bench.run import Cell
 from tilefold.bench.timers import Timing
 from tilefold.cli import doctor
 from tilefold.cli.app import app
-from tilefold.cli.runtime import print_tables, tables_of
+from tilefold.cli.runtime import print_tables, table_of
 from tilefold.ops import environment
 
 COMMANDS = ("demo", "check", "bench", "explain", "kv-memory", "ladder", "roofline", "doctor", "video")
@@ -107,12 +108,12 @@ def test_the_demo_says_what_it_needs(monkeypatch):
 
 
 @pytest.mark.parametrize("code", [0, 1])
-def test_the_demo_gets_its_options_and_gives_its_exit_code(monkeypatch, code):
+def test_the_demo_gets_its_options_and_gives_the_exit_code(monkeypatch, code):
     seen = []
 
     def run_demo(options, console):
         seen.append(options)
-        return types.SimpleNamespace(exit_code=code)
+        return types.SimpleNamespace(ok=not code)
 
     fake = types.SimpleNamespace(DemoOptions=lambda *fields: fields, run_demo=run_demo)
     monkeypatch.setitem(sys.modules, "tilefold.cli.demo", fake)
@@ -250,12 +251,11 @@ def test_a_wide_table_is_cut_between_columns():
     head = ("case", "kind", *(f"column {n}" for n in range(9)))
     lines = [("a", "first", *(str(10**n) for n in range(9))), ("the longest name", "second", *("1.25x",) * 9)]
     wide = Console(width=200)
-    tables = tables_of(head, lines, 40, left=2)
-    assert [len(table.columns) for table in tables] == [3, 3, 3, 3, 3, 3, 3, 3, 3]
-    tables = tables_of(head, lines, 60, left=2)
-    shown = [str(column.header) for table in tables for column in table.columns[2:]]
-    assert shown == list(head[2:]) and all([str(c.header) for c in t.columns[:2]] == ["case", "kind"] for t in tables)
-    for table in tables:
+    assert [len(at) for at in columns_that_fit(head, lines, 40, 2)] == [3, 3, 3, 3, 3, 3, 3, 3, 3]
+    cut = columns_that_fit(head, lines, 60, 2)
+    assert [i for at in cut for i in at[2:]] == list(range(2, len(head))) and all(at[:2] == (0, 1) for at in cut)
+    for at in cut:
+        table = table_of([head[i] for i in at], [[line[i] for i in at] for line in lines], 2)
         assert Measurement.get(wide, wide.options, table).maximum <= 60
-    assert len(tables_of(head, lines, 200, left=2)) == 1
-    assert len(tables_of(head[:2], [line[:2] for line in lines], 10, left=2)) == 1  # nothing to cut
+    assert len(columns_that_fit(head, lines, 200, 2)) == 1
+    assert len(columns_that_fit(head[:2], [line[:2] for line in lines], 10, 2)) == 1  # nothing to cut

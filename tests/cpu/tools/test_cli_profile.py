@@ -66,13 +66,13 @@ def test_the_published_shape_has_what_its_authors_report():
     """In a column of its own that names their device, and with a sentence; no other shape has it."""
     names = ("coarse", "select", "fine", "fuse", "index alone", "pipeline", "dense cuDNN")
     rows = tuple(StageRow(name, Timing(2.0, 2.0, 2.0, 1, "events"), None, None, None) for name in names)
-    head, table = profile._table(VideoRun(VideoShape(1, 12, 12, 23296, 128), 0.35, 1, rows, ()))
-    assert head[:4] == ("", "ms", "reported (H800)", "%")
-    assert [row[2] for row in table] == ["1.007", "0.400", "3.125", "0.231", "0.097", "4.860", ""]
+    table = profile._table(VideoRun(VideoShape(1, 12, 12, 23296, 128), 0.35, 1, rows, ()))
+    assert table.head[:4] == ("", "ms", "reported (H800)", "%")
+    assert [row[2] for row in table.rows] == ["1.007", "0.400", "3.125", "0.231", "0.097", "4.860", ""]
     notes = profile._notes(VideoRun(VideoShape(1, 12, 12, 23296, 128), 0.35, 1, rows, ()))
     assert any("by the pipeline's authors, on an H800; not measured here; 3.666 ms in all" in note for note in notes)
     for other in (VideoShape(1, 12, 12, 23296, 128, "float16"), VideoShape(1, 12, 4, 23296, 128)):
-        assert profile._table(VideoRun(other, 0.35, 1, rows, ()))[0] == profile.HEAD
+        assert profile._table(VideoRun(other, 0.35, 1, rows, ())).head == profile.HEAD
         assert not any("reported" in note for note in profile._notes(VideoRun(other, 0.35, 1, rows, ())))
 
 

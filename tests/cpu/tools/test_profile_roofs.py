@@ -10,8 +10,7 @@ import torch
 
 from tilefold.plan import device_named
 from tilefold.profiling import roofs
-from tilefold.profiling.roof_launches import FMA_BLOCK, Work
-from tilefold.profiling.roof_sizes import sizes_of
+from tilefold.profiling.roof_launches import FMA_BLOCK, Work, sizes_of
 
 pytestmark = pytest.mark.interpreter
 INTERPRETER = device_named("interpreter")

@@ -1,9 +1,10 @@
 """What explains the stages of the video pipeline: declared work, predictions, traces cut into calls, sums. No GPU."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from tilefold.bench import timers
-from tilefold.bench.video.stages import Ready
 from tilefold.plan import device_named
 from tilefold.plan.sparse.video import VideoShape
 from tilefold.plan.sparse.video_launches import TOGETHER, LaunchWork, launch_works
@@ -12,6 +13,7 @@ from tilefold.profiling.launches import Ran, ordered
 from tilefold.profiling.predict import memory_traffic, predict
 from tilefold.profiling.timeline import between_marks, by_place
 from tilefold.profiling.video import Account, explain_video, stages_inside
+from tilefold.sparse import CoarseOptions
 
 H200 = device_named("h200")
 SHAPE = VideoShape(1, 12, 12, 23296, 128)
@@ -152,8 +154,9 @@ def test_the_explanation_of_an_h200(monkeypatch):
     monkeypatch.setattr(video, "_empty_calls", lambda device: empty)
     monkeypatch.setattr(video, "load_roofs", lambda: None)
     measured = {name: queued(call)[0] + (0.03 if name == "select" else 0) for name, call in calls.items()}
-    ready = Ready(None, calls, LISTED, 127)
-    found = explain_video(SHAPE, H200, "cuda", ready, measured, rounds=1)
+    index, options = SimpleNamespace(capacity=127), {"coarse": CoarseOptions()}
+    ready = SimpleNamespace(shape=SHAPE, calls=calls, listed=LISTED, index=index, options=options)
+    found = explain_video(ready, H200, "cuda", measured, rounds=1)
 
     assert (found.first, found.next) == pytest.approx((2e-6, 0.8e-6))
     assert all(abs(row.share) < 1e-6 for row in found.sums)
@@ -182,4 +185,4 @@ def test_the_explanation_of_an_h200(monkeypatch):
     assert any("roofs are those recorded" in note for note in found.notes)
     document = found.document()
     assert document["launches"][2]["unexplained"] == pytest.approx(rows["coarse: coarse_forward"].unexplained)
-    assert [len(row) for row in found.tables()[0][1]] == [len(video.LAUNCH_HEAD)] * 7
+    assert [len(row) for row in found.tables()[0].rows] == [len(video.LAUNCH_HEAD)] * 7

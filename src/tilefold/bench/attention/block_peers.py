@@ -169,73 +169,41 @@ def _block_sizes(inputs: Inputs) -> Tensor:
     return torch.full((index.kv_blocks,), index.block_k, dtype=torch.int32, device=inputs.q.device)
 
 
-def _prepare_fastvideo(inputs: Inputs) -> Calls:
-    module: Any = _fastvideo_file("triton_kernels/block_sparse_attn_triton.py")
+def _fastvideo(inputs: Inputs, forward: Any, backward: Any) -> Calls:
+    """forward: (q, k, v, lists, sizes) -> (out, lse); backward: (grad, (q, k, v), (out, lse), both lists, sizes) -> gradients."""
     q, k, v = (_heads_first(t) for t in (inputs.q, inputs.k, inputs.v))
     lists, sizes = _lists(inputs, inputs.index), _block_sizes(inputs)
-
-    def forward() -> Any:
-        return module.triton_block_sparse_attn_forward(q, k, v, *lists, sizes)
-
     if inputs.grad is None:
-        return Calls([lambda: forward()[0].transpose(1, 2)])
-    state = (_heads_first(inputs.grad), q, k, v, *forward())
-    transposed = _lists(inputs, inputs.index.transpose() if inputs.index else None)
+        return Calls([lambda: forward(q, k, v, *lists, sizes)[0].transpose(1, 2)])
+    grad, made = _heads_first(inputs.grad), forward(q, k, v, *lists, sizes)
+    both = lists, _lists(inputs, inputs.index.transpose() if inputs.index else None)
+    # The compiled kernels give fp32; what trains in bfloat16 needs gradients in that, as their autograd function makes them.
+    return Calls([lambda: tuple(t.to(q.dtype).transpose(1, 2) for t in backward(grad, (q, k, v), made, *both, sizes))])
 
-    def backward() -> tuple[Tensor, ...]:
-        found = module.triton_block_sparse_attn_backward(*state, *lists, *transposed, sizes)
-        return tuple(t.transpose(1, 2) for t in found)
 
-    return Calls([backward])
+def _prepare_fastvideo(inputs: Inputs) -> Calls:
+    module: Any = _fastvideo_file("triton_kernels/block_sparse_attn_triton.py")
+
+    def backward(grad: Tensor, qkv: Any, made: Any, lists: Any, transposed: Any, sizes: Tensor) -> Any:
+        return module.triton_block_sparse_attn_backward(grad, *qkv, *made, *lists, *transposed, sizes)
+
+    return _fastvideo(inputs, module.triton_block_sparse_attn_forward, backward)
 
 
 def _prepare_tk(inputs: Inputs) -> Calls:
     module: Any = _fastvideo_file("_C/fastvideo_kernel_ops*.so")
-    q, k, v = (_heads_first(t) for t in (inputs.q, inputs.k, inputs.v))
-    lists, sizes = _lists(inputs, inputs.index), _block_sizes(inputs)
 
-    def forward() -> Any:
-        return module.block_sparse_fwd(q, k, v, *lists, sizes)
+    def backward(grad: Tensor, qkv: Any, made: Any, lists: Any, transposed: Any, sizes: Tensor) -> Any:
+        return module.block_sparse_bwd(*qkv, *made, grad, *transposed, sizes)
 
-    if inputs.grad is None:
-        return Calls([lambda: forward()[0].transpose(1, 2)])
-    state = (q, k, v, *forward(), _heads_first(inputs.grad))
-    transposed = _lists(inputs, inputs.index.transpose() if inputs.index else None)
-
-    def backward() -> tuple[Tensor, ...]:
-        # It gives fp32; what trains in bfloat16 needs them in that, as its own autograd function makes them.
-        found = module.block_sparse_bwd(*state, *transposed, sizes)
-        return tuple(t.to(q.dtype).transpose(1, 2) for t in found)
-
-    return Calls([backward])
+    return _fastvideo(inputs, module.block_sparse_fwd, backward)
 
 
 BLOCK_PEERS = (
-    Peer(
-        "bsa",
-        "BSA",
-        "cuDNN block-sparse attention (nvidia-cudnn-frontend), if installed",
-        CUDNN,
-        _prepare_bsa,
-        _bsa_refuses,
-        lists=True,
-    ),
-    Peer(
-        "tk",
-        "TK",
-        "fastvideo-kernel's ThunderKittens kernels, if installed",
-        FASTVIDEO,
-        _prepare_tk,
-        _tk_refuses,
-        lists=True,
-    ),
-    Peer(
-        "fastvideo",
-        "FV",
-        "fastvideo-kernel's Triton kernels, if installed",
-        FASTVIDEO,
-        _prepare_fastvideo,
-        _fastvideo_refuses,
-        lists=True,
-    ),
-)
+    Peer("bsa", "BSA", "cuDNN block-sparse attention (nvidia-cudnn-frontend), if installed", CUDNN,
+         _prepare_bsa, _bsa_refuses, lists=True),
+    Peer("tk", "TK", "fastvideo-kernel's ThunderKittens kernels, if installed", FASTVIDEO,
+         _prepare_tk, _tk_refuses, lists=True),
+    Peer("fastvideo", "FV", "fastvideo-kernel's Triton kernels, if installed", FASTVIDEO,
+         _prepare_fastvideo, _fastvideo_refuses, lists=True),
+)  # fmt: skip

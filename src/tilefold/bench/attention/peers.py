@@ -24,8 +24,8 @@ from tilefold.bench.attention.own import (
     prepare_tilefold,
     tilefold_refuses,
 )
-from tilefold.bench.family import Calls, Family, Peer
-from tilefold.bench.implementation import Function, Inputs, make_inputs, output_of, prepared
+from tilefold.bench.family import Calls, Family, Peer, by_name
+from tilefold.bench.implementation import Function, Inputs, make_inputs, output_of, prepared, sdpa_only
 from tilefold.bench.judge import Judge
 from tilefold.ops.environment import importable
 from tilefold.plan.problem import AttentionProblem
@@ -63,15 +63,8 @@ def _sdpa_refuses(backend: str) -> Callable[[Case, str], str | None]:
 
 def _prepare_sdpa(backend: str) -> Callable[[Inputs], Calls]:
     def prepare(inputs: Inputs) -> Calls:
-        from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.functional import scaled_dot_product_attention
 
-        chosen = {
-            "cudnn": SDPBackend.CUDNN_ATTENTION,
-            "flash": SDPBackend.FLASH_ATTENTION,
-            "efficient": SDPBackend.EFFICIENT_ATTENTION,
-            "math": SDPBackend.MATH,
-        }[backend]
         p = inputs.problem
         # One query sees every key under a bottom-right causal mask, torch's top-left one would hide all but the first.
         causal, grouped = p.causal and p.seq_q > 1, p.heads != p.kv_heads
@@ -81,7 +74,7 @@ def _prepare_sdpa(backend: str) -> Callable[[Inputs], Calls]:
             return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
 
         packed = _packed_flash if backend == "flash" else _packed_sdpa
-        return prepared(inputs, packed(inputs) if p.varlen else function, lambda: sdpa_kernel(chosen))
+        return prepared(inputs, packed(inputs) if p.varlen else function, lambda: sdpa_only(backend))
 
     return prepare
 
@@ -252,79 +245,30 @@ def _fa4_lists(inputs: Inputs, index: BlockIndex) -> Any:
 # --- the list ---------------------------------------------------------------------------------------------------------------
 
 
+def _sdpa(name: str, title: str, what: str) -> Peer:
+    return Peer(name, title, f"torch SDPA, {what}", "torch", _prepare_sdpa(name), _sdpa_refuses(name))
+
+
 _ALL = (
-    Peer(
-        "tilefold",
-        "tilefold",
-        "tilefold.attention and sparse_attention",
-        "tilefold",
-        prepare_tilefold,
-        tilefold_refuses,
-        lists=True,
-    ),
-    Peer("cudnn", "cuDNN", "torch SDPA, cuDNN backend", "torch", _prepare_sdpa("cudnn"), _sdpa_refuses("cudnn")),
-    Peer(
-        "flash",
-        "FA2",
-        "torch SDPA, flash backend (FlashAttention-2)",
-        "torch",
-        _prepare_sdpa("flash"),
-        _sdpa_refuses("flash"),
-    ),
-    Peer(
-        "fa4",
-        "FA4",
-        "flash_attn.cute (FlashAttention-4), if installed",
-        "flash-attn-4",
-        _prepare_fa4,
-        _fa4_refuses,
-        lists=True,
-    ),
-    Peer(
-        "fa4-det",
-        "FA4 det.",
-        "flash_attn.cute with deterministic=True, gradients only",
-        "flash-attn-4",
-        functools.partial(_prepare_fa4, deterministic=True),
-        _fa4_deterministic_refuses,
-    ),
+    Peer("tilefold", "tilefold", "tilefold.attention and sparse_attention", "tilefold",
+         prepare_tilefold, tilefold_refuses, lists=True),
+    _sdpa("cudnn", "cuDNN", "cuDNN backend"),
+    _sdpa("flash", "FA2", "flash backend (FlashAttention-2)"),
+    Peer("fa4", "FA4", "flash_attn.cute (FlashAttention-4), if installed", "flash-attn-4",
+         _prepare_fa4, _fa4_refuses, lists=True),
+    Peer("fa4-det", "FA4 det.", "flash_attn.cute with deterministic=True, gradients only", "flash-attn-4",
+         functools.partial(_prepare_fa4, deterministic=True), _fa4_deterministic_refuses),
     Peer("flex", "Flex", "torch FlexAttention, compiled", "torch", _prepare_flex, _flex_refuses, lists=True),
-    Peer(
-        "efficient",
-        "efficient",
-        "torch SDPA, memory-efficient backend",
-        "torch",
-        _prepare_sdpa("efficient"),
-        _sdpa_refuses("efficient"),
-    ),
-    Peer(
-        "math",
-        "math",
-        "torch SDPA, math backend (materialises the scores)",
-        "torch",
-        _prepare_sdpa("math"),
-        _sdpa_refuses("math"),
-    ),
-    Peer(
-        "portable",
-        "portable",
-        "tilefold.sparse_attention by its portable kernels, where a plan takes another one",
-        "tilefold",
-        prepare_portable,
-        portable_refuses,
-        lists=True,
-    ),
-    Peer(
-        "non-deterministic",
-        "non-deterministic",
-        "tilefold.attention(deterministic=False), where another kernel makes its gradients",
-        "tilefold",
-        prepare_nondeterministic,
-        nondeterministic_refuses,
-    ),
+    _sdpa("efficient", "efficient", "memory-efficient backend"),
+    _sdpa("math", "math", "math backend (materialises the scores)"),
+    Peer("portable", "portable", "tilefold.sparse_attention by its portable kernels, where a plan takes another one", "tilefold",
+         prepare_portable, portable_refuses, lists=True),
+    Peer("non-deterministic", "non-deterministic",
+         "tilefold.attention(deterministic=False), where another kernel makes its gradients", "tilefold",
+         prepare_nondeterministic, nondeterministic_refuses),
     *BLOCK_PEERS,
-)
-IMPLEMENTATIONS: dict[str, Peer] = {each.name: each for each in _ALL}
+)  # fmt: skip
+IMPLEMENTATIONS = by_name(*_ALL)
 # Family -> device -> the peers that are measured unasked.
 DEFAULT_PEERS: dict[str, dict[str, tuple[str, ...]]] = {
     "dense": {"cuda": ("cudnn", "flash", "fa4", "fa4-det", "flex"), "cpu": ("flash", "math")},

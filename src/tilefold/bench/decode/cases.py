@@ -92,57 +92,48 @@ class DecodeCase:
         return 2 * (self.dim_qk + self.dim_v) * self.heads * seen
 
 
-def decode_cases(size: str = "full") -> tuple[DecodeCase, ...]:
-    """The cases of a size: "full", "quick" (a minute on a GPU) or "tiny" (the interpreter).  ValueRangeError for another one."""
-    return of_size(size, {"full": _full, "quick": _quick, "tiny": _tiny})()
-
-
-def _full() -> tuple[DecodeCase, ...]:
-    one, long, many, short = (DecodeCase((n,) * batch) for batch, n in ((1, 8192), (1, 131072), (32, 8192), (64, 2048)))
-    uneven, balanced = _uneven_and_balanced(32, 131072)
-    latent: dict[str, Any] = {"heads": 16, "kv_heads": 1, "dim_qk": 576, "dim_v": 512, "shared": True}
-    return (
-        one,
-        long,
-        many,
-        short,
-        *(replace(each, page=page) for each in (one, many, short) for page in (16, 64, 256)),
-        replace(long, page=16),
-        *(replace(each, heads=28, kv_heads=4) for each in (one, many)),
-        *(replace(each, queries=4) for each in (one, many)),
-        replace(many, queries=4, page=16),
-        *(replace(many, cache=cache, page=page) for cache in ("fp8", "int8") for page in (0, 16)),
-        replace(one, cache="fp8"),
-        *(replace(each, **latent) for each in (one, many)),
-        replace(many, **latent, page=64),
-        *(replace(each, page=page) for page in (16, 64) for each in (uneven, balanced)),
-        *(replace(each, dtype="float16") for each in (one, many)),
-    )
-
-
-def _quick() -> tuple[DecodeCase, ...]:
-    one, many = DecodeCase((8192,)), DecodeCase((2048,) * 64)
-    return one, many, replace(one, page=16), replace(many, page=16), replace(many, queries=4)
-
-
-def _tiny() -> tuple[DecodeCase, ...]:
-    one = DecodeCase((70, 70), 4, 2, 16, 16)
-    return (
-        one,
-        replace(one, page=16),
-        replace(one, heads=7, kv_heads=1),
-        replace(one, queries=4, page=16),
-        replace(one, lengths=(5, 90, 33), page=16),
-        replace(one, cache="fp8"),
-        replace(one, cache="int8", page=16),
-        replace(one, kv_heads=1, dim_qk=40, dim_v=32, shared=True),
-        replace(one, dtype="float16"),
-    )
-
-
 def _uneven_and_balanced(batch: int, longest: int) -> tuple[DecodeCase, DecodeCase]:
     """Lognormal lengths from 1 to `longest`, both among them, in random order, and a batch of one length with as many keys."""
     drawn = sorted(min(n, longest) for n in lognormal_lengths(batch, longest // 10, sigma=1.6))
     lengths = [1, *drawn[1:-1], longest]
     random.Random(5).shuffle(lengths)
     return DecodeCase(tuple(lengths)), DecodeCase((sum(lengths) // batch,) * batch)
+
+
+ONE, LONG, MANY, SHORT = (DecodeCase((n,) * batch) for batch, n in ((1, 8192), (1, 131072), (32, 8192), (64, 2048)))
+UNEVEN = _uneven_and_balanced(32, 131072)
+LATENT: dict[str, Any] = {"heads": 16, "kv_heads": 1, "dim_qk": 576, "dim_v": 512, "shared": True}
+TINY = DecodeCase((70, 70), 4, 2, 16, 16)
+CASES = {
+    "full": (
+        *(ONE, LONG, MANY, SHORT),
+        *(replace(each, page=page) for each in (ONE, MANY, SHORT) for page in (16, 64, 256)),
+        replace(LONG, page=16),
+        *(replace(each, heads=28, kv_heads=4) for each in (ONE, MANY)),
+        *(replace(each, queries=4) for each in (ONE, MANY)),
+        replace(MANY, queries=4, page=16),
+        *(replace(MANY, cache=cache, page=page) for cache in ("fp8", "int8") for page in (0, 16)),
+        replace(ONE, cache="fp8"),
+        *(replace(each, **LATENT) for each in (ONE, MANY)),
+        replace(MANY, **LATENT, page=64),
+        *(replace(each, page=page) for page in (16, 64) for each in UNEVEN),
+        *(replace(each, dtype="float16") for each in (ONE, MANY)),
+    ),
+    "quick": (ONE, SHORT, replace(ONE, page=16), replace(SHORT, page=16), replace(SHORT, queries=4)),
+    "tiny": (
+        TINY,
+        replace(TINY, page=16),
+        replace(TINY, heads=7, kv_heads=1),
+        replace(TINY, queries=4, page=16),
+        replace(TINY, lengths=(5, 90, 33), page=16),
+        replace(TINY, cache="fp8"),
+        replace(TINY, cache="int8", page=16),
+        replace(TINY, kv_heads=1, dim_qk=40, dim_v=32, shared=True),
+        replace(TINY, dtype="float16"),
+    ),
+}
+
+
+def decode_cases(size: str = "full") -> tuple[DecodeCase, ...]:
+    """The cases of a size: "full", "quick" (a minute on a GPU) or "tiny" (the interpreter).  ValueRangeError for another one."""
+    return of_size(size, CASES)

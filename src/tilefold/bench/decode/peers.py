@@ -15,7 +15,7 @@ import tilefold
 from tilefold.bench.decode.cases import DecodeCase
 from tilefold.bench.decode.inputs import DecodeInputs
 from tilefold.bench.family import Calls, Peer, each
-from tilefold.bench.implementation import output_of
+from tilefold.bench.implementation import output_of, sdpa_only
 from tilefold.errors import Unsupported
 from tilefold.ops.environment import importable
 
@@ -38,15 +38,9 @@ def _plain_refuses(case: DecodeCase, device: str) -> str | None:
 
 OWN = (
     Peer("tilefold", "tilefold", "tilefold.attention_kvcache", "tilefold", each(attend_cached)),
-    Peer(
-        "plain",
-        "tilefold plain",
-        "the same with the cache contiguous and in the queries' dtype",
-        "tilefold",
-        each(lambda inputs: attend_cached(inputs.plain)),
-        _plain_refuses,
-    ),
-)
+    Peer("plain", "tilefold plain", "the same with the cache contiguous and in the queries' dtype", "tilefold",
+         each(lambda inputs: attend_cached(inputs.plain)), _plain_refuses),
+)  # fmt: skip
 
 
 # --- torch ------------------------------------------------------------------------------------------------------------------
@@ -81,17 +75,7 @@ def _prepare_sdpa(backend: str) -> Callable[[Sequence[DecodeInputs]], Calls]:
         q, k, v = (t.transpose(1, 2) for t in (i.q, i.k_cache, i.v_cache))
         return lambda: scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped).transpose(1, 2)
 
-    def prepare(sets: Sequence[DecodeInputs]) -> Calls:
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        backends = {
-            "cudnn": SDPBackend.CUDNN_ATTENTION,
-            "flash": SDPBackend.FLASH_ATTENTION,
-            "math": SDPBackend.MATH,
-        }
-        return Calls([attend(one) for one in sets], lambda: sdpa_kernel(backends[backend]))
-
-    return prepare
+    return each(attend, lambda: sdpa_only(backend))
 
 
 def _prepare_flex(sets: Sequence[DecodeInputs]) -> Calls:

@@ -12,7 +12,7 @@ from torch import Tensor
 from tilefold.bench.decode.cases import DecodeCase, decode_cases
 from tilefold.bench.decode.inputs import DecodeInputs, DecodeJudge, make_decode_inputs
 from tilefold.bench.decode.peers import OWN, TORCH_AND_FA4
-from tilefold.bench.family import Calls, Family, Peer, by_name
+from tilefold.bench.family import Family, Peer, by_name, each
 from tilefold.bench.run import METHODS, Row
 from tilefold.errors import Unsupported
 from tilefold.ops.environment import importable
@@ -49,12 +49,8 @@ def _flashinfer_refuses(case: DecodeCase, device: str) -> str | None:
     return "this adapter takes keys and values apart only" if case.shared else None
 
 
-def _prepare_flashinfer(sets: Sequence[DecodeInputs]) -> Calls:
+def _flashinfer_call(inputs: DecodeInputs) -> Callable[[], Tensor]:
     library: Any = importlib.import_module("flashinfer")
-    return Calls([_flashinfer_call(library, one) for one in sets])
-
-
-def _flashinfer_call(library: Any, inputs: DecodeInputs) -> Callable[[], Tensor]:
     case = inputs.case
     k, v, table, page = in_pages(inputs)
     used = [-(-n // page) for n in case.lengths]
@@ -87,13 +83,9 @@ def _vllm_refuses(case: DecodeCase, device: str) -> str | None:
     return "takes one query a sequence" if case.queries > 1 else None
 
 
-def _prepare_vllm(sets: Sequence[DecodeInputs]) -> Calls:
+def _vllm_call(inputs: DecodeInputs) -> Callable[[], Tensor]:
     module: Any = importlib.import_module(next(name for name in VLLM_MODULES if importable(name)))
-    return Calls([_vllm_call(module.decode_attention_fwd, one) for one in sets])
-
-
-def _vllm_call(function: Any, inputs: DecodeInputs) -> Callable[[], Tensor]:
-    case = inputs.case
+    function, case = module.decode_attention_fwd, inputs.case
     k, v, table, page = in_pages(inputs)
     # As many splits as fill the GPU twice: its callers fix 4 or 8, which would leave a small batch waiting.
     sms = torch.cuda.get_device_properties(k.device).multi_processor_count
@@ -115,16 +107,10 @@ def _vllm_call(function: Any, inputs: DecodeInputs) -> Callable[[], Tensor]:
 DECODE_PEERS = by_name(
     *OWN,
     *TORCH_AND_FA4,
-    Peer(
-        "flashinfer",
-        "flashinfer",
-        "flashinfer's paged wrappers, if installed",
-        "flashinfer-python",
-        _prepare_flashinfer,
-        _flashinfer_refuses,
-    ),
-    Peer("vllm", "vLLM", "vLLM's decoding kernel in Triton, if installed", "vllm", _prepare_vllm, _vllm_refuses),
-)
+    Peer("flashinfer", "flashinfer", "flashinfer's paged wrappers, if installed", "flashinfer-python",
+         each(_flashinfer_call), _flashinfer_refuses),
+    Peer("vllm", "vLLM", "vLLM's decoding kernel in Triton, if installed", "vllm", each(_vllm_call), _vllm_refuses),
+)  # fmt: skip
 # Device -> who is measured unasked.
 DECODE_DEFAULTS: dict[str, tuple[str, ...]] = {
     "cuda": ("plain", "cudnn", "flash", "fa4", "flex", "flashinfer", "vllm"),

@@ -1,6 +1,6 @@
 """Cases of `tilefold bench lowbit` with activations in 8 bits: what is measured, and beside what."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tilefold import reference
-from tilefold.bench.family import Calls
-from tilefold.bench.matrix.product import BYTES, WholeJudge, ours, product_of
+from tilefold.bench.family import Calls, normal_numbers
+from tilefold.bench.matrix.product import BYTES, Call, Operands, WholeJudge, name_of, ours, product_of, unusual
 
 KINDS = {"int8": "int8", "e4m3": "float8_e4m3fn"}
 
@@ -27,8 +27,7 @@ class EightCase:
     @property
     def name(self) -> str:
         """Such as "w8a8_int8_m1_n8192_k8192"."""
-        parts = ["w8a8", self.kind, f"m{self.m}", f"n{self.n}", f"k{self.k}"]
-        return "_".join([*parts, *([self.dtype] if self.dtype != "bfloat16" else [])])
+        return name_of("w8a8", f"{self.kind}_m{self.m}_n{self.n}_k{self.k}", unusual(self.dtype, "bfloat16"))
 
     @property
     def bytes(self) -> int:
@@ -40,22 +39,12 @@ class EightCase:
         return 2 * self.m * self.n * self.k
 
 
-@dataclass(frozen=True)
-class EightInputs:
-    case: EightCase
-    x: Tensor
-    weight: Tensor
-    scale: Tensor
-
-
-def eight_inputs(case: EightCase, device: str, seed: int) -> EightInputs:
+def eight_inputs(case: EightCase, device: str, seed: int) -> Operands:
     """Standard-normal x, and a normal weight over the root of K, rounded by rows; the same for a seed and device."""
-    generator = torch.Generator(device=device).manual_seed(seed)
-    dtype, kind = getattr(torch, case.dtype), getattr(torch, KINDS[case.kind])
-    x = torch.randn(case.m, case.k, generator=generator, device=device, dtype=dtype)
-    w = torch.randn(case.n, case.k, generator=generator, device=device) * case.k**-0.5
-    weight, scale = _rounded(w, kind)
-    return EightInputs(case, x, weight, scale)
+    normal = normal_numbers(device, seed, case.dtype)
+    x, w = normal(case.m, case.k), normal(case.n, case.k).float() * case.k**-0.5
+    codes, scale = _rounded(w, getattr(torch, KINDS[case.kind]))
+    return Operands(case, x, codes, scale=scale)
 
 
 def _rounded(w: Tensor, kind: Any) -> tuple[Tensor, Tensor]:
@@ -65,50 +54,43 @@ def _rounded(w: Tensor, kind: Any) -> tuple[Tensor, Tensor]:
     return (codes.round() if kind == torch.int8 else codes).to(kind), scale
 
 
-def eight_judge(inputs: EightInputs) -> WholeJudge:
+def eight_judge(inputs: Operands) -> WholeJudge:
     """As `matmul_w8a8` defines it: of x's codes."""
 
     def compute(dtype: torch.dtype) -> Tensor:
         wide = dtype if dtype == torch.float64 else torch.float32
-        return reference.matmul_w8a8(inputs.x, inputs.weight, inputs.scale, None, wide).to(dtype)
+        return reference.matmul_w8a8(inputs.x, inputs.y, inputs.scale, None, wide).to(dtype)
 
     return WholeJudge(compute, inputs.x.dtype)
 
 
-def eight_by_tilefold(inputs: EightInputs) -> Callable[[], Tensor]:
+def eight_by_tilefold(i: Operands) -> Call:
     """The public function as a user calls it: it quantises x."""
-    i, function = inputs, ours("matmul_w8a8")
-    return lambda: function(i.x, i.weight, i.scale)
+    function = ours("matmul_w8a8")
+    return lambda: function(i.x, i.y, i.scale)
 
 
-def eight_by_cublas(sets: Sequence[EightInputs]) -> Calls:
+def eight_by_cublas(sets: Sequence[Operands]) -> Calls:
     """x as it is times the dequantised weight in 16 bits; judged as that."""
 
-    def weight(i: EightInputs, dtype: torch.dtype) -> Tensor:
-        return (i.weight.double() * i.scale.double()[:, None]).to(i.x.dtype).to(dtype)
+    def weight(i: Operands, dtype: torch.dtype) -> Tensor:
+        wide: Tensor = i.y.double() * i.scale.double()[:, None]
+        return wide.to(i.x.dtype).to(dtype)
 
-    def one(i: EightInputs) -> Callable[[], Tensor]:
+    def one(i: Operands) -> Call:
         x, w = i.x, weight(i, i.x.dtype)
         return lambda: torch.nn.functional.linear(x, w)
 
     return Calls([one(i) for i in sets], judge=product_of(sets[0].x, lambda dtype: weight(sets[0], dtype)))
 
 
-def prepare_scaled(sets: Sequence[EightInputs]) -> Calls:
+def scaled(i: Operands) -> Call:
     """torch's own products of codes, which it is given: torch._scaled_mm with scales of rows, or torch._int_mm and the scales."""
-
-    def one(i: EightInputs) -> Callable[[], Tensor]:
-        codes, rows = _rounded(i.x, i.weight.dtype)
-        w, of_x, of_w = i.weight.t(), rows[:, None].contiguous(), i.scale[None, :].contiguous()
-
-        def whole() -> Tensor:
-            return (torch._int_mm(codes, w) * of_x * of_w).to(i.x.dtype)
-
-        if i.case.kind == "int8":
-            return whole
-        return lambda: torch._scaled_mm(codes, w, scale_a=of_x, scale_b=of_w, out_dtype=i.x.dtype)
-
-    return Calls([one(i) for i in sets])
+    codes, rows = _rounded(i.x, i.y.dtype)
+    w, of_x, of_w = i.y.t(), rows[:, None].contiguous(), i.scale[None, :].contiguous()
+    if i.case.kind == "int8":
+        return lambda: (torch._int_mm(codes, w) * of_x * of_w).to(i.x.dtype)
+    return lambda: torch._scaled_mm(codes, w, scale_a=of_x, scale_b=of_w, out_dtype=i.x.dtype)
 
 
 def refuses_scaled(case: Any, device: str) -> str | None:

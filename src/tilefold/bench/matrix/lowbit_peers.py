@@ -58,7 +58,7 @@ def tinygemm_parts(weight: Any) -> tuple[Tensor, Tensor]:
 
 def _prepare_tinygemm(sets: Sequence[Any]) -> Calls:
     def one(inputs: Any) -> Callable[[], Tensor]:
-        halves, both = tinygemm_parts(inputs.weight)
+        halves, both = tinygemm_parts(inputs.y)
         packed = torch.ops.aten._convert_weight_to_int4pack(halves, 8)
         x, group = inputs.x, inputs.case.group
         return lambda: torch.ops.aten._weight_int4pack_mm(x, packed, group, both)
@@ -79,7 +79,7 @@ def _prepare_torchao(sets: Sequence[Any]) -> Calls:
     def one(inputs: Any) -> Any:
         case = inputs.case
         layer = torch.nn.Linear(case.k, case.n, bias=False, device=inputs.x.device, dtype=inputs.x.dtype)
-        layer.weight = torch.nn.Parameter(inputs.weight.dequantize(inputs.x.dtype), requires_grad=False)
+        layer.weight = torch.nn.Parameter(inputs.y.dequantize(inputs.x.dtype), requires_grad=False)
         model = torch.nn.Sequential(layer)
         quantization.quantize_(model, getattr(quantization, names[case.bits])(**options))
         x, weight = inputs.x, cast(Any, model[0].weight)
@@ -92,7 +92,7 @@ def _prepare_gemlite(sets: Sequence[Any]) -> Calls:
     core: Any = importlib.import_module("gemlite.core")
 
     def one(inputs: Any) -> Callable[[], Tensor]:
-        case, weight = inputs.case, inputs.weight
+        case, weight = inputs.case, inputs.y
         kind = core.DType.FP16 if case.dtype == "float16" else core.DType.BF16
         layer = core.GemLiteLinear(
             case.bits,
@@ -115,7 +115,7 @@ def _prepare_bitsandbytes(sets: Sequence[Any]) -> Calls:
     library: Any = importlib.import_module("bitsandbytes")
 
     def one(inputs: Any) -> Any:
-        dense = inputs.weight.dequantize(inputs.x.dtype)
+        dense = inputs.y.dequantize(inputs.x.dtype)
         packed, state = library.functional.quantize_4bit(dense, blocksize=NF4_BLOCK, quant_type="nf4")
         x = inputs.x
         call = lambda: library.matmul_4bit(x, packed.t(), quant_state=state)  # noqa: E731
@@ -125,37 +125,17 @@ def _prepare_bitsandbytes(sets: Sequence[Any]) -> Calls:
 
 
 HALVES = ("bfloat16", "float16")
-LIBRARIES = (
-    Peer(
-        "tinygemm",
-        "tinygemm",
-        "torch._weight_int4pack_mm over the same codes",
-        "torch",
-        _prepare_tinygemm,
-        _refuses("torch", (4,), ("bfloat16",), (32, 64, 128, 256)),
-    ),
-    Peer(
-        "torchao",
-        "torchao",
-        "torchao's weight-only layers, if installed, rounded by it",
-        "torchao",
-        _prepare_torchao,
-        _refuses("torchao", (8, 4), ("bfloat16",)),
-    ),
-    Peer(
-        "gemlite",
-        "GemLite",
-        "GemLite over the same codes, if installed",
-        "gemlite",
-        _prepare_gemlite,
-        _refuses("gemlite", (8, 4, 2), HALVES),
-    ),
-    Peer(
-        "bitsandbytes",
-        "bitsandbytes",
-        "its NF4 product in blocks of 64, if installed, rounded by it",
-        "bitsandbytes",
-        _prepare_bitsandbytes,
-        _refuses("bitsandbytes", (4,), HALVES),
-    ),
+# name, title, package or module, what, prepare, bits, dtypes and groups that it takes
+_ROWS: tuple[tuple[Any, ...], ...] = (
+    ("tinygemm", "tinygemm", "torch", "torch._weight_int4pack_mm over the same codes", _prepare_tinygemm,
+     (4,), HALVES[:1], (32, 64, 128, 256)),
+    ("torchao", "torchao", "torchao", "torchao's weight-only layers, if installed, rounded by it", _prepare_torchao,
+     (8, 4), HALVES[:1]),
+    ("gemlite", "GemLite", "gemlite", "GemLite over the same codes, if installed", _prepare_gemlite, (8, 4, 2), HALVES),
+    ("bitsandbytes", "bitsandbytes", "bitsandbytes", "its NF4 product in blocks of 64, if installed, rounded by it",
+     _prepare_bitsandbytes, (4,), HALVES),
+)  # fmt: skip
+LIBRARIES = tuple(
+    Peer(name, title, what, package, prepare, _refuses(package, *takes))
+    for name, title, package, what, prepare, *takes in _ROWS
 )

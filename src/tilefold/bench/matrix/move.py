@@ -1,14 +1,21 @@
 """What `tilefold bench move` measures: sums and transposes, whose time is that of the bytes they move."""
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from tilefold.bench.choice import of_size
-from tilefold.bench.family import Family, Judge, Peer, by_name, each
-from tilefold.bench.matrix.product import BYTES, WholeJudge, ours
+from tilefold.bench.family import Judge, normal_numbers
+from tilefold.bench.matrix.product import (
+    BYTES,
+    Call,
+    Operands,
+    WholeJudge,
+    name_of,
+    ours,
+    torch_family,
+    unusual,
+)
 from tilefold.reference import Comparison
 
 ITEMS = {**BYTES, "uint8": 1, "float64": 8}
@@ -34,13 +41,8 @@ class MoveCase:
     @property
     def name(self) -> str:
         """Such as "add_m8192_n8192", "transpose_m8192_n8192_registers_float32"."""
-        parts = [self.op, *([f"m{self.m}"] if self.m else []), f"n{self.n}"]
-        parts += [
-            part
-            for part, usual in ((self.lies, "rows"), (self.method, "auto"), (self.dtype, "bfloat16"))
-            if part != usual
-        ]
-        return "_".join(parts)
+        rest = unusual(self.lies, "rows"), unusual(self.method, "auto"), unusual(self.dtype, "bfloat16")
+        return name_of(self.op, unusual(self.m, 0, "m"), f"n{self.n}", *rest)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -57,29 +59,16 @@ class MoveCase:
         return (self.m or 1) * self.n if self.op == "add" else 0
 
 
-@dataclass(frozen=True)
-class MoveInputs:
-    case: MoveCase
-    x: Tensor
-    y: Tensor | None
-
-
-def move_inputs(case: MoveCase, device: str, seed: int = 0) -> MoveInputs:
+def move_inputs(case: MoveCase, device: str, seed: int = 0) -> Operands:
     """Standard-normal numbers (of uint8: all 256), the same for a seed and device; y of a sum."""
-    generator = torch.Generator(device=device).manual_seed(seed)
-    dtype = getattr(torch, case.dtype)
-
-    def some() -> Tensor:
-        shape = (*case.shape[:-1], case.n + BESIDE) if case.lies == "apart" else case.shape
-        if dtype == torch.uint8:
-            return torch.randint(0, 256, shape, generator=generator, device=device, dtype=dtype)
-        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
-
-    x = some()[..., : case.n]
+    normal, shape = normal_numbers(device, seed, case.dtype), case.shape
+    if case.lies == "apart":
+        shape = (*shape[:-1], case.n + BESIDE)
+    x = normal(*shape)[..., : case.n]
     if case.op == "transpose":
-        return MoveInputs(case, x, None)
-    y = some()
-    return MoveInputs(case, x, y.t() if case.lies == "turned" else y[..., -case.n :])
+        return Operands(case, x)
+    y = normal(*shape)
+    return Operands(case, x, y.t() if case.lies == "turned" else y[..., -case.n :])
 
 
 @dataclass(frozen=True)
@@ -94,66 +83,46 @@ class ExactJudge:
         return Comparison(error, 0.0, error, 0.0, same, finite=bool(out.isfinite().all()))
 
 
-def move_judge(inputs: MoveInputs) -> Judge:
-    x, y = inputs.x, inputs.y
-    if y is None:
-        return ExactJudge(x.t().contiguous())
-
-    def compute(dtype: torch.dtype) -> Tensor:
-        return x.to(dtype) + y.to(dtype)
-
-    return WholeJudge(compute, x.dtype)
+def move_judge(i: Operands) -> Judge:
+    if i.y is None:
+        return ExactJudge(by_torch(i)())
+    return WholeJudge(lambda dtype: by_torch(i.to(dtype))(), i.x.dtype)
 
 
-def by_tilefold(inputs: MoveInputs) -> Callable[[], Tensor]:
+def by_tilefold(i: Operands) -> Call:
     """The public functions as a user calls them."""
-    case, x, y = inputs.case, inputs.x, inputs.y
-    function = ours(case.op)
-    return (lambda: function(x, method=case.method)) if y is None else (lambda: function(x, y))
+    function = ours(i.case.op)
+    return (lambda: function(i.x, method=i.case.method)) if i.y is None else (lambda: function(i.x, i.y))
 
 
-def by_torch(inputs: MoveInputs) -> Callable[[], Tensor]:
-    x, y = inputs.x, inputs.y
-    return (lambda: x.t().contiguous()) if y is None else (lambda: x + y)
+def by_torch(i: Operands) -> Call:
+    return (lambda: i.x.t().contiguous()) if i.y is None else (lambda: i.x + i.y)
 
 
-def move_cases(size: str = "full") -> tuple[MoveCase, ...]:
-    """The cases of a size: "full", "quick" or "tiny".  ValueRangeError for another one."""
-    add, turn = MoveCase("add", 8192, 8192), MoveCase("transpose", 8192, 8192)
-    full = (
+ADD, TURN = MoveCase("add", 8192, 8192), MoveCase("transpose", 8192, 8192)
+CASES = {
+    "full": (
         MoveCase("add", 0, 1 << 26),
-        add,
-        replace(add, lies="apart"),
-        replace(add, lies="turned"),
-        *(replace(add, lies=lies, dtype="float32") for lies in LIES),
-        turn,
-        *(replace(turn, method=method) for method in METHODS[1:]),
-        *(replace(turn, dtype=dtype) for dtype in ("uint8", "float32")),
-        replace(turn, m=4096, n=4096, dtype="float64"),
-        replace(turn, m=1024, n=65536),
-        replace(turn, lies="apart"),
-    )
-    tiny = (
+        ADD,
+        replace(ADD, lies="apart"),
+        replace(ADD, lies="turned"),
+        *(replace(ADD, lies=lies, dtype="float32") for lies in LIES),
+        TURN,
+        *(replace(TURN, method=method) for method in METHODS[1:]),
+        *(replace(TURN, dtype=dtype) for dtype in ("uint8", "float32")),
+        replace(TURN, m=4096, n=4096, dtype="float64"),
+        replace(TURN, m=1024, n=65536),
+        replace(TURN, lies="apart"),
+    ),
+    "quick": (ADD, replace(ADD, lies="turned"), TURN),
+    "tiny": (
         MoveCase("add", 0, 1000),
         MoveCase("add", 33, 70, "apart", dtype="float16"),
         MoveCase("add", 40, 40, "turned", dtype="float32"),
         MoveCase("transpose", 33, 70),
         MoveCase("transpose", 33, 70, "apart", "strides", "float32"),
         MoveCase("transpose", 17, 40, method="registers", dtype="uint8"),
-    )
-    return of_size(size, {"full": full, "quick": (add, replace(add, lies="turned"), turn), "tiny": tiny})
-
-
-MOVE = Family(
-    name="move",
-    cases=move_cases,
-    inputs=move_inputs,
-    judge=move_judge,
-    peers=by_name(
-        Peer("tilefold", "tilefold", "ops.add, ops.transpose", "tilefold", each(by_tilefold)),
-        Peer("torch", "torch", "x + y, x.t().contiguous()", "torch", each(by_torch)),
     ),
-    defaults={"cuda": ("torch",), "cpu": ("torch",)},
-    record=asdict,
-    rotating="inputs",
-)
+}
+WHAT = ("ops.add, ops.transpose", "x + y, x.t().contiguous()")
+MOVE = torch_family("move", CASES, move_inputs, (by_tilefold, by_torch), WHAT, move_judge, rotating="inputs")

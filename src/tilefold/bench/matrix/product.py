@@ -1,13 +1,16 @@
-"""What the families gemm, conv, lowbit and move share: sizes of numbers, the device's roof, a judge over whole results."""
+"""What the families gemm, conv, lowbit and move share: operands, names of cases, the device's roof, judges of whole results."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilefold import ops, reference
+from tilefold.bench.choice import of_size
+from tilefold.bench.family import Family, Judge, Peer, by_name, each
 from tilefold.bench.judge import verdict_of
 from tilefold.errors import Unsupported
 from tilefold.ops.device import device_of
@@ -15,6 +18,31 @@ from tilefold.reference import Comparison
 
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 ACTIVATIONS = (None, "relu", "silu", "gelu", "gelu_tanh")
+Call = Callable[[], Tensor]
+
+
+class Operands(NamedTuple):
+    """The tensors of a case.  y: the second factor, weight or matrix, a QuantizedTensor of few bits; scale: of y's rows."""
+
+    case: Any
+    x: Tensor
+    y: Any = None
+    bias: Tensor | None = None
+    scale: Any = None
+
+    def to(self, dtype: torch.dtype) -> "Operands":
+        others = (None if t is None else t.to(dtype) for t in self[2:])
+        return Operands(self.case, self.x.to(dtype), *others)
+
+
+def name_of(*parts: str) -> str:
+    """The parts of a case's name that are not empty."""
+    return "_".join(filter(None, parts))
+
+
+def unusual(value: object, usual: object, prefix: str = "") -> str:
+    """A part of a case's name: empty for what most cases have."""
+    return "" if value == usual else f"{prefix}{value}"
 
 
 @dataclass(frozen=True)
@@ -35,11 +63,34 @@ class WholeJudge:
 
 def product_of(x: Tensor, weight: Callable[[torch.dtype], Tensor]) -> WholeJudge:
     """x times the transpose of a weight, given by dtype."""
+    return WholeJudge(lambda dtype: x.to(dtype) @ weight(dtype).t(), x.dtype)
 
-    def compute(dtype: torch.dtype) -> Tensor:
-        return x.to(dtype) @ weight(dtype).t()
 
-    return WholeJudge(compute, x.dtype)
+def torch_family(
+    name: str,
+    cases: Mapping[str, tuple[Any, ...]],
+    inputs: Callable[[Any, str, int], Operands],
+    calls: tuple[Callable[[Operands], Call], Callable[[Operands], Call]],
+    what: tuple[str, str],
+    judge: Callable[[Operands], Judge] | None = None,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    **options: Any,
+) -> Family:
+    """A family of operations beside torch's own, by whose result in fp64 both are judged unless `judge` says otherwise.
+
+    cases: by size.  calls, what: by tilefold and by torch, and in words; context: open while torch's run."""
+    own, theirs = calls
+
+    def by_torch(one: Operands) -> WholeJudge:
+        return WholeJudge(lambda dtype: theirs(one.to(dtype))(), one.x.dtype)
+
+    peers = by_name(
+        Peer("tilefold", "tilefold", what[0], "tilefold", each(own)),
+        Peer("torch", "torch", what[1], "torch", each(theirs, context)),
+    )
+    defaults = {"cuda": ("torch",), "cpu": ("torch",)}
+    sizes = lambda size="full": of_size(size, cases)  # noqa: E731
+    return Family(name, sizes, inputs, judge or by_torch, peers, defaults, record=asdict, **options)
 
 
 def activated(x: Tensor, activation: str | None) -> Tensor:

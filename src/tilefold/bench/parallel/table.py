@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tilefold.bench.page import table_lines
 from tilefold.bench.parallel.loads import Work
 from tilefold.bench.parallel.rates import Rates
-from tilefold.bench.records.record import table_lines
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilefold.bench.torch_trace import exported
+from tilefold.bench.timers import exported
 
 Span = tuple[float, float]
 

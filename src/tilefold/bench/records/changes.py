@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tilefold.bench.attention.peers import IMPLEMENTATIONS
-from tilefold.bench.page import Rows
-from tilefold.bench.records.record import digits, table_lines
+from tilefold.bench.page import Rows, table_lines
+from tilefold.bench.records.record import digits
 from tilefold.bench.records.runs import METHODS, Key, Measured
 
 CONFIDENCE = 0.95

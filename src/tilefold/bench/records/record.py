@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tilefold.bench.loop import FAILED, MEMORY, OK, REFUSED, WRONG
+from tilefold.bench.page import table_lines
 from tilefold.bench.setting import Setting
 from tilefold.bench.timers import Timing
 from tilefold.ops.environment import installed as version_of
@@ -132,12 +133,6 @@ def markdown_text(sheets: Sequence[Sheet], setting: Setting, notes: Sequence[str
     where = f"{setting.device}, {setting.date[:10]}, tilefold {setting.commit}, torch {setting.torch}, triton {setting.triton}."
     said = [power] if power else []
     return "\n".join([*parts, where, *(f"\n{note}." for note in [*said, *notes])]) + "\n"
-
-
-def table_lines(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """A table's lines in markdown; left: columns that are aligned to the left."""
-    dashes = ["---"] * left + ["---:"] * (len(head) - left)
-    return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |" for cells in (head, dashes, *rows)]
 
 
 def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:

@@ -1,13 +1,13 @@
 """Sweeps of the video pipeline as one table, as records and as a drawing."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from tilefold.bench import page
+from tilefold.bench.attention.crossing import Crossing, crossing_of
 from tilefold.bench.records.record import digits, finite, head, times, version_in
 from tilefold.bench.setting import Setting
-from tilefold.bench.video.crossover import Overtake, overtakes
 from tilefold.bench.video.stages import TOTAL, implementations
 from tilefold.bench.video.sweep import FINE, SWEEPS, SweepRow
 from tilefold.reference import Comparison
@@ -88,6 +88,51 @@ def lines_of(rows: Sequence[SweepRow]) -> list[str]:
     return [*found, *dict.fromkeys(note for row in rows for note in row.notes)]
 
 
+@dataclass(frozen=True, slots=True)
+class Overtake:
+    """From where on a line of a sweep the fine stage, or the whole, is faster than a dense peer."""
+
+    sweep: str
+    series: str
+    what: str
+    dense: str
+    crossing: Crossing
+
+    def __str__(self) -> str:
+        at, unit = self.crossing, SWEEPS[self.sweep]
+        name = "the whole" if self.what == TOTAL else f"the {self.what} stage"
+        digits = ".1f" if self.sweep == "sparsity" else ".0f"
+        least, most = f"{at.least:{digits}}", f"{at.most:{digits}}"
+        if at.sparsity is not None:
+            where = f"overtakes {self.dense} at {at.sparsity:{digits}} {unit} (between {least} and {most})"
+        elif at.always:
+            where = f"is faster than {self.dense} at every point, from {most} {unit} on"
+        else:
+            where = f"does not overtake {self.dense} up to {least} {unit}"
+        return f"{self.series}: {name} {where}"
+
+    def record(self) -> dict[str, Any]:
+        """As a document keeps it."""
+        at = self.crossing
+        most = at.most if at.always or at.sparsity is not None else None
+        where = {"value": at.sparsity, "least": None if at.always else at.least, "most": most, "always": at.always}
+        return {"sweep": self.sweep, "series": self.series, "what": self.what, "dense": self.dense, **where}
+
+
+def overtakes(rows: Sequence[SweepRow]) -> list[Overtake]:
+    """The crossovers of every line with two points at least, times between points taken as straight lines."""
+    lines: dict[tuple[str, str, str, str], list[tuple[float, float, float]]] = {}
+    for row in rows:
+        for dense in row.dense:
+            for what in (FINE, TOTAL):
+                mine, other = row.ms(what), row.ms(dense)
+                if mine is not None and other is not None:
+                    line = (row.point.sweep, row.point.series, what, dense)
+                    lines.setdefault(line, []).append((row.value, mine, other))
+    found = ((line, crossing_of(points)) for line, points in lines.items())
+    return [Overtake(*line, crossing) for line, crossing in found if crossing is not None]
+
+
 # ---------------------------------------------------------------- documents and data
 
 
@@ -142,21 +187,7 @@ def _error(verdict: Comparison) -> dict[str, Any]:
 
 def findings(rows: Sequence[SweepRow]) -> dict[str, Any]:
     """{"lines", "overtakes"}: what a document says of all rows together."""
-    return {"lines": lines_of(rows), "overtakes": [_overtake(each) for each in overtakes(rows)]}
-
-
-def _overtake(each: Overtake) -> dict[str, Any]:
-    at = each.crossing
-    return {
-        "sweep": each.sweep,
-        "series": each.series,
-        "what": each.what,
-        "dense": each.dense,
-        "value": at.sparsity,
-        "least": None if at.always else at.least,
-        "most": at.most if at.always or at.sparsity is not None else None,
-        "always": at.always,
-    }
+    return {"lines": lines_of(rows), "overtakes": [each.record() for each in overtakes(rows)]}
 
 
 def to_html(rows: Sequence[SweepRow], setting: Setting) -> str:

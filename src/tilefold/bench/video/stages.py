@@ -70,71 +70,44 @@ class VideoRun:
 
 
 def profile_video(
-    shape: VideoShape,
-    device: Device,
-    where: str,
-    coarse: CoarseOptions,
-    select: SelectOptions,
-    *,
-    peers: tuple[str, ...] = (),
-    backward: bool = False,
-    rounds: int = 5,
-    ready: "Ready | None" = None,
+    made: "Made", device: Device, where: str, peers: tuple[str, ...] = (), backward: bool = False, rounds: int = 5
 ) -> VideoRun:
-    """Time each stage of `sparse_video_attention` on normally distributed inputs, the whole of it, and dense peers, in rounds
-    whose order alternates.
+    """Time each stage that `prepare_stages` made, the whole of it, and dense peers, in rounds whose order alternates.
 
-    device: whose roofs count; where: "cuda" or "cpu". coarse, select: the pipeline's options. backward: also the gradients of
-    q, k, v and both gates, with the forward pass, as one row each. ready: what `prepare_stages` made of the same arguments."""
-    ready = ready or prepare_stages(shape, where, coarse, select)
-    inputs, calls, listed = ready.inputs, dict(ready.calls), ready.listed
-    q, k, v, gates = inputs.q, inputs.k, inputs.v, inputs.gates
-    leaves: dict[str, Any] = {
-        name: t.detach().clone().requires_grad_() for name, t in {"q": q, "k": k, "v": v, **gates}.items()
-    }
-    grad = torch.randn(q.shape, generator=inputs.generator, device=where, dtype=q.dtype)
+    device: whose roofs count; where: "cuda" or "cpu".  backward: also the gradients of q, k, v and both gates, with the forward
+    pass, as one row each."""
+    inputs, calls, shape = made.inputs, dict(made.calls), made.shape
+    tensors = inputs.q, inputs.k, inputs.v
+    named = dict(zip("qkv", tensors, strict=True)) | inputs.gates
+    leaves: dict[str, Any] = {name: t.detach().clone().requires_grad_() for name, t in named.items()}
+    grad = torch.randn(inputs.q.shape, generator=inputs.generator, device=where, dtype=inputs.q.dtype)
     if backward:
         calls["pipeline, forward + backward"] = lambda: torch.autograd.grad(
-            sparse.sparse_video_attention(**leaves, coarse=coarse, select=select, block=shape.block),
-            [*leaves.values()],
-            grad,
+            sparse.sparse_video_attention(**leaves, **made.options), [*leaves.values()], grad
         )
-    dense, notes = dense_calls(dense_case(shape), (q, k, v), where, peers, grad if backward else None)
+    dense, notes = dense_calls(dense_case(shape), tensors, where, peers, grad if backward else None)
     timings = time_calls(calls | dense, where, rounds)
-    costs = stage_costs(shape, listed, coarse.kind)
-    beside = {ALONE: index_cost(shape, ready.capacity)}
+    costs = stage_costs(shape, made.listed, made.options["coarse"].kind)
+    beside = {ALONE: index_cost(shape, made.index.capacity)}
     total = sum(timings[name].ms for name in STAGES)
     rows = tuple(_row(name, timing, costs, beside, shape, device, total) for name, timing in timings.items())
-    return VideoRun(shape, listed / listed_pairs(None, shape), listed, rows, tuple(notes))
+    return VideoRun(shape, made.listed / listed_pairs(None, shape), made.listed, rows, tuple(notes))
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """Calls of the stages, of fine and fuse at once, of the index alone, and of the whole, over the same inputs. listed: pairs of
-    blocks that all lists name together; capacity: entries a list; kind, reduction: of the coarse branch; index: the lists."""
-
-    inputs: "VideoInputs"
-    calls: dict[str, Call]
-    listed: int
-    capacity: int
-    kind: str = "block"
-    reduction: str = "mean"
-    index: BlockIndex | None = None
-
-
-def prepare_stages(shape: VideoShape, where: str, coarse: CoarseOptions, select: SelectOptions, seed: int = 0) -> Ready:
-    """Inputs on a device ("cuda" or "cpu") and what `profile_video` times over them."""
+def prepare_stages(
+    shape: VideoShape, where: str, coarse: CoarseOptions, select: SelectOptions, seed: int = 0
+) -> "Made":
+    """Inputs on a device ("cuda" or "cpu") and what `profile_video` times over them: the stages, fine and fuse at once, the index
+    alone, and the whole."""
     inputs = video_inputs(shape, where, seed)
     made = self_attention(shape, inputs, coarse, select)
-    index, branch = made.stages.index, made.stages.coarse_out
-    fine = Attention(lists=Lists.of(index))
-    calls = {name: call for name, call in made.calls.items() if name != TOTAL}
+    fine, branch, whole = Attention(lists=Lists.of(made.index)), made.stages.coarse_out, made.calls.pop(TOTAL)
     if branch is not None:
-        calls[TOGETHER] = lambda: attend_and_fuse(inputs.q, inputs.k, inputs.v, fine, branch, *inputs.gates.values())
-    calls[ALONE] = index_alone(index)
-    calls[TOTAL] = made.calls[TOTAL]
-    listed, capacity = listed_pairs(made.stages, shape), int(index.indices.shape[-1])
-    return Ready(inputs, calls, listed, capacity, coarse.kind, coarse.reduction, index)
+        made.calls[TOGETHER] = lambda: attend_and_fuse(
+            inputs.q, inputs.k, inputs.v, fine, branch, *inputs.gates.values()
+        )
+    made.calls.update({ALONE: index_alone(made.index), TOTAL: whole})
+    return made
 
 
 def index_alone(index: BlockIndex) -> Call:
@@ -161,11 +134,25 @@ class VideoInputs:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A pipeline that ran once: its output, what its stages made, and a call for each stage and, last, for the whole."""
+    """A pipeline that ran once, with which options: its output, what its stages made, and a call for each stage and, last, for
+    the whole."""
 
+    shape: VideoShape
+    inputs: VideoInputs
+    options: dict[str, Any]
     out: Tensor
     stages: Stages
     calls: dict[str, Call]
+
+    @property
+    def index(self) -> BlockIndex:
+        """The lists of the fine stage."""
+        return self.stages.index
+
+    @property
+    def listed(self) -> int:
+        """Pairs of blocks that all lists name together."""
+        return listed_pairs(self.stages, self.shape)
 
 
 def video_inputs(shape: VideoShape, where: str, seed: int = 0, queries: int | None = None) -> VideoInputs:
@@ -195,7 +182,7 @@ def self_attention(shape: VideoShape, inputs: VideoInputs, coarse: CoarseOptions
         "fuse": lambda: sparse.fuse(made.coarse_out, made.fine_out, **gates),
         TOTAL: lambda: sparse.sparse_video_attention(q, k, v, **options, **gates),
     }
-    return Made(out, made, calls)
+    return Made(shape, inputs, options, out, made, calls)
 
 
 def listed_pairs(stages: Stages | None, shape: VideoShape, queries: int | None = None) -> int:

@@ -215,9 +215,9 @@ def _measured(
     tensors = inputs.q, inputs.k, inputs.v
     dense, notes = dense_calls(case, tensors, where, tuple(name for name in peers if name in PEERS))
     others = tuple(name for name in peers if name in LISTED)
-    listed, more = listed_calls(case, tensors, made.stages.index, point.sparsity, where, others)
+    listed, more = listed_calls(case, tensors, made.index, point.sparsity, where, others)
     notes += more
-    judge = Judge(Inputs(case, *tensors, made.stages.index))
+    judge = Judge(Inputs(case, *tensors, made.index))
     verdicts = {**_own_verdicts(point, inputs, made, judge), **_dense_verdicts(point, inputs, dense)}
     verdicts |= {name: judge.verdict(call()) for name, call in listed.items()}
     for name, verdict in verdicts.items():
@@ -229,7 +229,7 @@ def _measured(
     if replays:
         calls, missing = _captured(calls)
         notes += missing
-    return SweepRow(point, listed_pairs(made.stages, shape), time_calls(calls, where, rounds), verdicts, tuple(notes))
+    return SweepRow(point, made.listed, time_calls(calls, where, rounds), verdicts, tuple(notes))
 
 
 # ---------------------------------------------------------------- a step over a cache
@@ -265,7 +265,7 @@ def cached_step(point: Point, inputs: VideoInputs, coarse: CoarseOptions, select
             return tilefold.sparse_attention(q, after.k, after.v, made.index)
         return tilefold.sparse_attention_paged(q, after.k, after.v, made.index, after.block_table, after.lengths)
 
-    return Made(out, made, {
+    return Made(shape, inputs, options, out, made, {
         "append": lambda: before().append(k, v),
         "coarse": lambda: attend_rows(
             q, after.rows_k, after.rows_v, reduction=coarse.reduction, block=shape.block, **sizes

@@ -6,13 +6,23 @@ from dataclasses import dataclass
 import torch
 
 from tilefold import reference
-from tilefold.cli.demo.capture import LayerCall
+from tilefold.cli.demo.model import LayerCall
 from tilefold.reference import Comparison
 
 
 @dataclass(frozen=True, slots=True)
+class Check:
+    """One claim of the demo: whether it holds, and the figures that say so."""
+
+    name: str
+    ok: bool
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
 class LayerError:
-    """One layer's outputs and lse against fp64 on the q, k and v that the layer really had."""
+    """One layer's outputs and lse against fp64 on the q, k and v that the layer really had, within the limits that follow from
+    the rounding of the layer's dtype."""
 
     layer: int
     out: Comparison
@@ -21,17 +31,7 @@ class LayerError:
 
     @property
     def ok(self) -> bool:
-        """Both within the limits that follow from the rounding of the layer's dtype."""
         return self.out.ok and self.lse.ok
-
-
-def _oracle(call: LayerCall, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) with every score written out, computed in `dtype`."""
-    q, k, v = call.q, call.k, call.v
-    if call.offsets is None:
-        return reference.attention(q, k, v, mask=call.mask, scale=call.scale, dtype=dtype)
-    packing = (call.offsets, call.offsets, call.longest, call.longest)
-    return reference.attention_varlen(q, k, v, *packing, scale=call.scale, dtype=dtype)
 
 
 def layer_errors(calls: Sequence[LayerCall], layers: int) -> list[LayerError]:
@@ -39,19 +39,17 @@ def layer_errors(calls: Sequence[LayerCall], layers: int) -> list[LayerError]:
     found = []
     for layer in range(layers):
         mine = calls[layer::layers]
-        exact = [_oracle(call, torch.float64) for call in mine]
-        plain = [_oracle(call, call.q.dtype) for call in mine]
+        exact, plain = (
+            [getattr(reference, call.function)(call.q, call.k, call.v, **call.options, dtype=dtype) for call in mine]
+            for dtype in (torch.float64, mine[0].q.dtype)
+        )
         got = [(call.out, call.lse) for call in mine]
         out, lse = (
-            reference.compare(_flat(got, side), _flat(exact, side), _flat(plain, side), unit=float(side))
-            for side in (0, 1)
+            [torch.cat([one[side].flatten() for one in each]) for each in (got, exact, plain)] for side in (0, 1)
         )
-        found.append(LayerError(layer, out, lse, sum(call.seconds for call in mine)))
+        judged = reference.compare(out[0], out[1], out[2]), reference.compare(lse[0], lse[1], lse[2], unit=1.0)
+        found.append(LayerError(layer, *judged, sum(call.seconds for call in mine)))
     return found
-
-
-def _flat(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], side: int) -> torch.Tensor:
-    return torch.cat([pair[side].flatten() for pair in pairs])
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +60,11 @@ class Ranking:
     similarity: torch.Tensor
     order: torch.Tensor
     gap: float
+
+    @property
+    def nearest(self) -> list[tuple[int, float]]:
+        """The nearest other sentence of each, and its cosine."""
+        return [(j, float(self.similarity[i, j])) for i, j in enumerate(self.order[:, 0].tolist())]
 
 
 def rank(embeddings: torch.Tensor) -> Ranking:
@@ -75,17 +78,6 @@ def rank(embeddings: torch.Tensor) -> Ranking:
     return Ranking(similarity, order[:, :-1], float(gaps.min()) if gaps.numel() else float("inf"))
 
 
-def same_ranking(one: Ranking, other: Ranking) -> bool:
-    """Whether every sentence ranks all others in the same order."""
-    return torch.equal(one.order, other.order)
-
-
-def nearest(ranking: Ranking) -> list[tuple[int, float]]:
-    """The nearest other sentence of each, and its cosine."""
-    first = ranking.order[:, 0].tolist()
-    return [(j, float(ranking.similarity[i, j])) for i, j in enumerate(first)]
-
-
 def probabilities(call: LayerCall, row: int, tokens: int, head: int) -> torch.Tensor:
     """One head's attention probabilities of one sentence, [tokens, tokens] fp64, from tilefold's lse: exp(scale q k^T - lse).
 
@@ -97,5 +89,5 @@ def probabilities(call: LayerCall, row: int, tokens: int, head: int) -> torch.Te
         start = int(call.offsets[row])
         part = slice(start, start + tokens)
         q, k, lse = call.q[part, head], call.k[part, head], call.lse[head, part]
-    scores = call.scale * q.double() @ k.double().T
+    scores = call.options["scale"] * q.double() @ k.double().T
     return torch.exp(scores - lse.double()[:, None]).cpu()

@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from tilefold.cli.demo.options import Check
+from tilefold.cli.demo.judge import Check
 
 NAME = "the kernel in Triton's interpreter"
 

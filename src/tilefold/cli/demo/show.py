@@ -1,24 +1,79 @@
 """The report, said once: its parts, which a terminal prints and a page holds, and its two heat maps as one picture."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from tilefold.bench.page import Heading, Picture, Rows, Words, new_figure, save_png, to_html
-from tilefold.cli.demo import judge
-from tilefold.cli.demo.options import Check, Stage
-from tilefold.cli.demo.report import Head, Report, Variant, links, shape_of
-from tilefold.cli.runtime import table_of
+from tilefold.bench.page import Heading, Part, Picture, Rows, Words, new_figure
+from tilefold.cli.demo.judge import Check, LayerError, Ranking
+from tilefold.cli.demo.sentences import Sentence
+from tilefold.cli.runtime import show, write_report
 
 MODEL = "A trained sentence encoder embeds real sentences; its attention layers run through tilefold."
 LIMIT = "Limit: some of an element's standard deviations on the same q, k, v, plus its rounding; shown is the worst element."
 GREY, BLUES = "#e4e4e4", "Blues"
 
-Part = Heading | Words | Rows
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """The model run one way. function: tilefold's public name; note: how the batch lies; plans: one per batch."""
+
+    function: str
+    note: str
+    plans: list[Any]
+    layers: list[LayerError]
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """One head's attention over one sentence: probabilities [tokens, tokens], a row per query token."""
+
+    layer: int
+    head: int
+    sentence: str
+    tokens: tuple[str, ...]
+    probabilities: torch.Tensor
+
+    def links(self, count: int) -> list[tuple[str, str, float]]:
+        """The strongest (query, key, probability) between different words, marks and punctuation left aside."""
+        p, words, found = self.probabilities, self.tokens, []
+        for place in p.flatten().argsort(descending=True).tolist():
+            i, j = divmod(place, len(words))
+            if words[i] != words[j] and words[i].isalpha() and words[j].isalpha():
+                found.append((words[i], words[j], float(p[i, j])))
+        return found[:count]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The whole run. ranking: PyTorch's, which every variant must equal; lengths: tokens of every sentence; stages: the parts of
+    the run and their wall time in seconds."""
+
+    environment: list[tuple[str, str]]
+    sentences: tuple[Sentence, ...]
+    lengths: list[int]
+    variants: list[Variant]
+    ranking: Ranking
+    head: Head
+    checks: list[Check]
+    stages: list[tuple[str, float]]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every check holds."""
+        return all(check.ok for check in self.checks)
+
+    @property
+    def verdict(self) -> str:
+        wrong, seconds = sum(not check.ok for check in self.checks), sum(seconds for _, seconds in self.stages)
+        what = f"{wrong} of {len(self.checks)} checks FAILED" if wrong else f"All {len(self.checks)} checks hold"
+        return f"{what}. {seconds:.0f} s."
 
 
 def heading() -> Panel:
@@ -27,18 +82,18 @@ def heading() -> Panel:
     return Panel(text, title="tilefold demo", title_align="left", border_style="blue")
 
 
-def _parts(found: Report, stages: Sequence[Stage]) -> list[Part]:
+def _parts(found: Report) -> list[Part]:
     """Everything but the verdict, which comes last on a terminal and first on a page."""
-    head, nearest = found.head, judge.nearest(found.ranking)
+    head, nearest = found.head, found.ranking.nearest
     same = sum(found.sentences[j].topic == s.topic for s, (j, _) in zip(found.sentences, nearest, strict=True))
     alike = [
         (short(s.text, 34), short(found.sentences[j].text, 34), f"{cosine:.3f}")
         for s, (j, cosine) in zip(found.sentences, nearest, strict=True)
     ]
-    said = [(query, key, f"{p:.0%}") for query, key, p in links(head, 4)]
+    said = [(query, key, f"{p:.0%}") for query, key, p in head.links(4)]
     return [
         Heading("Environment"),
-        Rows(("", ""), found.environment),
+        Rows(("", ""), tuple(found.environment)),
         Words(
             f"{len(found.sentences)} sentences, {min(found.lengths)} to {max(found.lengths)} tokens, "
             f"{sum(found.lengths)} in all."
@@ -51,7 +106,7 @@ def _parts(found: Report, stages: Sequence[Stage]) -> list[Part]:
         Words(head.sentence),
         Rows(("word", "looks at", "p"), tuple(said)),
         Heading("Time"),
-        Rows(("", ""), tuple((stage.name, f"{stage.seconds:.2f} s") for stage in stages)),
+        Rows(("", ""), tuple((name, f"{seconds:.2f} s") for name, seconds in found.stages)),
         Heading("Checks"),
         Rows(("", "", ""), tuple(("ok" if c.ok else "FAILED", c.name, c.detail) for c in found.checks)),
     ]
@@ -64,6 +119,7 @@ def short(text: str, limit: int) -> str:
 
 def _variant(variant: Variant) -> list[Part]:
     """Its plan, and every layer's error against fp64 beside its limit."""
+    shape = ", ".join(f"{plan.problem.batch} x {plan.problem.seq_q}" for plan in variant.plans)
     head = ("layer", "max err", "limit", "rel. L2", "limit", "lse err", "limit", "ms", "")
     rows = []
     for layer in variant.layers:
@@ -72,55 +128,29 @@ def _variant(variant: Variant) -> list[Part]:
         took = f"{layer.seconds * 1e3:.{0 if layer.seconds >= 0.1 else 2}f}"
         rows.append((str(layer.layer), *(f"{x:.1e}" for x in figures), took, "ok" if layer.ok else "WRONG"))
     return [
-        Heading(f"tilefold.{variant.function}: {variant.note} ({shape_of(variant.plans)})"),
+        Heading(f"tilefold.{variant.function}: {variant.note} ({shape} tokens)"),
         Words(str(variant.plans[-1])),
         Rows(head, tuple(rows)),
         Words(LIMIT),
     ]
 
 
-def _verdict(checks: Sequence[Check], seconds: float) -> str:
-    wrong = sum(not check.ok for check in checks)
-    what = f"{wrong} of {len(checks)} checks FAILED" if wrong else f"All {len(checks)} checks hold"
-    return f"{what}. {seconds:.0f} s."
-
-
-def report(found: Report, files: Sequence[Path], stages: Sequence[Stage], console: Console) -> None:
+def report(found: Report, files: Sequence[Path], console: Console) -> None:
     """Print everything, the verdict last."""
-    for part in _parts(found, stages):
-        if isinstance(part, Rows):
-            table = table_of(part.head, part.rows, left=len(part.head) if not any(part.head) else 1)
-            table.show_header = any(part.head)
-            console.print(table)
-        elif isinstance(part, Heading):
-            console.print(Text(f"\n{part.text}", style="bold blue"))
-        else:
-            console.print(Text(part.text, style="dim"), soft_wrap=True)
-    console.print()
-    for path in files:
-        console.print(Text(f"wrote {path}"), soft_wrap=True)
-    text = _verdict(found.checks, sum(stage.seconds for stage in stages))
-    console.print(Text(text, style="bold green" if found.ok else "bold red"))
+    show(console, [*_parts(found), Words(""), *(Words(f"wrote {path}") for path in files)])
+    console.print(Text(found.verdict, style="bold green" if found.ok else "bold red"))
 
 
-def page(found: Report, figure: Any) -> str:
-    """One HTML file that needs nothing else: the parts, and the picture inside."""
+def write(found: Report, out: Path) -> tuple[Path, Path]:
+    """The page and the picture in a folder. Unsupported if matplotlib is not installed."""
     caption = (
         "Left: a row for each token, which shows how it spreads its attention over the tokens of the sentence; a dark first "
         "column is usual: a head with nothing to do for a word rests on [CLS]. The kernel never writes these probabilities: "
         "they are computed from the lse it returns, p = exp(q k scale - lse). Right: cosines of the embeddings of all "
         "sentences; lines part the topics."
     )
-    verdict = Words(_verdict(found.checks, sum(stage.seconds for stage in found.stages)))
-    return to_html("tilefold demo", [Words(MODEL), verdict, Picture(figure, caption), *_parts(found, found.stages)])
-
-
-def write(found: Report, out: Path) -> tuple[Path, Path]:
-    """The page and the picture in a folder. Unsupported if matplotlib is not installed."""
-    files, figure = (out / "demo.html", out / "demo.png"), figure_of(found)
-    save_png(figure, files[1])
-    files[0].write_text(page(found, figure), encoding="utf-8")
-    return files
+    parts = [Words(MODEL), Words(found.verdict), Picture(figure_of(found), caption), *_parts(found)]
+    return write_report(out, "demo", "tilefold demo", parts)
 
 
 # --- the picture ------------------------------------------------------------------------------------------------------------
@@ -141,7 +171,7 @@ def _draw_head(axes: Any, head: Head) -> None:
     _heat(axes, head.probabilities.numpy(), head.tokens, head.tokens, "probability", 0.0)
     axes.set_xlabel("key token it looks at")
     axes.set_ylabel("query token")
-    said = ", ".join(f"“{query}” → “{key}” {p:.0%}" for query, key, p in links(head, 2))
+    said = ", ".join(f"“{query}” → “{key}” {p:.0%}" for query, key, p in head.links(2))
     axes.set_title(f"Layer {head.layer}, head {head.head}: {said}", fontsize=13)
 
 

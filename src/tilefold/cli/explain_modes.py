@@ -1,0 +1,133 @@
+"""What `tilefold explain` says with --cache, --policy, --trace and --ranks, from the shapes and a device's record alone.
+
+asked: the command's options by name."""
+
+import json
+from dataclasses import asdict, replace
+from typing import Any
+
+from tilefold.cli.runtime import pair_of
+from tilefold.errors import Unsupported, ValueRangeError
+from tilefold.plan import AttentionProblem, Device
+from tilefold.plan.cache.decode import DecodeProblem, decode_kernel_refusal, plan_decode
+
+HELD = {"same": "plain", "e4m3": "float8_e4m3fn", "int8": "int8"}  # --cache -> what `DecodeProblem` calls it
+
+
+def said(plan: Any, as_json: bool) -> str:
+    """A plan as text or JSON."""
+    return plan.to_json() if as_json else str(plan)
+
+
+def explain_cache(asked: Any, problem: AttentionProblem, device: Device) -> str:
+    """What `attention_kvcache` does: a DecodePlan; of a prompt, which is attention_cached's, a SplitDecision."""
+    from tilefold.plan import plan_splits
+
+    if asked.cache not in HELD:
+        raise ValueRangeError(f"--cache must be one of {', '.join(HELD)}, got {asked.cache!r}")
+    if asked.page_size < 0:
+        raise ValueRangeError(f"--page-size must be at least 0, got {asked.page_size}")
+    if not (problem.batch and problem.seq_q):
+        raise Unsupported("there is nothing to plan: no queries")
+    made = _decode_problem(asked, problem)
+    prompt = decode_kernel_refusal(made.attention) if made.storage == "plain" and not made.shared else ""
+    if not prompt:
+        return said(plan_decode(made, device, asked.num_splits), asked.as_json)
+    room = made.attention.seq_k
+    cut = plan_splits(problem, device, capacity=room, paged=asked.page_size > 0, splits=asked.num_splits)
+    return (
+        cut.to_json() if asked.as_json else f"attention_kvcache gives this call to attention_cached: {prompt}.\n{cut}"
+    )
+
+
+def _decode_problem(asked: Any, problem: AttentionProblem) -> DecodeProblem:
+    """Of caches with room for problem.seq_k keys, all rows beginning at 16 bytes where they can."""
+    storage = HELD[asked.cache]
+    itemsize = problem.itemsize if storage == "plain" else 1
+    # V as part of K lies where K's rows begin
+    boxes = all(dim * itemsize % 16 == 0 for dim in (problem.dim_qk, problem.dim_qk if asked.v_in_k else problem.dim_v))
+    if problem.seq_k % max(1, asked.page_size):  # room comes in whole pages
+        problem = replace(problem, seq_k=-(-problem.seq_k // asked.page_size) * asked.page_size)
+    problem = replace(problem, descriptors=boxes, query_descriptors=problem.dim_qk * problem.itemsize % 16 == 0)
+    return DecodeProblem(problem, storage, asked.page_size, asked.v_in_k)
+
+
+def explain_split(asked: Any, problem: AttentionProblem, device: Device) -> str:
+    """The decision of --policy for one call."""
+    from tilefold.plan import plan_splits
+
+    made = plan_splits(problem, device, asked.policy, call=asked.call or "dense", capacity=asked.capacity,
+                       paged=asked.paged, append=asked.append, splits=asked.num_splits)  # fmt: skip
+    return said(made, asked.as_json)
+
+
+def explain_steps(asked: Any, dtype: str, device: Device) -> str:
+    """The decisions of --policy for all steps of a generation."""
+    from tilefold.plan import Generation, trace_generation
+
+    left, right = (-1, -1) if asked.window is None else pair_of(asked.window, "--window")
+    if right not in (-1, 0):
+        raise ValueRangeError(f"--window must be LEFT,0 with --trace: no later key exists, got {asked.window!r}")
+    if asked.capacity is not None and asked.capacity < 1:
+        raise ValueRangeError(f"--capacity must be at least 1, got {asked.capacity}")
+    for name, value in (("--prompt", asked.prompt), ("--new", asked.new)):
+        if value is None:
+            raise ValueRangeError(f"{name} must be given with --trace, in tokens")
+    run = Generation(
+        heads=asked.heads, kv_heads=asked.heads if asked.kv_heads is None else asked.kv_heads, dim=asked.dim,
+        prompt=asked.prompt, new=asked.new, batch=asked.batch, dtype=dtype, call=asked.call or "dense",
+        capacity=asked.capacity or 0, window=left, paged=asked.paged, append=asked.append,
+    )  # fmt: skip
+    return said(trace_generation(run, device, asked.policy or "tilefold"), asked.as_json)
+
+
+def explain_ranks(asked: Any, problem: AttentionProblem, device: Device) -> str:
+    """The ParallelPlan, its formulas, what its kernels take on that device, and the predictions for other numbers of ranks."""
+    from tilefold.plan.parallel.plan import plan_parallel
+    from tilefold.plan.parallel.problem import Links, ParallelProblem
+    from tilefold.plan.parallel.scale import FORMULAS, LETTERS, scaling
+    from tilefold.plan.parallel.scratch import memory_on
+    from tilefold.plan.parallel.sharding import KINDS
+
+    kind = asked.shards or "zigzag"
+    if kind not in KINDS:
+        raise ValueRangeError(f"--shards must be one of {', '.join(KINDS)}, got {kind!r}")
+    rates = _rates(asked.link)
+    if asked.tflops is not None:
+        rates |= dict.fromkeys(("flops", "flops_backward", "flops_nondeterministic"), asked.tflops * 1e12)
+    memory = None if asked.memory is None else asked.memory * 1e9
+    links = Links(asked.ranks, asked.per_node or 1, memory=memory, **rates)
+    window = (problem.window[0], 0) if problem.causal else problem.window
+    whole = ParallelProblem(problem.batch, problem.seq_q, problem.seq_k, problem.heads, problem.kv_heads, problem.dim_qk,
+                            problem.dim_v, problem.dtype, window, kind, asked.backward,
+                            deterministic=not asked.nondeterministic)  # fmt: skip
+    plan = plan_parallel(whole, links)
+    scaled = scaling(whole, links)
+    most, scratch = memory_on(plan, device)
+    if asked.as_json:
+        kernels = {"device": device.name, "scratch": scratch, "memory": most}
+        every = [[ranks, p and asdict(p.cost)] for ranks, p in scaled.plans]
+        return json.dumps({"plan": asdict(plan), "kernels": kernels, "scaling": every})
+    traffic, extra = FORMULAS[plan.scheme]
+    return "\n".join((
+        str(plan),
+        f"  traffic   {traffic}",
+        f"  memory    {extra}",
+        *(f"            {line}" for line in LETTERS),
+        f"  kernels   {scratch / 1e9:.3f} GB for themselves while they run on {device.title}: {most / 1e9:.3f} GB at the most",
+        "",
+        "The same problem on other numbers of ranks, predicted:",
+        str(scaled),
+    ))  # fmt: skip
+
+
+def _rates(link: str | None) -> dict[str, float]:
+    if link is None:
+        return {}
+    try:
+        found = [float(part) * 1e9 for part in link.split(",")]
+    except ValueError:
+        found = []
+    if len(found) not in (1, 2) or min(found) <= 0:
+        raise ValueRangeError(f"--link must be INSIDE or INSIDE,ACROSS in GB/s, as 290,50, got {link!r}")
+    return dict(zip(("inside", "across"), found, strict=False))
