@@ -1,8 +1,10 @@
 """Faults that kernels could have, planted into results that are exact otherwise: what the limits have to catch, in every dtype.
 
 A fault is computed in fp64 and rounded once, so that nothing but the fault, and the least rounding there is, shows.
-`python tests/planted.py` prints the table of docs/performance/limits.md."""
+`python tests/planted.py` prints benchmarks/results/planted_faults.csv."""
 
+import csv
+import io
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -482,15 +484,16 @@ def strain(verdicts: dict[str, reference.Comparison]) -> float:
 
 
 def table() -> str:
-    """Markdown: by fault, how many times its limit the error is in each dtype."""
-    lines = [f"| family | fault | {' | '.join(DTYPES)} |", f"|---|---|{'---:|' * len(DTYPES)}"]
+    """CSV: by fault, how many times its limit the error is in each dtype."""
+    text = io.StringIO()
+    lines = csv.writer(text, lineterminator="\n")
+    lines.writerow(["family", "fault", *DTYPES])
     for name, family in FAMILIES.items():
         made = {dtype: family.judged(dtype) for dtype in DTYPES.values()}
         for title, fault in family.faults.items():
-            cells = [f"{strain(judge(fault(inputs))):.2g}" for inputs, judge in made.values()]
-            lines.append(f"| {name} | {title} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+            lines.writerow([name, title, *(f"{strain(judge(fault(inputs))):.2g}" for inputs, judge in made.values())])
+    return text.getvalue()
 
 
 if __name__ == "__main__":
-    print(table())
+    print(table(), end="")

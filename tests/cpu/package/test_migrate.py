@@ -171,7 +171,7 @@ LEARNED = torch.zeros(8, requires_grad=True)
     ("inputs", "options", "text"),
     [
         ((X.double(),) * 3, {}, "q has dtype float64, accepted: float16, bfloat16, float32"),
-        ((torch.ones(1, 1, 1, 257),) * 3, {}, "257"),
+        ((torch.ones(1, 1, 1, 513),) * 3, {}, "513"),
         ((X, X, X), {"scale": 0.0}, "scale must be greater than 0, got 0.0"),
         ((X, X, X), {"mask": torch.ones(8, 8, dtype=torch.bool)}, "mask has 2 dimensions"),
         ((X, X, X), {"mask": torch.ones(1, 1, 8, 1, dtype=torch.bool)}, "dimension 3 (seq_k) is 1, should be 8"),

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from cases.backward_record import NAMES, planned, rate, record
+
 ROOT = Path(__file__).resolve().parents[3]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 SECTIONS = ["Install", "Example", "When to use it, and when not", "Hardware", "Figures", "Links"]
@@ -114,6 +116,40 @@ def test_figures_are_those_of_the_records(start: str, record: str, part: str, li
     assert set(figures) <= known
 
 
+MARKS = {"": "", "**": "the default", "*": "what deterministic=False takes"}
+
+
+def test_the_table_of_gradients_is_the_results() -> None:
+    """Each figure of the record's tables beside FA4, which of them plans take, and how many times as fast as FA4."""
+    text = (ROOT / "docs" / "performance" / "attention_backward_hopper.md").read_text(encoding="utf-8")
+    text = text.split("\n### Beside FlashAttention-4, deterministic and not\n")[1].split("\n### ")[0]
+    runs = {(device, case): times for (device, _, case), times in record().items()}
+    columns = ("dS kept", "added in order", "added", "FA4 deterministic", "FA4")
+    shown = 0
+    for name, part in zip(("H200", "H100"), text.split("\nOne H100."), strict=True):
+        device = next(one for one, _ in runs if name in one)
+        for line in (line for line in part.splitlines() if re.match(r"\| \d", line)):
+            dims, tokens, mask, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+            dim, heads, kv_heads = (int(one) for one in re.fullmatch(r"(\d+), (\d+)/?(\d+)?", dims).groups("0"))  # type: ignore[union-attr]
+            length, batch = (int(one) for one in tokens.split(" x "))
+            case = (batch, length, heads, kv_heads or heads, dim, mask == "causal")
+            times = runs[device, case]
+            default, free = (NAMES[planned(device, case, deterministic).options] for deterministic in (True, False))
+            for column, cell in zip(columns, cells, strict=True):
+                for version, piece in zip((column, f"{column} apart"), cell.split(", apart "), strict=False):
+                    mark, figure, against = re.fullmatch(r"(\**)(\d+|-)\**(?: \((.*)x\))?", piece).groups()  # type: ignore[union-attr]
+                    assert figure == (f"{rate(case, times[version]):.0f}" if version in times else "-"), (line, version)
+                    wanted = "the default" if version == default else MARKS["*"] if version == free else ""
+                    assert MARKS[mark] == wanted, (line, version)
+                    ours = {"FA4 deterministic": default, "FA4": free}.get(version)
+                    assert against == (f"{times[version] / times[ours]:.2f}" if ours and version in times else None), (
+                        line,
+                        version,
+                    )
+                    shown += 1
+    assert shown > 60
+
+
 def test_ranges_are_those_of_the_results() -> None:
     """What the comparison says of forward and backward, over every dense case that the newest run of a peer has."""
     runs: dict[tuple[str, str], dict[str, float]] = {}
@@ -139,13 +175,12 @@ def test_ranges_are_those_of_the_results() -> None:
                 ):
                     newest[case] = run["tilefold"] / run[name]
             assert f"{direction} {min(newest.values()):.2f} to {max(newest.values()):.2f}" in said[peer], peer
-    record = (ROOT / "docs" / "performance" / "attention_backward_hopper.md").read_text(encoding="utf-8")
-    table = record[record.index("\n### Beside FlashAttention-4, det") :].split("\n* H100, D=128")[0]
     beside = [
-        float(line.split("|")[-3].split("(")[1].split("x")[0])
-        for line in table.splitlines()
-        if line.startswith(("| 1", "| 6", "| 9"))
+        times["FA4 deterministic"] / times[NAMES[planned(device, case, True).options]]
+        for (device, _, case), times in record().items()
+        if {"FA4 deterministic", NAMES[planned(device, case, True).options]} <= times.keys()
     ]
+    assert len(beside) > 60
     assert f"{min(beside):.2f} to {max(beside):.2f}." in section(SECTIONS[2])
     assert "never measured here" in said["FlashInfer"]
     assert not re.search(r"\d", said["FlashInfer"])

@@ -1,10 +1,7 @@
 """The plan of the dense backward kernel for sm_90 that adds dq in memory: who asks for it, what it refuses, its versions."""
 
-import json
 import re
-from collections import defaultdict
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import tilefold
+from cases.backward_record import APART, NAMES, PEERS, planned, record
 from cases.refusals import refuses
 from examples import examples
 from tilefold.errors import DtypeError, PlanError
@@ -27,7 +25,6 @@ LONG = AttentionProblem(1, 65536, 65536, 16, 16, 128, 128)
 GROUPS = replace(LONG, kv_heads=4)
 NARROW = replace(LONG, heads=32, kv_heads=32, dim_qk=64, dim_v=64)
 DETERMINISTIC = "attention_backward_hopper"
-MEASURED = Path(__file__).parents[3] / "benchmarks" / "results" / "backward_versions.jsonl"
 ORDERED = rules.ReduceOptions(ordered=True)
 LATE = rules.ReduceOptions(ordered=True, late=True)
 LENGTHS = st.sampled_from([1, 63, 512, 1024, 4096, 8192, 16383, 16384, 16385, 65536]) | st.integers(1, 1 << 17)
@@ -262,23 +259,6 @@ def test_being_allowed_more_changes_nothing_but_the_kernel(
     assert not plain_and_long(problem, device) or rules.reduce_refusal(problem, chip)
 
 
-def record() -> dict[tuple[str, str, tuple[Any, ...]], dict[str, float]]:
-    """ms by version, of each case of each run."""
-    runs: dict[tuple[str, str, tuple[Any, ...]], dict[str, float]] = defaultdict(dict)
-    for line in MEASURED.read_text().splitlines():
-        row = json.loads(line)
-        runs[row["device"], row["date"], tuple(row["case"])][row["version"]] = row["ms"]
-    return runs
-
-
-def planned(device: str, case: tuple[Any, ...], deterministic: bool) -> AttentionBackwardPlan:
-    batch, tokens, heads, kv_heads, dim, causal = case
-    problem = AttentionProblem(batch, tokens, tokens, heads, kv_heads, dim, dim, causal=causal)
-    return plan_attention_backward(
-        problem, device_named("h200" if "H200" in device else "h100"), deterministic=deterministic
-    )
-
-
 def test_what_is_taken_was_measured_to_be_the_fastest() -> None:
     """In every case of the record, within 4 %: of the versions with the same bits every run by default, of all without; dS has to
     have room.  Apart was measured on one GPU."""
@@ -310,12 +290,6 @@ def test_times_are_predicted() -> None:
         assert plan_attention_backward(replace(LONG, **changes), H200).seconds is None
     assert plan_attention_backward(LONG, H200).with_tiles(kernel=DETERMINISTIC).seconds is None  # in spans
     assert plan_attention_backward(LONG, device_named("a100")).seconds is None
-
-
-PEERS = "FA4", "FA4 deterministic"
-APART = {replace(options, apart=True): f"{name} apart" for options, name in
-         ((rules.ANY_ORDER, "added"), (ORDERED, "added in order"))}  # fmt: skip
-NAMES = {None: "dS kept", rules.ANY_ORDER: "added", ORDERED: "added in order", **APART}
 
 
 def test_options_are_checked() -> None:

@@ -69,8 +69,9 @@ def add(ADDER: gl.constexpr, scheduler, sums):
 
 
 @jit
-def step(dk, dv, own, k, v, block, visit, pipe, mods, recompute, sums, i, CID: gl.constexpr):
-    """The i-th visit, of a query tile of a head, and this consumer's own 64 keys, k and v.  What is in flight behind each line:
+def step(dk, dv, own, operands, block, visit, pipe, mods, recompute, sums, i, CID: gl.constexpr):
+    """The i-th visit, of a query tile of a head, and this consumer's own 64 keys; operands: K and V of these.
+    What is in flight behind each line:
 
         issue S, dP; wait for S; P                 dP
         wait for dP; dS; publish dS; issue dv      dv
@@ -90,7 +91,7 @@ def step(dk, dv, own, k, v, block, visit, pipe, mods, recompute, sums, i, CID: g
     ds = pipe.ds.index(i & 1)
     batch, head = block.batch, block.query_head + visit.head
     slope = mods.slope(batch, head)
-    s_flying = pipe.issue_scores(k, stage)
+    s_flying = pipe.issue_scores(operands[0], stage)
     statistics = recompute.row(stage.slot)
     if config.D == 128:
         lse = recompute.lse(
@@ -99,7 +100,7 @@ def step(dk, dv, own, k, v, block, visit, pipe, mods, recompute, sums, i, CID: g
     if config.LATE:
         s = wgmma_wait(0, deps=(s_flying,))
     else:
-        dp_flying = pipe.issue_dp(v, stage)
+        dp_flying = pipe.issue_dp(operands[1], stage)
         s = wgmma_wait(PARTS, deps=(s_flying,))
     if mods.ON:
         s, steep = mods.apply(
@@ -113,7 +114,7 @@ def step(dk, dv, own, k, v, block, visit, pipe, mods, recompute, sums, i, CID: g
     if mods.STEEP:
         p = p * steep
     if config.LATE:
-        dp_flying = pipe.issue_dp(v, stage)
+        dp_flying = pipe.issue_dp(operands[1], stage)
     schedule_fence_16(p16)
     if config.ROUNDED:
         short = narrowed(p, config.DTYPE) if mods.STEEP else p16
@@ -146,12 +147,11 @@ def consume(CID: gl.constexpr, scheduler, pipe, mods, sums, group_sums, dk_out, 
     dk = zero_sums(config)
     dv = zero_sums(config)
     mbarrier.wait(pipe.kv_full.index(0), 0)
-    k = pipe.own_rows(pipe.k(), CID, config.HOLD_K)
-    v = pipe.own_rows(pipe.v(), CID, config.HOLD_V)
+    operands = (pipe.own_rows(pipe.k(), CID, config.HOLD_K), pipe.own_rows(pipe.v(), CID, config.HOLD_V))
     visit = scheduler.first_visit(block)
     for i in range(block.visits):
         recompute = Recompute(pipe.statistics, mods.to_base_2(), config.SCORES, config.QUERIES)
-        dk, dv = step(dk, dv, own, k, v, block, visit, pipe, mods, recompute, sums, i, CID)
+        dk, dv = step(dk, dv, own, operands, block, visit, pipe, mods, recompute, sums, i, CID)
         visit = scheduler.next_visit(visit, block)
     n = own.tile.to(gl.int64) * UNIT
     rows = own.lengths.seq_k - own.tile * UNIT
