@@ -1,6 +1,7 @@
 """Plans: pure functions from a problem and a device to a printable decision, without tensors and without a GPU."""
 
 from tilefold.plan.backward.attention_backward import AttentionBackwardPlan, plan_attention_backward
+from tilefold.plan.backward.attention_backward_reduce import ReduceOptions
 from tilefold.plan.cache.decode import DecodePlan, DecodeProblem, plan_decode
 from tilefold.plan.cache.dispatch import POLICIES, SplitDecision, plan_splits
 from tilefold.plan.cache.invariant import InvariantPlan, plan_invariant, plan_prompt
@@ -33,6 +34,7 @@ __all__ = [
     "Generation",
     "InvariantPlan",
     "PrefixProblem",
+    "ReduceOptions",
     "Rejected",
     "SharedPrefixPlan",
     "SparseBackwardPlan",
