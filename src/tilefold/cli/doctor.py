@@ -124,7 +124,7 @@ def support() -> list[Finding]:
     gpu, slow = gpu_fault(), interpreter_fault()
     hip = torch.version.hip is not None
     lines = [
-        ("portable kernels on a GPU", gpu, "sm_80 and newer, fp16, bf16, fp32, head dims 1 to 256"),
+        ("portable kernels on a GPU", gpu, "sm_80 and newer, fp16, bf16, fp32, head dims 1 to 512"),
         (
             "interpreter on the CPU",
             slow,

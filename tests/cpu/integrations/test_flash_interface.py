@@ -199,7 +199,7 @@ REFUSED = [
     ({"sm_margin": 4}, "sm_margin"),
     ({"v_descale": torch.ones(1, 2)}, "v_descale"),
     ({"s_aux": torch.ones(2), "learnable_sink": torch.ones(2)}, "learnable_sink and s_aux"),
-    ({"q": torch.zeros(1, 8, 2, 257), "k": torch.zeros(1, 8, 2, 257)}, "head dim 257"),
+    ({"q": torch.zeros(1, 8, 2, 513), "k": torch.zeros(1, 8, 2, 513)}, "head dim 513"),
 ]
 
 

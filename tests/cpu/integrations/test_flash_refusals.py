@@ -82,7 +82,7 @@ EXPANDED = torch.zeros(1, 16, 2, 16, dtype=F16).expand(2, -1, -1, -1)
 SHORT = torch.ones(1, dtype=I32)
 REFUSED = [
     ("dense", {"q": torch.ones(2, 5, 4, 16, dtype=F16).to_sparse()}, "q must be a dense strided tensor"),
-    ("dense", {name: torch.ones(2, 5, 2, 0, dtype=F16) for name in "qkv"}, "q and k have head dim 0; accepted: 1 to 256"),
+    ("dense", {name: torch.ones(2, 5, 2, 0, dtype=F16) for name in "qkv"}, "q and k have head dim 0; accepted: 1 to 512"),
     ("dense", {"q": torch.ones(())}, "q has shape (), expected [batch, seqlen_q, heads, head dim]"),
     ("dense", {"dropout_p": None}, "dropout_p must be a number, got None of type NoneType"),
     ("dense", {"dropout_p": "a"}, "dropout_p must be a number, got 'a' of type str"),
