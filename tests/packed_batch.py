@@ -10,7 +10,7 @@ from tilefold.ops.backward.attention_backward_packed import CHUNK, ENTRY
 from tilefold.plan import AttentionProblem, device_named
 from tilefold.plan.backward import attention_backward_packed as rules
 
-DIM, UNIT = 16, 64
+DIM_QK, DIM, UNIT = 24, 16, 64
 NAMES = ("what", "head", "tile", "first_q", "n_q", "first_k", "n_k", "place", "line", "block", "before", "wanted")
 
 
@@ -52,8 +52,9 @@ class Batch:
         self.out, self.dout = rand(total_q, self.heads, DIM), rand(total_q, self.heads, DIM)
         self.lse, self.dlse = rand(self.heads, total_q), rand(self.heads, total_q)
         self.lse[:, ::7] = -torch.inf
-        shapes = (total_q, self.heads, DIM), *((total_k, self.kv_heads, DIM),) * 2
-        self.grads = [torch.full(shape, torch.nan) for shape in shapes]
+        shapes = (total_q, self.heads, DIM_QK), (total_k, self.kv_heads, DIM_QK), (total_k, self.kv_heads, DIM)
+        self.beyond = [torch.full((rows + 1, *shape), torch.nan) for rows, *shape in shapes]
+        self.grads = [t[:-1] for t in self.beyond]
         self.statistics = torch.full((self.heads * o.q_places + 1, 2, UNIT), torch.nan)
         self.progress = torch.full((1 + 2 * o.blocks,), 77, dtype=torch.int32)
         self.entries = torch.full((o.keys + o.queries, ENTRY), 1 << 30, dtype=torch.int32)
@@ -66,7 +67,7 @@ class Batch:
             self.out, self.dout, self.lse, self.dlse, *offsets, *self.grads, self.statistics, self.progress, self.entries,
             batch, (batch - 1).bit_length(), self.max_q, self.max_k, total_q, total_k, self.heads, self.kv_heads, o.keys,
             o.queries, o.longest, o.shift, o.slots, self.progress.numel(), *strides,
-            WIDE=False, DIM=DIM, BLOCK_D=DIM, UNIT=UNIT, ROWS=self.rows, CHUNK=CHUNK,
+            WIDE=False, DIM_QK=DIM_QK, DIM=DIM, BLOCK_D=32, UNIT=UNIT, ROWS=self.rows, CHUNK=CHUNK,
         )  # fmt: skip
         self.work = [dict(zip(NAMES, entry, strict=True)) for entry in self.entries.tolist()]
 

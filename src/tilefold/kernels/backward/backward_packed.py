@@ -216,15 +216,16 @@ def _statistics(Out, DOut, Lse, DLse, CuQ, stats, place, i_h, batch, steps, max_
 
 
 @triton.jit
-def _clear(D, Cu, tile, batch, total, heads, stride_m, stride_h, DIM: tl.constexpr, UNIT: tl.constexpr):
-    """Zeros in those rows of a tile of 64 that belong to no sequence.  D [total, heads, DIM]."""
+def _clear(D, Cu, tile, batch, total, heads, stride_m, stride_h, DIM: tl.constexpr, BLOCK_D: tl.constexpr, UNIT: tl.constexpr):
+    """Zeros in those rows of a tile of UNIT rows that belong to no sequence.  D [total, heads, DIM]."""
     o_r = tile * UNIT + tl.arange(0, UNIT)
     outside = (o_r < total) & ((o_r < tl.load(Cu)) | (o_r >= tl.load(Cu + batch)))
     if tl.max(outside.to(tl.int32), 0) > 0:
-        p = D + (o_r.to(tl.int64) * stride_m)[:, None] + tl.arange(0, DIM)[None, :]
+        o_d = tl.arange(0, BLOCK_D)
+        p = D + (o_r.to(tl.int64) * stride_m)[:, None] + o_d[None, :]
         for i_h in range(heads):
-            zeros = tl.zeros([UNIT, DIM], D.dtype.element_ty)
-            tl.store(p + tl.cast(i_h, tl.int64) * stride_h, zeros, mask=outside[:, None])
+            zeros = tl.zeros([UNIT, BLOCK_D], D.dtype.element_ty)
+            tl.store(p + tl.cast(i_h, tl.int64) * stride_h, zeros, mask=outside[:, None] & (o_d < DIM)[None, :])
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -232,9 +233,10 @@ def backward_packed(
     Out, DOut, Lse, DLse, CuQ, CuK, DQ, DK, DV, Statistics, Progress, Entries,
     batch, steps, max_q, max_k, total_q, total_k, heads, kv_heads, all_keys, all_queries, longest, shift, slots, counters,
     stride_om, stride_oh, stride_dm, stride_dh, stride_gm, stride_gh, stride_xm, stride_xh, stride_ym, stride_yh,
-    WIDE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    WIDE: tl.constexpr, DIM_QK: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Out, DOut, DQ [total_q, heads, DIM], DK, DV [total_k, kv_heads, DIM]; Lse, DLse (or None) [heads, total_q] fp32
+    """Out, DOut [total_q, heads, DIM], DV [total_k, kv_heads, DIM], DQ, DK of DIM_QK columns, none more than BLOCK_D; Lse, DLse (or None) [heads, total_q] fp32
     contiguous; CuQ, CuK [batch + 1] int32, ascending.  Makes Statistics [heads * places + 1, 2, UNIT] fp32 (places = total_q //
     UNIT + batch), Entries [all_keys + all_queries, 12] int32, zeros in Progress [counters] int32 and in rows of no sequence.
 
@@ -270,8 +272,8 @@ def backward_packed(
         return
     item -= tl.cdiv(all_queries, CHUNK)
     if item < tl.cdiv(total_q, UNIT):
-        _clear(DQ, CuQ, item, batch, total_q, heads, stride_gm, stride_gh, BLOCK_D, UNIT)
+        _clear(DQ, CuQ, item, batch, total_q, heads, stride_gm, stride_gh, DIM_QK, BLOCK_D, UNIT)
         return
     item -= tl.cdiv(total_q, UNIT)
-    _clear(DK, CuK, item, batch, total_k, kv_heads, stride_xm, stride_xh, BLOCK_D, UNIT)
-    _clear(DV, CuK, item, batch, total_k, kv_heads, stride_ym, stride_yh, BLOCK_D, UNIT)
+    _clear(DK, CuK, item, batch, total_k, kv_heads, stride_xm, stride_xh, DIM_QK, BLOCK_D, UNIT)
+    _clear(DV, CuK, item, batch, total_k, kv_heads, stride_ym, stride_yh, DIM, BLOCK_D, UNIT)

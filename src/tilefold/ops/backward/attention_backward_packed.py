@@ -144,8 +144,9 @@ def _prepare(plan: "AttentionBackwardPlan", order: "Order", tensors: Tensors, do
     n, out = plan.problem, tensors[3]
     constants = {
         "WIDE": max(out.stride(0), dout.stride(0)) * UNIT >= 1 << 31,
+        "DIM_QK": n.dim_qk,
         "DIM": n.dim_v,
-        "BLOCK_D": n.block_v,
+        "BLOCK_D": max(n.block_qk, n.block_v),
         "UNIT": UNIT,
         "ROWS": order.together * UNIT,
         "CHUNK": CHUNK,
