@@ -1,7 +1,7 @@
 """The dense backward kernels of sm_90 beside FlashAttention-4's, in turns: the one that keeps dS, and the one that adds dq in
 memory, in any order and in one.
 
-    PYTHONPATH=src python benchmarks/backward_versions.py [--only "D128 16k"] [--rounds 5] [--jsonl FILE]
+    PYTHONPATH=src python benchmarks/backward_versions.py [--packed] [--only "D128 16k"] [--rounds 5] [--jsonl FILE]
 
 Milliseconds and TFLOP/s of the backward pass alone; gradients are held to those of the version that adds in order first.
 results/backward_versions.jsonl has what was measured; a test holds the plans to it."""
@@ -16,8 +16,9 @@ import torch
 
 import tilefold
 from tilefold.bench import timers
-from tilefold.plan.backward.attention_backward import HOPPER
+from tilefold.plan.backward.attention_backward import HOPPER, plan_attention_backward
 from tilefold.plan.backward.attention_backward_hopper import is_kept_well
+from tilefold.plan.backward.attention_backward_packed import packed_refusal
 from tilefold.plan.backward.attention_backward_reduce import KERNEL, ReduceOptions
 
 CASES = [  # batch, tokens, heads, KV heads, head dim; full and causal
@@ -46,6 +47,13 @@ CASES = [  # batch, tokens, heads, KV heads, head dim; full and causal
     (1, 16384, 8, 8, 64),
     (1, 16384, 3, 3, 64),
 ]
+PACKED = [  # sequences, tokens of one in the mean, heads, KV heads, head dim; lengths are lognormal (sigma 0.6)
+    *[(65536 // mean // (dim // 64), mean, 2048 // dim, 2048 // dim, dim)
+      for dim in (64, 128) for mean in (512, 1024, 2048, 4096, 8192)],
+    *[(32768 // mean, mean, 16, 16, dim) for dim in (32, 40, 72, 80, 96, 112) for mean in (128, 256, 512, 1024, 2048, 4096)],
+    (16, 2048, 32, 8, 128),
+    (16, 2048, 32, 4, 64),
+]  # fmt: skip
 Gradients = Sequence[torch.Tensor]
 Backward = Callable[[], Gradients]
 
@@ -71,6 +79,16 @@ def backward_of(out: torch.Tensor, inputs: Gradients, dout: torch.Tensor) -> Bac
     return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
 
 
+def plans_of(plan: Any, group: int) -> dict[str, Any]:
+    versions = VERSIONS | (APART if group > 1 else {})
+    plans = {name: plan.with_tiles(kernel=KERNEL, options=options) for name, options in versions.items()}
+    if plan.problem.varlen and packed_refusal(plan.problem, plan.device):
+        plans["portable"] = plan_attention_backward(plan.problem, plan.device, portable=True)
+    elif plan.problem.varlen or is_kept_well(plan.problem, plan.device):
+        plans[KEPT] = plan.with_tiles(kernel=HOPPER)
+    return plans
+
+
 def candidates(shape: tuple[int, int, int, int, int, bool]) -> dict[str, Backward]:
     batch, tokens, heads, kv_heads, dim, causal = shape
     generator = torch.Generator("cuda").manual_seed(0)
@@ -81,12 +99,8 @@ def candidates(shape: tuple[int, int, int, int, int, bool]) -> dict[str, Backwar
     q, k, v = (draw(n).requires_grad_() for n in (heads, kv_heads, kv_heads))
     dout = draw(heads)
     plan = tilefold.attention_backward_plan(q, k, v, causal=causal)
-    versions = VERSIONS | (APART if heads > kv_heads else {})
-    plans = {name: plan.with_tiles(kernel=KERNEL, options=options) for name, options in versions.items()}
-    if is_kept_well(plan.problem, plan.device):
-        plans[KEPT] = plan.with_tiles(kernel=HOPPER)
     made = {}
-    for name, own in plans.items():
+    for name, own in plans_of(plan, heads // kv_heads).items():
         out = tilefold.attention(q, k, v, causal=causal, backward_plan=own)
         made[name] = backward_of(out, (q, k, v), dout)
     for name, deterministic in (("FA4", False), ("FA4 deterministic", True)):
@@ -97,40 +111,84 @@ def candidates(shape: tuple[int, int, int, int, int, bool]) -> dict[str, Backwar
     return made
 
 
+def lengths_of(sequences: int, mean: int) -> list[int]:
+    """Lognormal ones, the same every time."""
+    drawn = torch.randn(sequences, generator=torch.Generator().manual_seed(mean)).mul(0.6).exp()
+    return (drawn * (mean * sequences / float(drawn.sum()))).int().clamp(min=1).tolist()
+
+
+def packed_candidates(shape: tuple[int, int, int, int, int, bool]) -> dict[str, Backward]:
+    sequences, mean, heads, kv_heads, dim, causal = shape
+    lengths = lengths_of(sequences, mean)
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(n: int) -> torch.Tensor:
+        return torch.randn(sum(lengths), n, dim, device="cuda", generator=generator).bfloat16()
+
+    q, k, v = (draw(n).requires_grad_() for n in (heads, kv_heads, kv_heads))
+    dout = draw(heads)
+    offsets = torch.tensor([sum(lengths[:i]) for i in range(sequences + 1)], dtype=torch.int32, device="cuda")
+    where = offsets, offsets, max(lengths), max(lengths)
+    named = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), where, strict=True))
+    plan = tilefold.attention_backward_plan(q, k, v, causal=causal, **named)
+    made = {}
+    for name, own in plans_of(plan, heads // kv_heads).items():
+        out = tilefold.attention_varlen(q, k, v, *where, causal=causal, backward_plan=own)
+        made[name] = backward_of(out, (q, k, v), dout)
+    try:
+        from flash_attn.cute import flash_attn_varlen_func
+    except ImportError:
+        return made
+    for name, deterministic in (("FA4", False), ("FA4 deterministic", True)):
+        found = flash_attn_varlen_func(q, k, v, **named, causal=causal, deterministic=deterministic)
+        made[name] = backward_of(found[0] if isinstance(found, tuple) else found, (q, k, v), dout)
+    return made
+
+
 def far(got: Gradients, wanted: Gradients) -> float:
     """The largest relative L2 difference of the gradients."""
     pairs = zip(got, wanted, strict=True)
     return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs)
 
 
-def named(shape: tuple[int, int, int, int, int, bool]) -> str:
+def named(shape: tuple[int, int, int, int, int, bool], packed: bool = False) -> str:
     batch, tokens, heads, kv_heads, dim, causal = shape
     group = f"/{kv_heads}" * (kv_heads != heads)
-    return f"D{dim} {tokens // 1024}k x {batch}, {heads}{group} heads, {'causal' if causal else 'full'}"
+    size = f"{tokens} x {batch} packed" if packed else f"{tokens // 1024}k x {batch}"
+    return f"D{dim} {size}, {heads}{group} heads, {'causal' if causal else 'full'}"
+
+
+def pairs_of(shape: tuple[int, int, int, int, int, bool], packed: bool) -> float:
+    """Queries times keys, of all sequences."""
+    batch, tokens, *_, causal = shape
+    squares = sum(n * n for n in lengths_of(batch, tokens)) if packed else batch * tokens**2
+    return squares / (2 if causal else 1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--packed", action="store_true", help="packed sequences")
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--jsonl", help="a file to which a line a time is added")
     options = parser.parse_args()
-    for shape in [(*case, causal) for case in CASES for causal in (False, True)]:
-        if options.only not in named(shape):
+    packed = options.packed
+    for shape in [(*case, causal) for case in (PACKED if packed else CASES) for causal in (False, True)]:
+        if options.only not in named(shape, packed):
             continue
-        batch, tokens, heads, _, dim, causal = shape
-        calls = candidates(shape)
+        calls = (packed_candidates if packed else candidates)(shape)
         wanted = calls["added in order"]()
         wrong = {each: far(call(), wanted) for each, call in calls.items()}
-        flops = 10 * batch * heads * tokens**2 * dim / (2 if causal else 1)
+        flops = 10 * shape[2] * shape[4] * pairs_of(shape, packed)
         samplers = {each: (lambda call=call: timers.queued_samples(call, 4)) for each, call in calls.items()}
         failed: dict[str, Exception] = {}
         times = timers.time_alternating(samplers, options.rounds, failed=failed)
-        print(f"\n{named(shape)}", flush=True)
+        print(f"\n{named(shape, packed)}", flush=True)
         for each, time in times.items():
             print(f"  {each:24} {time.ms:8.3f} ms {flops / time.ms / 1e9:6.0f} TFLOP/s   {wrong[each]:.1e}", flush=True)
             if options.jsonl:
                 row = {"device": torch.cuda.get_device_name(), "case": shape, "version": each, "ms": round(time.ms, 4)}
+                row |= {"packed": True} if packed else {}
                 with open(options.jsonl, "a", encoding="utf-8") as file:
                     print(json.dumps(row), file=file)
         for each, error in failed.items():

@@ -1,4 +1,4 @@
-"""The Gluon kernel for the gradients of packed sequences on sm_90 against the fp64 oracle and the dense kernel."""
+"""The Gluon kernels for the gradients of packed sequences on sm_90 against the fp64 oracle and the dense kernels."""
 
 import random
 
@@ -7,7 +7,7 @@ import torch
 
 import tilefold
 from cases import packed, rand, same
-from cases.backward_kernels import DENSE, MASKS, PACKED, compiled_once
+from cases.backward_kernels import ADDED, APART, DENSE, MASKS, ORDERED, PACKED, compiled_once, several
 from cases.device import DEVICE, SM_90, SPARE, captured, memory_beside
 from cases.gradient import upstream
 from tilefold.plan.backward import attention_backward_packed
@@ -26,41 +26,56 @@ LENGTHS = [
 @pytest.mark.parametrize("dtype", [BF, torch.float16])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("options", MASKS, ids=str)
-@pytest.mark.parametrize("together", [1, 2])
-def test_lengths(monkeypatch, together, options, dim, dtype):
-    monkeypatch.setattr(attention_backward_packed, "tiles_together", lambda *args: together)
+@pytest.mark.parametrize(
+    ("kernel", "together"),
+    several({"packed": [(1,), (2,)], "reduce": [(None,)], "ordered": [(None,)], "apart": [(None,)]}),
+)
+def test_lengths(monkeypatch, kernel, together, options, dim, dtype):
+    if together is not None:
+        monkeypatch.setattr(attention_backward_packed, "tiles_together", lambda *args: together)
     for i, lengths in enumerate(LENGTHS):  # heads of its own for each case and number: bound launches are kept
-        heads = 2 * together + 4 * (i % 2)
-        PACKED.held(*packed(*lengths, h=heads, hk=2, d=dim, dv=dim, dtype=dtype, device=DEVICE), **options)
+        heads = 2 * (together or 2) + 4 * (i % 2)
+        kernel.held(*packed(*lengths, h=heads, hk=2, d=dim, dv=dim, dtype=dtype, device=DEVICE), **options)
+
+
+@pytest.mark.parametrize("dims", [(96, 96), (80, 72), (72, 72), (128, 64), (64, 128), (48, 40), (104, 112)], ids=str)
+@pytest.mark.parametrize("options", MASKS[:3], ids=str)
+@pytest.mark.parametrize("kernel", several({"reduce": [()], "ordered": [()]}))
+def test_head_dims(kernel, options, dims):
+    for lengths in LENGTHS[:3]:
+        kernel.held(*packed(*lengths, h=4, hk=2, d=dims[0], dv=dims[1], dtype=BF, device=DEVICE), **options)
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_random_lengths(seed):
+@pytest.mark.parametrize("kernel", several({"packed": [()], "reduce": [()], "ordered": [()], "apart": [()]}))
+def test_random_lengths(kernel, seed):
     pick = random.Random(seed)
     some = (0, 0, 1, 63, 64, 65, 128, 300, 1111)
     batch = pick.choice((1, 2, 5, 30))
     lengths_q = [*(pick.choice(some) for _ in range(batch)), 200]
     lengths_k = lengths_q if seed % 3 == 0 else [*(pick.choice(some) for _ in range(batch)), 99]
     dim = pick.choice((64, 128))
-    heads = pick.choice(((4, 4), (8, 2)))
+    heads = pick.choice(((4, 4) if kernel is not APART else (4, 1), (8, 2)))
     tensors, where = packed(lengths_q, lengths_k, *heads, d=dim, dv=dim, dtype=BF, device=DEVICE)
-    PACKED.held(tensors, where, **pick.choice(MASKS))
+    kernel.held(tensors, where, **pick.choice(MASKS))
 
 
-def test_strides():
+@pytest.mark.parametrize("kernel", [PACKED, ADDED, ORDERED])
+def test_strides(kernel):
     """q, k and v cut from one fused projection, a dout that is one number everywhere, none for the lse."""
     _, where = packed([333, 70], [333, 70], device=DEVICE)
     tensors = rand(403, 3, 4, 64, dtype=BF, device=DEVICE).unbind(1)
-    PACKED.held(tensors, where, causal=True)
+    kernel.held(tensors, where, causal=True)
     ones = torch.ones(403, 4, 64, dtype=BF, device=DEVICE)
-    whole = PACKED.run(tensors, ones, None, where)
-    assert same(whole, PACKED.run(tensors, ones[:1, :1, :1].expand(403, 4, 64), None, where))
+    whole = kernel.run(tensors, ones, None, where)
+    assert kernel.alike(whole, kernel.run(tensors, ones[:1, :1, :1].expand(403, 4, 64), None, where))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("options", MASKS[:3], ids=str)
-def test_neighbours(options, dim, bad):
+@pytest.mark.parametrize("kernel", [PACKED, ADDED, ORDERED])
+def test_neighbours(kernel, options, dim, bad):
     """Every second sequence, and the rows of no sequence, are not finite: of the others nothing changes, not even a bit.  Rows of
     no sequence have zero gradients."""
     lengths = [100, 37, 200, 1, 130, 64], [90, 300, 31, 65, 130, 1]
@@ -77,7 +92,7 @@ def test_neighbours(options, dim, bad):
     dout, dlse = upstream(q, v)
     where = (cu_q + front, cu_k + front, max_q, max_k)
     clean = [wider(t, 0.0) for t in (q, k, v, dout)]
-    clean = PACKED.run(clean[:3], clean[3], wider(dlse, 0.0, 1), where, options)
+    clean = kernel.run(clean[:3], clean[3], wider(dlse, 0.0, 1), where, options)
     kept_q, kept_k = (torch.zeros(t.shape[0], dtype=torch.bool, device=DEVICE) for t in (q, k))
     for i in range(0, 6, 2):
         kept_q[cu_q[i] : cu_q[i + 1]] = True
@@ -86,33 +101,36 @@ def test_neighbours(options, dim, bad):
     for t, kept in zip(dirty, (kept_q, kept_k, kept_k, kept_q), strict=True):
         t[~kept] = bad
     dirty = [wider(t, bad) for t in dirty]
-    got = PACKED.run(dirty[:3], dirty[3], wider(dlse, float("nan"), 1), where, options)
-    for a, b, kept in zip(clean, got, (kept_q, kept_k, kept_k), strict=True):
-        inner = slice(front, -tail)
-        assert torch.equal(a[inner][kept], b[inner][kept])
+    got = kernel.run(dirty[:3], dirty[3], wider(dlse, float("nan"), 1), where, options)
+    inner = slice(front, -tail)
+    pairs = zip(clean, got, (kept_q, kept_k, kept_k), strict=True)
+    assert kernel.alike(*zip(*[(a[inner][kept], b[inner][kept]) for a, b, kept in pairs], strict=True))
+    for a, b in zip(clean, got, strict=True):
         for t in (a, b):
             assert (t[:front] == 0).all()
             assert (t[-tail:] == 0).all()
 
 
-def test_equals_dense():
-    """Sequences of one length, a multiple of 64, give the bits of the dense kernel."""
+@pytest.mark.parametrize(("kernel", "dense"), [(PACKED, DENSE), (ORDERED, ORDERED)])
+def test_equals_dense(kernel, dense):
+    """Sequences of one length, a multiple of 128, give the bits of the dense kernel."""
     tensors, where = packed([512] * 4, [512] * 4, h=4, hk=2, d=128, dv=128, dtype=BF, device=DEVICE)
     dout, dlse = upstream(tensors[0], tensors[2])
     causal = {"call": {"causal": True}}
-    got = PACKED.run(tensors, dout, dlse, where, **causal)
+    got = kernel.run(tensors, dout, dlse, where, **causal)
     *tensors, dout = (t.view(4, 512, *t.shape[1:]) for t in (*tensors, dout))
-    like = DENSE.run(tensors, dout, dlse.view(4, 4, 512).transpose(0, 1).contiguous(), **causal)
+    like = dense.run(tensors, dout, dlse.view(4, 4, 512).transpose(0, 1).contiguous(), **causal)
     assert same(got, [b.reshape_as(a) for a, b in zip(got, like, strict=True)])
 
 
-def test_graph_follows_the_offsets():
+@pytest.mark.parametrize(("kernel", "changes"), [(PACKED, {"keys_at_once": 64 * 25}), (ORDERED, {})])
+def test_graph_follows_the_offsets(kernel, changes):
     """A captured backward pass is replayed with other lengths, among them none, and other numbers."""
     lengths = [1000, 500, 300, 248]
     (q, k, v), (cu_q, cu_k, _, _) = packed(lengths, lengths, h=8, hk=4, d=128, dv=128, dtype=BF, device=DEVICE)
     tensors = tuple(t.requires_grad_() for t in (q, k, v))
     where = (cu_q, cu_k, 1200, 1200)
-    plan = PACKED.plan(tensors, where, call={"causal": True}, keys_at_once=64 * 25)
+    plan = kernel.plan(tensors, where, call={"causal": True}, **changes)
     dout = rand(*q.shape, dtype=q.dtype, device=DEVICE)
 
     def step():
@@ -135,14 +153,18 @@ def test_graph_follows_the_offsets():
         assert got[0].isfinite().all()
 
 
-def test_memory_and_compilations():
+@pytest.mark.parametrize("kernel", [PACKED, ORDERED])
+def test_memory_and_compilations(kernel):
     """No more beside the gradients than the plan says; other lengths, tokens and sequences compile nothing."""
-    from tilefold.kernels.hopper.attention_backward_packed import attention_backward_packed as function
+    from tilefold.kernels.hopper.attention_backward_packed import attention_backward_packed
+    from tilefold.kernels.hopper.attention_backward_reduce import attention_backward_reduce
+
+    function = attention_backward_packed if kernel is PACKED else attention_backward_reduce
 
     def run(lengths, h, hk):
         tensors, where = packed(lengths, lengths, h=h, hk=hk, d=64, dv=64, dtype=BF, device=DEVICE)
         tensors = tuple(t.requires_grad_() for t in tensors)
-        plan = PACKED.plan(tensors, where, call={"causal": True})
+        plan = kernel.plan(tensors, where, call={"causal": True})
         out = tilefold.attention_varlen(*tensors, *where, causal=True, backward_plan=plan)
         dout = torch.randn_like(out)
         _, extra = memory_beside(lambda: torch.autograd.grad(out, tensors, dout, retain_graph=True))

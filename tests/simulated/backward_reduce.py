@@ -6,6 +6,7 @@ The functions are the kernel's own, but for masks, views of buffers and addresse
 from collections import Counter
 from functools import partial
 from types import SimpleNamespace
+from typing import NamedTuple
 
 from simulated import Anything, Number, Offsets, Ring, Turn, barriers, run_threads
 from simulated.backward import FULL, GRADIENTS, WINDOW, Backward, Panel, Value, View
@@ -23,6 +24,7 @@ from tilefold.kernels.hopper import (
     recompute,
     reduce_pipeline,
     reduce_scheduler,
+    tails,
 )
 
 KEYS = 128
@@ -32,6 +34,25 @@ BAND = (90, 30)  # of WINDOW
 class Statistics(Panel):
     def load(self, layout):
         return Value(self.content)
+
+
+class Loaded(Panel):
+    """A panel of q, dout, K or V, which comes as one box, or 64 rows at a time."""
+
+    def slice(self, begin, size, dim):
+        return Rows(self, int(begin) // size)
+
+
+class Rows:
+    """64 rows of a panel."""
+
+    def __init__(self, panel, number):
+        self.panel, self.number = panel, number
+
+    def fill(self, content):
+        parts = self.panel.__dict__.setdefault("parts", {})
+        parts[self.number] = content
+        self.panel.fill(frozenset().union(*parts.values()))
 
 
 class Sums(Panel):
@@ -100,10 +121,24 @@ class Boxes(str):
     dtype = None
 
 
+class Sequence(NamedTuple):
+    """A sequence, or a head's tokens: its number, first rows of queries and keys, how many, the number of its first tile of
+    queries among those of a head, and the numbers of its blocks of keys."""
+
+    number: int
+    first_q: int
+    first_k: int
+    seq_q: int
+    seq_k: int
+    place: int
+    blocks: list[int] | range
+
+
 class Run(Backward):
     """sizes: queries, keys, heads of queries, how many share a KV head; dim 64, 80, 96 or 128.  late: dP behind P.  mask: rows of
     a tile of the mask that all heads share, 0 for none.  lists: a third of the tiles is hidden, at random, from some block.
-    apart: each head of a group has programs of its own."""
+    apart: each head of a group has programs of its own.  packed: queries and keys of each sequence, of which sizes has the sums;
+    the order of their blocks is drawn, but that of a sequence's."""
 
     functions = (
         (parts, ("load_panels",)),
@@ -122,13 +157,14 @@ class Run(Backward):
         (group_sums, ("GroupSums",)),
         (recompute, ("Recompute",)),
         (backward_mods, ("ModTiles",)),
+        (tails, ("Tails",)),
         (backward_epilogue, ("Gradient",)),
     )
     pairs = 2  # of barriers at which the warpgroups meet, in turns
 
     def __init__(
         self, seed, kind, sizes, dim=128, ordered=False, heads_at_once=1, slots=2, late=False, mask=0, lists=False,
-        apart=False,
+        apart=False, packed=None,
     ):  # fmt: skip
         super().__init__(seed)
         self.kind, self.dim, self.ordered, self.late_dp, self.mask = kind, dim, ordered, late, mask
@@ -136,14 +172,36 @@ class Run(Backward):
         self.queries, self.slots, self.heads_at_once = 128 if dim == 64 else 64, slots, heads_at_once
         self.box = 2 * (dim % 64) or 128
         self.q_tiles, self.blocks = -(-self.seq_q // self.queries), -(-self.seq_k // KEYS)
+        self.sequences, self.entries = [Sequence(0, 0, 0, self.seq_q, self.seq_k, 0, range(self.blocks))], None
+        if packed is not None:
+            self.pack(packed)
         self.no_tile = self.heads * self.q_tiles
         self.sums, self.adding, self.adders = {}, 0, {}
         self.members, self.group_sums = 1 if apart else self.group, {}
         self.programs = self.blocks * self.heads // self.members
         self.progress = [0] * (self.no_tile + 1 + 2 * self.programs)
+        lists = lists and packed is None
         pairs = ((t, b) for t in range(self.q_tiles) for b in range(self.blocks)) if lists else ()
         self.hidden = {pair for pair in pairs if self.memory.random.random() < 1 / 3}
         self.lists = (self.offsets_of_lists(), 0, 0) if lists else (None, None, None)
+
+    def pack(self, lengths):
+        """Sequences and their blocks, as kernels.backward.backward_packed_blocks tells of them."""
+        ends_q, ends_k = ([sum(pair[side] for pair in lengths[:i]) for i in range(len(lengths) + 1)] for side in (0, 1))
+        self.q_tiles = ends_q[-1] // self.queries + len(lengths)
+        self.blocks = ends_k[-1] // KEYS + len(lengths)
+        owners = [i for i in range(len(lengths)) for _ in range(ends_k[i + 1] // KEYS - ends_k[i] // KEYS + 1)]
+        self.memory.random.shuffle(owners)
+        places, entries = [[] for _ in lengths], []
+        for number, i in enumerate(owners):
+            first = ends_q[i] // self.queries + i
+            entries += [ends_q[i], lengths[i][0], ends_k[i], lengths[i][1], len(places[i]), first, i, 0]
+            places[i].append(number)
+        self.sequences = [
+            Sequence(i, ends_q[i], ends_k[i], *pair, ends_q[i] // self.queries + i, places[i])
+            for i, pair in enumerate(lengths)
+        ]
+        self.entries = Offsets(entries)
 
     def offsets_of_lists(self):
         """For each block: how many tiles see it, which, and for each how many blocks see that before."""
@@ -177,7 +235,7 @@ class Run(Backward):
         return names
 
     def bytes_of(self, desc):
-        return {"stat": 8 * self.queries, "mask": 64 * self.mask, "k": KEYS * 128, "v": KEYS * 128}.get(
+        return {"stat": 8 * self.queries, "mask": 64 * self.mask, "k": KEYS * 128, "v": KEYS * 128, "tail": 8192}.get(
             desc, self.queries * 128
         )
 
@@ -261,15 +319,16 @@ class Run(Backward):
 
     # ------------------------------------------------------------ what is wanted
 
-    def sees(self, tile, block):
+    def sees(self, tile, block, sequence=None):
         """Whether some query of a tile sees some key of a block: by looking at each."""
         if (tile, block) in self.hidden:
             return False
-        keys = range(block * KEYS, min(block * KEYS + KEYS, self.seq_k))
-        for i in range(tile * self.queries, min((tile + 1) * self.queries, self.seq_q)):
-            own = i + self.seq_k - self.seq_q
+        seq_q, seq_k = (sequence or self.sequences[0])[3:5]
+        keys = range(block * KEYS, min(block * KEYS + KEYS, seq_k))
+        for i in range(tile * self.queries, min((tile + 1) * self.queries, seq_q)):
+            own = i + seq_k - seq_q
             low = 0 if self.kind != WINDOW else own - BAND[0]
-            high = self.seq_k if self.kind == FULL else own + (BAND[1] if self.kind == WINDOW else 0)
+            high = seq_k if self.kind == FULL else own + (BAND[1] if self.kind == WINDOW else 0)
             if max(low, keys.start) <= min(high, keys.stop - 1):
                 return True
         return False
@@ -278,14 +337,29 @@ class Run(Backward):
         found = frozenset((side, 0, h, row, column) for column in columns or range(0, self.dim, 64))
         return frozenset((part, one) for one in found) if part else found
 
-    def pair(self, h, tile, block, half, row):
+    def tile(self, side, h, t, sequence, part="", columns=None):
+        """What a tile of a sequence is loaded from: the tensor, or, of packed sequences where an end is in it, its copy."""
+        i, first_q, first_k, seq_q, seq_k, _, _ = sequence
+        of_queries = side in ("q", "do")
+        rows, first, seq = (self.queries, first_q, seq_q) if of_queries else (KEYS, first_k, seq_k)
+        if self.entries is None or (t + 1) * rows <= seq:
+            return self.boxes(side, h, first + t * rows, part, columns)
+        panels, number = -(-self.dim // 64), len(self.sequences)
+        heads = self.heads if of_queries else self.heads // self.group
+        unit = ((side in ("do", "v")) * heads + h) * number + i
+        unit = unit * panels * rows // 64 + (0 if of_queries else 2 * self.heads * number * panels * self.queries // 64)
+        chosen = [c // 64 for c in columns or range(0, self.dim, 64)]
+        found = frozenset(("tail", (unit + p * rows // 64 + u) * 64, 0) for p in chosen for u in range(rows // 64))
+        return frozenset((part, one) for one in found) if part else found
+
+    def pair(self, h, tile, block, half, row, sequence):
         """P of 64 keys, and dS of them."""
         statistics = frozenset([("stat", row * 2 * self.queries)])
-        p = self.boxes("k", h // self.group, block * KEYS, f"r{half}") | statistics
-        p |= self.boxes("q", h, tile * self.queries)
+        p = self.tile("k", h // self.group, block, sequence, f"r{half}") | statistics
+        p |= self.tile("q", h, tile, sequence)
         if self.mask:
             p |= {("mask", 0, 0, tile * self.queries if self.mask > 1 else 0, block * KEYS + half * 64)}
-        ds = p | self.boxes("v", h // self.group, block * KEYS, f"r{half}") | self.boxes("do", h, tile * self.queries)
+        ds = p | self.tile("v", h // self.group, block, sequence, f"r{half}") | self.tile("do", h, tile, sequence)
         return p, ds
 
     def expected(self):
@@ -294,24 +368,30 @@ class Run(Backward):
         made, sums = {}, {}
         parts = {0: (0,), 64: (64,)} if self.dim in (80, 96) else {0: None}  # the columns of the boxes
         firsts = 128 // self.box
-        for hk in range(self.heads // self.group):
-            for block in range(self.blocks):
-                tiles = [t for t in range(self.q_tiles) if self.sees(t, block)]
-                logs = {(out, half, first): Counter() for out in ("dk", "dv") for half in (0, 1) for first in parts}
-                for h in range(hk * self.group, (hk + 1) * self.group):
-                    for tile in tiles or [self.q_tiles]:
-                        row = h * self.q_tiles + tile if tiles else self.no_tile
-                        both = [self.pair(h, tile, block, half, row) for half in (0, 1)]
-                        for half, (p, ds) in enumerate(both):
-                            for first, columns in parts.items():
-                                logs["dv", half, first][p, self.boxes("do", h, tile * self.queries, "", columns)] += 1
-                                logs["dk", half, first][ds, self.boxes("q", h, tile * self.queries, "", columns)] += 1
-                        for box in range(self.queries * self.dim // 32 // self.box) if tiles else ():
-                            ds, part = both[0][1] | both[1][1], box // firsts
-                            left = ds if self.dim > 64 else frozenset((f"c{part}", one) for one in ds)
-                            right = self.boxes("k", hk, block * KEYS, "", (64 * part,) if self.dim > 64 else None)
-                            sums.setdefault((row, box), Counter())[left, right] += 1
-                made |= {(out, hk, block, half, first): log for (out, half, first), log in logs.items()}
+        every = (
+            (hk, one, b)
+            for hk in range(self.heads // self.group)
+            for one in self.sequences
+            for b in enumerate(one.blocks)
+        )
+        for hk, sequence, (block, number) in every:
+            tiles = [t for t in range(-(-sequence.seq_q // self.queries)) if self.sees(t, block, sequence)]
+            nobody = [self.q_tiles] if self.entries is None else []
+            logs = {(out, half, first): Counter() for out in ("dk", "dv") for half in (0, 1) for first in parts}
+            for h in range(hk * self.group, (hk + 1) * self.group):
+                for tile in tiles or nobody:
+                    row = h * self.q_tiles + sequence.place + tile if tiles else self.no_tile
+                    both = [self.pair(h, tile, block, half, row, sequence) for half in (0, 1)]
+                    for half, (p, ds) in enumerate(both):
+                        for first, columns in parts.items():
+                            logs["dv", half, first][p, self.tile("do", h, tile, sequence, "", columns)] += 1
+                            logs["dk", half, first][ds, self.tile("q", h, tile, sequence, "", columns)] += 1
+                    for box in range(self.queries * self.dim // 32 // self.box) if tiles else ():
+                        ds, part = both[0][1] | both[1][1], box // firsts
+                        left = ds if self.dim > 64 else frozenset((f"c{part}", one) for one in ds)
+                        right = self.tile("k", hk, block, sequence, "", (64 * part,) if self.dim > 64 else None)
+                        sums.setdefault((row, box), Counter())[left, right] += 1
+            made |= {(out, hk, number, half, first): log for (out, half, first), log in logs.items()}
         return made, sums
 
     def store(self, out, acc, rows, stride, dtype, columns=None):
@@ -326,8 +406,12 @@ class Run(Backward):
         def buffers(name, count, kind=Panel):
             return Ring((kind(memory, f"{name} {i}", frozenset()) for i in range(count)), Anything())
 
-        q, do = (buffers(name, slots * each) for name in ("q", "dout"))
-        k, v, statistics = buffers("K", each), buffers("V", each), buffers("statistics", slots, Statistics)
+        q, do = (buffers(name, slots * each, Loaded) for name in ("q", "dout"))
+        k, v, statistics = (
+            buffers("K", each, Loaded),
+            buffers("V", each, Loaded),
+            buffers("statistics", slots, Statistics),
+        )
         ds = Ring(Both(buffers(f"dS {i}", 2).items) for i in (0, 1))
         bars = barriers(memory, kv_full=(1, 1), q_full=(slots, 1), do_full=(slots, 1), empty=(slots, 2))
         buffers = Ring((Sums(memory, f"dq {i}", Value()) for i in (0, 1)), Anything())
@@ -336,12 +420,15 @@ class Run(Backward):
         sums = names["DqSums"]("sums", 0, buffers, *ends, self.queries * self.dim, self.box, self.ordered, adders)
         turns = [Turn(memory, f"meeting {i}") for i in range(4)]
         config = names["ReduceConfig"](None, self.dim, self.queries, slots, self.late_dp)
-        pipe = names["ReducePipeline"]("q", "do", "k", "v", "stat", q, do, k, v, ds, statistics, *bars, config)
+        tail = None if self.entries is None else "tail"
+        kv_heads = self.heads // self.group
+        tails = names["Tails"](tail, len(self.sequences), self.heads, kv_heads, self.queries, each * 64)
+        pipe = names["ReducePipeline"]("q", "do", "k", "v", "stat", tails, q, do, k, v, ds, statistics, *bars, config)
         lengths = names["Lengths"](self.seq_q, self.seq_k, -(-self.seq_q // 64), -(-self.seq_k // 64))
         mask = names["BackwardMask"](*BAND, self.kind)
         scheduler = names["BlockScheduler"](
             lengths, self.heads, self.group, self.members, self.q_tiles, self.blocks, self.heads_at_once, self.no_tile, mask,
-            *self.lists, self.queries, self.ordered,
+            *self.lists, self.entries, self.queries, self.ordered,
         )  # fmt: skip
         place, done = (None, None) if self.members == self.group else ("sums", barriers(memory, done=(2, 1))[0])
         groups = names["GroupSums"](
@@ -365,7 +452,7 @@ class Run(Backward):
         def consume(half):
             begin()
             block = scheduler.block()
-            self.local.place = int(block.head), int(block.tile), half
+            self.local.place = int(block.head), int(block.number), half
             names["consume"](half, scheduler, pipe, mods, sums, groups, *gradients)
 
         return [produce, *(partial(add, own) for own in range(adders)), *(partial(consume, half) for half in (0, 1))]

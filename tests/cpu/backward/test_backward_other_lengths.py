@@ -20,6 +20,7 @@ from tilefold.plan import AttentionProblem, DecodePlan, device_named, plan_atten
 from tilefold.plan.backward.attention_backward import plan_attention_backward
 from tilefold.plan.backward.attention_backward_packed import order_of
 from tilefold.plan.dense.forward import lengths_alike, plan_forward, shared_by_tiles
+from tilefold.plan.problem import mean_of
 
 DEVICE = "h200"
 
@@ -53,7 +54,11 @@ def on_sm_90(monkeypatch):
 
     def prepare(q, k, v, call):
         sizes, window = sizes_of(q, k, v, call), window_of(call.window, call.causal)
-        plan = plan_attention(problem_of(q, k, v, call, sizes, window), device_named(DEVICE))
+        problem = problem_of(q, k, v, call, sizes, window)
+        if call.packed is not None:
+            mean = mean_of(q.shape[0], problem.batch)
+            problem = problem.of_lengths(problem.seq_q, problem.seq_k, mean)
+        plan = plan_attention(problem, device_named(DEVICE))
         return bind(q, k, v, call, window, 0.125, plan, result_shapes(call, sizes))
 
     monkeypatch.setattr(records, "CACHE", {})
@@ -75,7 +80,7 @@ def told(bound, tensors, dout, lse, call, dlse=None):
     """What its launches are given, descriptors by what they say, tensors by their shapes."""
     scratch = [stand_in(one.dtype) for one in bound.buffers]
     found = []
-    for one in (bound.first, bound.main):
+    for one in (bound.first, bound.main, *([bound.last] if bound.last else [])):
         arguments = one.arguments((*tensors, dout, lse, dlse, call, *scratch))
         found += [
             {**a.__dict__, "base": a.base.shape}
@@ -86,7 +91,7 @@ def told(bound, tensors, dout, lse, call, dlse=None):
             for a in arguments
         ]
         found += [one.launch.grid, one.launch.keywords, one.launch.fn]
-    return found, [(tuple(one.shape), one.dtype, one.zeroed) for one in bound.buffers], bound.last
+    return found, [(tuple(one.shape), one.dtype, one.zeroed) for one in bound.buffers]
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
@@ -108,21 +113,22 @@ def test_the_launches_are_those_of_a_call_of_its_own(lengths, dim, causal, heads
     assert told(again, *given, call) == told(own, *given, call)
 
 
+@pytest.mark.parametrize(("dim", "kernel"), [(128, backward.HOPPER), (96, backward.REDUCE)])
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 @pytest.mark.parametrize("tokens", [(3000, 3777), (30_010, 30_010)])
-def test_packed_launches_are_those_of_a_call_of_its_own(tokens, causal, on_sm_90, monkeypatch):
+def test_packed_launches_are_those_of_a_call_of_its_own(tokens, causal, dim, kernel, on_sm_90, monkeypatch):
     """Of any tokens of all sequences whose mean length rounds up to the same power of two."""
     for more, plans in (((5, 7), 1), ((70, 5), 1), ((20_000, 0), 2)):
         monkeypatch.setattr(records, "CACHE", {})
         on_sm_90.clear()
         for extra in ((0, 0), more):
             call = packed([1030 + n % 4 for n in extra], causal)
-            given = made(*[n + add for n, add in zip(tokens, extra, strict=True)], (8, 2), 128, "packed")
+            given = made(*[n + add for n, add in zip(tokens, extra, strict=True)], (8, 2), dim, "packed")
             again = both(*given, call)
         assert len(on_sm_90) == plans
         monkeypatch.setattr(records, "CACHE", {})
         assert told(again, *given, call) == told(both(*given, call), *given, call)
-        assert again.plan.kernel == backward.HOPPER
+        assert again.plan.kernel == kernel
 
 
 def test_other_differences_of_lengths_are_planned_anew(on_sm_90):

@@ -79,7 +79,9 @@ def test_statistics_and_zeros(seed):
     for grad, cu in zip(b.grads, (b.cu_q, b.cu_k, b.cu_k), strict=True):
         assert (grad[: cu[0]] == 0).all()
         assert (grad[cu[-1] :] == 0).all()
-        assert grad[cu[0] : cu[-1]].isnan().all()  # head dims of 24 and 16, tiles of 32 columns: nothing beside the zeros
+        assert (
+            grad[cu[0] : cu[-1]].isnan().all()
+        )  # head dims of 24 and 16, tiles of 32 columns: nothing beside the zeros
     assert all(t[-1].isnan().all() for t in b.beyond)
 
 

@@ -282,6 +282,19 @@ def test_reducing_backward(dim, places, ordered, kind, sizes):
         Reduce(seed, kind, sizes, dim, ordered, late=seed > 1, lists=True)(places)
 
 
+@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("places", [1, 2, 5])
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lengths", [PACKED, [(0, 0), (128, 128), (300, 129)]], ids=str)
+def test_reducing_backward_of_packed_sequences(dim, places, ordered, kind, lengths):
+    """In any order of blocks that keeps that of a sequence's; what has an end in it is loaded from its copy."""
+    total = tuple(map(sum, zip(*lengths, strict=True)))
+    for seed, (heads, group, at_once) in enumerate(((1, 1, 1), (4, 2, 2), (4, 2, 1))):
+        Reduce(seed, kind, (*total, heads, group), dim, ordered, at_once, packed=lengths)(places)
+    Reduce(7, kind, (*total, 4, 2), dim, ordered, 2, apart=True, packed=lengths)(places)
+
+
 # ---------------------------------------------------------------- products
 
 

@@ -134,6 +134,64 @@ def test_heads_of_a_group_of_two_parts() -> None:
         assert plan.options == rules.ReduceOptions(deterministic, apart=apart)
 
 
+@pytest.mark.parametrize(
+    ("dim", "mean", "changes", "ordered", "any_order"),
+    [  # measured on an H100, lognormal lengths: whether an order, and any order, is faster than keeping dS
+        (64, 512, {}, False, False),
+        (64, 1024, {}, True, True),
+        (64, 1024, {"causal": True}, False, True),
+        (64, 2048, {"causal": True, "kv_heads": 4}, True, True),
+        (64, 4096, {"window": (255, 0)}, False, False),
+        (128, 4096, {}, False, False),
+        (128, 8192, {}, True, True),
+        (128, 2048, {"causal": True}, False, False),
+        (128, 4096, {"causal": True}, False, True),
+        (128, 8192, {"causal": True}, False, True),
+    ],
+    ids=str,
+)
+def test_packed_batches(dim: int, mean: int, changes: dict[str, Any], ordered: bool, any_order: bool) -> None:
+    shape = {
+        "dim_qk": dim,
+        "dim_v": dim,
+        "batch": 8,
+        "seq_q": 3 * mean,
+        "seq_k": 3 * mean,
+        "mean_q": mean,
+        "varlen": True,
+    }
+    problem = replace(LONG, **{**shape, "heads": 16, **changes})
+    for deterministic, taken in ((True, ordered), (False, any_order)):
+        plan = plan_attention_backward(problem, H200, deterministic=deterministic)
+        assert plan.kernel == (rules.KERNEL if taken else DETERMINISTIC)
+        if taken:
+            assert plan.options == rules.ReduceOptions(deterministic)
+
+
+@pytest.mark.parametrize("dim", [16, 40, 72, 80, 96, 112])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_packed_head_dims_of_no_other_kernel(dim: int, deterministic: bool) -> None:
+    problem = replace(LONG, dim_qk=dim, dim_v=dim, batch=8, seq_q=700, seq_k=700, mean_q=512, varlen=True)
+    plan = plan_attention_backward(problem, H200, deterministic=deterministic)
+    assert plan.options == rules.ReduceOptions(deterministic)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 3000)), min_size=1, max_size=20), st.sampled_from((64, 96))
+)
+def test_memory_of_packed_batches(lengths: list[tuple[int, int]], dim: int) -> None:
+    """Whatever the tokens, no more than the plan says."""
+    longest = [max(1, *(pair[side] for pair in lengths)) for side in (0, 1)]
+    shape = {"batch": len(lengths), "seq_q": longest[0], "seq_k": longest[1], "dim_qk": dim, "dim_v": dim}
+    problem = replace(GROUPS, **shape, varlen=True)
+    tokens = sum(pair[0] for pair in lengths), sum(pair[1] for pair in lengths)
+    for options in (ORDERED, rules.ReduceOptions(ordered=True, apart=True)):
+        for sized in (rules.rows, rules.q_tiles, rules.blocks):
+            assert sized(problem, tokens=tokens) <= sized(problem)
+        for counted in (rules.programs, rules.counters, rules.key_sums):
+            assert counted(problem, options, tokens) <= counted(problem, options)
+
+
 def test_sums_and_memory_of_two_parts() -> None:
     """Sums of dq have as many columns as products; of 104 columns and more they are 128."""
     memory = {}
@@ -163,7 +221,8 @@ def test_sums_and_memory_of_two_parts() -> None:
         ({"dropout": True}, "no dropout"),
         ({"mask_mods": ("prefix",)}, "it has no prefix"),
         ({"score_mods": ("alibi",), "seq_q": 0}, "there are no queries"),
-        ({"varlen": True}, "it has no packed batches"),
+        ({"varlen": True, "score_mods": ("softcap",)}, "of packed batches it has no changes of scores"),
+        ({"varlen": True, "descriptors": False}, "strides of K or V are not multiples of 16 bytes"),
         ({"query_descriptors": False}, "strides of Q are not multiples of 16 bytes"),
         ({"descriptors": False}, "strides of K or V are not multiples of 16 bytes"),
         ({"seq_k": 0}, "there are no keys"),

@@ -216,7 +216,9 @@ def _statistics(Out, DOut, Lse, DLse, CuQ, stats, place, i_h, batch, steps, max_
 
 
 @triton.jit
-def _clear(D, Cu, tile, batch, total, heads, stride_m, stride_h, DIM: tl.constexpr, BLOCK_D: tl.constexpr, UNIT: tl.constexpr):
+def _clear(
+    D, Cu, tile, batch, total, heads, stride_m, stride_h, DIM: tl.constexpr, BLOCK_D: tl.constexpr, UNIT: tl.constexpr
+):
     """Zeros in those rows of a tile of UNIT rows that belong to no sequence.  D [total, heads, DIM]."""
     o_r = tile * UNIT + tl.arange(0, UNIT)
     outside = (o_r < total) & ((o_r < tl.load(Cu)) | (o_r >= tl.load(Cu + batch)))
@@ -236,9 +238,10 @@ def backward_packed(
     WIDE: tl.constexpr, DIM_QK: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Out, DOut [total_q, heads, DIM], DV [total_k, kv_heads, DIM], DQ, DK of DIM_QK columns, none more than BLOCK_D; Lse, DLse (or None) [heads, total_q] fp32
-    contiguous; CuQ, CuK [batch + 1] int32, ascending.  Makes Statistics [heads * places + 1, 2, UNIT] fp32 (places = total_q //
-    UNIT + batch), Entries [all_keys + all_queries, 12] int32, zeros in Progress [counters] int32 and in rows of no sequence.
+    """Out, DOut [total_q, heads, DIM], DV [total_k, kv_heads, DIM], DQ, DK of DIM_QK columns, none more than BLOCK_D; Lse,
+    DLse (or None) [heads, total_q] fp32 contiguous; CuQ, CuK [batch + 1] int32, ascending.  Makes Statistics [heads * places + 1,
+    2, UNIT] fp32 (places = total_q // UNIT + batch), Entries [all_keys + all_queries, 12] int32, zeros in Progress [counters]
+    int32 and in rows of no sequence.
 
     steps = (batch - 1).bit_length(); all_keys = kv_heads * (total_k // UNIT + batch); all_queries = heads * (total_q // ROWS +
     batch), items of ROWS queries; longest: places of a sequence of max_k keys; longest + shift <= slots.

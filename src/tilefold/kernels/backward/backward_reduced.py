@@ -3,7 +3,9 @@
 import triton
 import triton.language as tl
 
-RUNTIME = ["scale", "seq_q", "heads", "q_tiles"]
+from .backward_packed import place_of_sequence, rows_of_sequence, sequence_of_place
+
+RUNTIME = ["scale", "seq_q", "heads", "q_tiles", "batch", "steps", "max_q"]
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -14,6 +16,10 @@ def backward_reduced(
     seq_q,
     heads,
     q_tiles,
+    CuQ,
+    batch,
+    steps,
+    max_q,
     stride_gb,
     stride_gm,
     stride_gh,
@@ -25,7 +31,10 @@ def backward_reduced(
     registers of a warpgroup (kernels.hopper.dq_sums); DQ [B, Sq, H, COLUMNS] by strides, all rows of which are written.
 
     Parts are columns side by side (QUERIES = 64, D = 128; of 80 and 96 the second has what is left) or rows one after the other
-    (128, 64).  Grid (B * H * q_tiles * 2,)."""
+    (128, 64).
+
+    CuQ [batch + 1] int32 of packed sequences, or None: DQ is [total_q, H, COLUMNS], q_tiles are places of tiles
+    (kernels.backward.backward_packed) and stand for B = 1; steps = (batch - 1).bit_length().  Grid (B * H * q_tiles * 2,)."""
     item = tl.program_id(0)
     part = item % 2
     i_m = item // 2 % q_tiles
@@ -40,6 +49,15 @@ def backward_reduced(
         o_d += part * 64
     else:
         row += part * 64
-    out = DQ + (i_bh // heads) * stride_gb + (i_bh % heads) * stride_gh
+    out = DQ + (i_bh % heads) * stride_gh
+    if CuQ is None:
+        out += (i_bh // heads) * stride_gb
+    else:
+        i_b = sequence_of_place(CuQ, i_m, batch, steps, QUERIES)
+        before, _places = place_of_sequence(CuQ, i_b, QUERIES)
+        first, seq_q = rows_of_sequence(CuQ, i_b, max_q)
+        row -= before * QUERIES
+        seq_q = tl.where(i_m < before, 0, seq_q)  # of no sequence
+        out += first.to(tl.int64) * stride_gm
     place = row.to(tl.int64)[:, None] * stride_gm + o_d[None, :]
     tl.store(out + place, (x * scale).to(DQ.dtype.element_ty), mask=(row[:, None] < seq_q) & (o_d[None, :] < COLUMNS))

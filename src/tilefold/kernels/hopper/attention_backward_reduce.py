@@ -34,10 +34,11 @@ from .group_sums import make_group_sums
 from .recompute import Recompute
 from .reduce_pipeline import ReduceConfig, make_reduce_pipeline, wait_sums, zero_sums
 from .reduce_scheduler import BlockScheduler, own_keys
+from .tails import Tails
 
 RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_units", "kv_units", "members", "q_tiles", "blocks", "left", "right",
            "heads_at_once", "no_tile", "stride_xb", "stride_xn", "stride_xh", "stride_yb", "stride_yn", "stride_yh", "cap",
-           "slope_b", "slope_h", "mask_b", "mask_h", "lists_b", "lists_h"]  # fmt: skip
+           "slope_b", "slope_h", "mask_b", "mask_h", "lists_b", "lists_h", "sequences"]  # fmt: skip
 
 
 # ---------------------------------------------------------------- the partitions
@@ -143,7 +144,7 @@ def consume(CID: gl.constexpr, scheduler, pipe, mods, sums, group_sums, dk_out, 
     """dk and dv of 64 keys, over the program's query heads, and half of every query tile's dq."""
     config = pipe.config
     block = scheduler.block()
-    own = own_keys(block.tile * 2 + CID, scheduler)
+    own = own_keys(block.tile * 2 + CID, block, scheduler)
     dk = zero_sums(config)
     dv = zero_sums(config)
     mbarrier.wait(pipe.kv_full.index(0), 0)
@@ -153,7 +154,7 @@ def consume(CID: gl.constexpr, scheduler, pipe, mods, sums, group_sums, dk_out, 
         recompute = Recompute(pipe.statistics, mods.to_base_2(), config.SCORES, config.QUERIES)
         dk, dv = step(dk, dv, own, operands, block, visit, pipe, mods, recompute, sums, i, CID)
         visit = scheduler.next_visit(visit, block)
-    n = own.tile.to(gl.int64) * UNIT
+    n = block.key_row(own.tile.to(gl.int64), UNIT)
     rows = own.lengths.seq_k - own.tile * UNIT
     group_sums.await_turn(block, CID)
     for part in gl.static_range(config.PARTS):
@@ -171,7 +172,7 @@ def attention_backward_reduce(
     scale, seq_q, seq_k, heads, group, q_units, kv_units, members, q_tiles, blocks, left, right, heads_at_once, no_tile,
     stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh,
     cap, Slopes, slope_b, slope_h, score_mods, score_grads, mask_desc, mask_b, mask_h, mask_mods,
-    Lists, lists_b, lists_h,
+    Lists, lists_b, lists_h, Blocks, tail_desc, sequences,
     SOFTCAP: gl.constexpr, MASK: gl.constexpr, KIND: gl.constexpr, D: gl.constexpr, COLUMNS_QK: gl.constexpr,
     COLUMNS_V: gl.constexpr, QUERIES: gl.constexpr, SLOTS: gl.constexpr,
     ORDERED: gl.constexpr, LATE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -196,9 +197,14 @@ def attention_backward_reduce(
 
     Lists by their strides, or None: see `BlockScheduler`.
 
+    Packed sequences (else Blocks and tail_desc are None): q, dout [1, H, total_q, D], k, v [1, H/group, total_k, D], gradients
+    without a stride of the batch (None).  Blocks [blocks, 8]: see `BlockScheduler`; q_tiles: places of tiles of a head, no_tile =
+    H * q_tiles; tail_desc, sequences: of `Tails`.  seq_q, seq_k, q_units, kv_units are not looked at.
+
     Grid: B * H / members * blocks, heads_at_once of the heads' programs at a time."""
     config = ReduceConfig(q_desc.dtype, D, QUERIES, SLOTS, LATE)
-    pipe = make_reduce_pipeline(q_desc, do_desc, k_desc, v_desc, stat_desc, config)
+    tails = Tails(tail_desc, sequences, heads, heads // group, QUERIES, config.HELD)
+    pipe = make_reduce_pipeline(q_desc, do_desc, k_desc, v_desc, stat_desc, tails, config)
     ADDERS: gl.constexpr = 2 if ORDERED and D > 64 else 1
     sums = make_dq_sums(sum_desc, Progress, config, ORDERED, ADDERS)
     group_sums = make_group_sums(Progress + no_tile + 1, KeySums, blocks, heads, group, members, config)
@@ -218,6 +224,7 @@ def attention_backward_reduce(
         Lists,
         lists_b,
         lists_h,
+        Blocks,
         QUERIES,
         ORDERED,
     )

@@ -31,7 +31,7 @@ class GroupSums:
     @jit
     def number(self, block, CID: gl.constexpr):
         """That of a consumer's 64 keys."""
-        return ((block.batch * (self.heads // self.group) + block.head) * self.blocks + block.tile) * 2 + CID
+        return ((block.batch * (self.heads // self.group) + block.head) * self.blocks + block.number) * 2 + CID
 
     @jit
     def await_turn(self, block, CID: gl.constexpr):

@@ -19,6 +19,7 @@ from .gluon import (
 from .parts import PANEL, load_panels
 from .pipeline import Stage
 from .structs import struct
+from .tails import Tails
 
 KEYS = gl.constexpr(128)  # of a program: two consumers of 64
 
@@ -70,13 +71,16 @@ class ReduceConfig:
 class ReducePipeline:
     """Panels of rings of q and of dout [SLOTS, QUERIES, HELD], of K and V [128, HELD]; two tiles of dS [128, QUERIES].
 
-    Both consumers release q and dout of a slot together."""
+    Both consumers release q and dout of a slot together.
+
+    tails: of a packed batch."""
 
     q_desc: descriptor
     do_desc: descriptor
     k_desc: descriptor
     v_desc: descriptor
     stat_desc: descriptor
+    tails: Tails
     q_panels: gl.shared_memory_descriptor
     do_panels: gl.shared_memory_descriptor
     k_panels: gl.shared_memory_descriptor
@@ -95,8 +99,17 @@ class ReducePipeline:
         D: gl.constexpr = self.config.HELD
         bar = self.kv_full.index(0)
         mbarrier.expect(bar, 2 * KEYS * D * 2)
-        load_panels(self.k_desc, bar, self.k_panels, 0, block.batch, block.head, block.tile * KEYS, D)
-        load_panels(self.v_desc, bar, self.v_panels, 0, block.batch, block.head, block.tile * KEYS, D)
+        row = block.key_row(block.tile, KEYS)
+        if self.tails.desc is None:
+            load_panels(self.k_desc, bar, self.k_panels, 0, block.batch, block.head, row, D)
+            load_panels(self.v_desc, bar, self.v_panels, 0, block.batch, block.head, row, D)
+        else:
+            if (block.tile + 1) * KEYS > block.lengths.seq_k:
+                self.tails.load_keys(0, bar, self.k_panels, block.head, block.sequence)
+                self.tails.load_keys(1, bar, self.v_panels, block.head, block.sequence)
+            else:
+                load_panels(self.k_desc, bar, self.k_panels, 0, block.batch, block.head, row, D)
+                load_panels(self.v_desc, bar, self.v_panels, 0, block.batch, block.head, row, D)
 
     @jit
     def load_queries(self, stage, block, head, tile, row, mods):
@@ -106,12 +119,26 @@ class ReducePipeline:
         slot = stage.slot
         mbarrier.wait(self.empty.index(slot), stage.phase)
         mbarrier.expect(self.q_full.index(slot), QUERIES * D * 2 + 2 * QUERIES * 4 + mods.mask.BYTES)
-        load_panels(self.q_desc, self.q_full.index(slot), self.q_panels, slot, block.batch, head, tile * QUERIES, D)
+        self.load_rows(0, self.q_desc, self.q_full.index(slot), self.q_panels, slot, block, head, tile)
         tma_load(self.stat_desc, [row * (2 * QUERIES)], self.q_full.index(slot), self.statistics.index(slot))
         if mods.mask.ROWS:
             mods.mask.load(slot, self.q_full.index(slot), block.batch, head, tile * QUERIES, block.tile * KEYS)
         mbarrier.expect(self.do_full.index(slot), QUERIES * D * 2)
-        load_panels(self.do_desc, self.do_full.index(slot), self.do_panels, slot, block.batch, head, tile * QUERIES, D)
+        self.load_rows(1, self.do_desc, self.do_full.index(slot), self.do_panels, slot, block, head, tile)
+
+    @jit
+    def load_rows(self, WHICH: gl.constexpr, desc, bar, panels, slot, block, head, tile):
+        """Issue those of a query tile of q (WHICH = 0) or dout (1)."""
+        D: gl.constexpr = self.config.HELD
+        QUERIES: gl.constexpr = self.config.QUERIES
+        row = block.query_row(tile, QUERIES)
+        if self.tails.desc is None:
+            load_panels(desc, bar, panels, slot, block.batch, head, row, D)
+        else:
+            if (tile + 1) * QUERIES > block.lengths.seq_q:
+                self.tails.load_queries(WHICH, bar, panels, slot, head, block.sequence)
+            else:
+                load_panels(desc, bar, panels, slot, block.batch, head, row, D)
 
     @jit
     def stage(self, i):
@@ -238,7 +265,7 @@ def wait_sums(PENDING: gl.constexpr, flying, left):
 
 
 @jit
-def make_reduce_pipeline(q_desc, do_desc, k_desc, v_desc, stat_desc, config):
+def make_reduce_pipeline(q_desc, do_desc, k_desc, v_desc, stat_desc, tails, config):
     """Its memory and its barriers."""
     DTYPE: gl.constexpr = config.DTYPE
     QUERIES: gl.constexpr = config.QUERIES
@@ -253,5 +280,5 @@ def make_reduce_pipeline(q_desc, do_desc, k_desc, v_desc, stat_desc, config):
     v = gl.allocate_shared_memory(DTYPE, [PANELS, KEYS, PANEL], K_PANEL)
     ds = gl.allocate_shared_memory(DTYPE, [2, KEYS, QUERIES], DS)
     statistics = gl.allocate_shared_memory(gl.float32, [SLOTS, 2 * QUERIES], stat_desc.layout)
-    return ReducePipeline(q_desc, do_desc, k_desc, v_desc, stat_desc, q, do, k, v, ds, statistics, barriers(1, 1),
+    return ReducePipeline(q_desc, do_desc, k_desc, v_desc, stat_desc, tails, q, do, k, v, ds, statistics, barriers(1, 1),
                           barriers(SLOTS, 1), barriers(SLOTS, 1), barriers(SLOTS, 2), config)  # fmt: skip

@@ -13,11 +13,15 @@ class KeyBlock:
 
     head: the KV head; query_head: the program's first query head; part: how many programs have heads of the group before it.
     first, end: the first tile and the one after the last; begin: where the walk begins; visits: how many.  row: what makes of a
-    tile of the first query head its number among statistics and sums; step: how much more of the next head's.
+    tile of the first query head its number among statistics and sums; step: how much more of the next head's.  number: the
+    block's among those of the KV head.
 
-    With lists, first, end and begin are places in the block's list, whose entries begin at `entries`."""
+    With lists, first, end and begin are places in the block's list, whose entries begin at `entries`.
+
+    Of a packed batch, where tile, first and end are of a sequence: its first rows in the tensors, and its number; else None."""
 
     tile: gl.tensor
+    number: gl.tensor
     batch: gl.tensor
     head: gl.tensor
     query_head: gl.tensor
@@ -30,6 +34,25 @@ class KeyBlock:
     row: gl.tensor
     step: gl.tensor
     entries: Value
+    first_q: Value = None
+    first_k: Value = None
+    sequence: Value = None
+
+    @jit
+    def query_row(self, tile, QUERIES: gl.constexpr):
+        """The first row of a query tile in the tensors."""
+        if self.first_q is None:
+            return tile * QUERIES
+        else:
+            return self.first_q + tile * QUERIES
+
+    @jit
+    def key_row(self, tile, KEYS: gl.constexpr):
+        """The first row of a KV tile of KEYS keys."""
+        if self.first_k is None:
+            return tile * KEYS
+        else:
+            return self.first_k + tile * KEYS
 
 
 @struct
@@ -65,9 +88,9 @@ class OwnKeys:
 
 
 @jit
-def own_keys(tile, scheduler):
-    whole, end = scheduler.mask.whole(tile, scheduler.lengths)
-    return OwnKeys(tile, whole, end, scheduler.mask, scheduler.lengths, scheduler.QUERIES // UNIT)
+def own_keys(tile, block, scheduler):
+    whole, end = scheduler.mask.whole(tile, block.lengths)
+    return OwnKeys(tile, whole, end, scheduler.mask, block.lengths, scheduler.QUERIES // UNIT)
 
 
 STAGGER = gl.constexpr(2)  # tiles of queries between the beginnings of two neighbours' walks
@@ -92,7 +115,10 @@ class BlockScheduler:
     that one's.  Short blocks that come together wait for one another at their first tile; so where the mask has a diagonal, the
     later half of a segment's blocks alternates with the earlier half of the next one's.  A walk meets a tile of each of its
     query heads before the next tile: else a shorter block would be ahead of the longer one before it, at the next head, and
-    wait."""
+    wait.
+
+    Blocks [blocks, 8] int32 of a packed batch, or None: what kernels.backward.backward_packed_blocks has written of each block of
+    keys of all sequences; q_tiles are then places of query tiles of a head, and `lengths` are nobody's."""
 
     lengths: Lengths
     heads: gl.tensor
@@ -106,6 +132,7 @@ class BlockScheduler:
     Lists: Value
     lists_b: Value
     lists_h: Value
+    Blocks: Value
     QUERIES: gl.constexpr
     ORDERED: gl.constexpr
 
@@ -116,7 +143,7 @@ class BlockScheduler:
         i = program // self.heads_at_once
         segment = i // self.blocks
         block = i - segment * self.blocks
-        if self.ORDERED and (self.mask.KIND != FULL or self.Lists is not None):
+        if self.ORDERED and (self.mask.KIND != FULL or self.Lists is not None) and self.Blocks is None:
             segment, block = self.alternating(i)
         of_all = segment * self.heads_at_once + program % self.heads_at_once
         kv_heads = self.heads // self.group
@@ -125,6 +152,33 @@ class BlockScheduler:
         of_groups = of_all - part * groups
         batch, head = of_groups // kv_heads, of_groups % kv_heads
         query_head = head * self.group + part * self.members
+        if self.Blocks is not None:
+            return self.block_of_sequence(block, head, query_head, part)
+        else:
+            return self.block_of_head(block, batch, head, query_head, part)
+
+    @jit
+    def block_of_sequence(self, number, head, query_head, part):
+        """That of a place in a packed batch, which may have no keys; what is not seen has no visits."""
+        entry = self.Blocks + number * 8
+        first_q, n_q = gl.load(entry), gl.load(entry + 1)
+        first_k, n_k = gl.load(entry + 2), gl.load(entry + 3)
+        tile, place, sequence = gl.load(entry + 4), gl.load(entry + 5), gl.load(entry + 6)
+        lengths = Lengths(n_q, n_k, (n_q + UNIT - 1) // UNIT, (n_k + UNIT - 1) // UNIT)
+        first, tiles = self.mask.queries_of_block(tile, lengths, self.QUERIES)
+        tiles = gl.where(tile * (2 * UNIT) < n_k, tiles, 0)
+        begin = first
+        if self.ORDERED:
+            begin += gl.maximum(tiles, 1) - 1
+        elif self.mask.KIND == FULL:
+            begin += tile * STAGGER % gl.maximum(tiles, 1)
+        row = query_head * self.q_tiles + place
+        return KeyBlock(tile, number, head * 0, head, query_head, part, lengths, first, first + tiles, begin,
+                        tiles * self.members, row, self.q_tiles, None, first_q, first_k, sequence)  # fmt: skip
+
+    @jit
+    def block_of_head(self, block, batch, head, query_head, part):
+        """That of a head of a batch entry."""
         entries = None
         if self.Lists is None:
             first, tiles = self.mask.queries_of_block(block, self.lengths, self.QUERIES)
@@ -144,7 +198,20 @@ class BlockScheduler:
             begin += block * STAGGER % tiles
         visits = tiles * self.members
         return KeyBlock(
-            block, batch, head, query_head, part, self.lengths, first, first + tiles, begin, visits, row, step, entries
+            block,
+            block,
+            batch,
+            head,
+            query_head,
+            part,
+            self.lengths,
+            first,
+            first + tiles,
+            begin,
+            visits,
+            row,
+            step,
+            entries,
         )
 
     @jit
@@ -208,5 +275,5 @@ class BlockScheduler:
             return gl.where(tile < self.q_tiles, block.tile, 0)
         else:
             PER: gl.constexpr = self.QUERIES // UNIT
-            first = self.mask.keys_of_several(tile * PER, self.lengths, PER)[0] // 2
+            first = self.mask.keys_of_several(tile * PER, block.lengths, PER)[0] // 2
             return gl.where(tile < self.q_tiles, block.tile - first, 0)

@@ -149,7 +149,6 @@ def backward_plan_of(
 
     bias = tuple(call.bias.shape[:3]) if with_bias and call.bias is not None else ()
     device = device_of(q.device, "attention_backward")
-    problem = problem.of_lengths(problem.seq_q, problem.seq_k)  # no rule asks for the mean of a packed batch
     if (own := plan_at("attention_backward", problem, device, call, call.backward_plan)) is not None:
         return own  # type: ignore[no-any-return]
     if call.backward_plan is None:
@@ -187,7 +186,8 @@ def _bound(
         if found is None:
             with without_collector():
                 found = _bound_anew(prepared, tensors, beside, call, with_bias, loads)
-            if alike is not None and found.plan.kernel == HOPPER and not found.plan.queries_at_once:
+            kept = found.plan.kernel == HOPPER and not found.plan.queries_at_once
+            if alike is not None and (kept or (call.packed is not None and found.plan.kernel == REDUCE)):
                 prepared.shared[alike] = found
         prepared.further[key] = found
     return found
@@ -212,7 +212,7 @@ def _bound_anew(
 
 def _key_of_tiles(prepared: Any, tensors: tuple[torch.Tensor, ...], call: Call, key: Any) -> Any:
     """What is the same of calls that make the same tiles in the forward pass exactly if they do in the backward pass of the
-    kernel that keeps dS, whose tiles are of 64 tokens; None for other calls.  key: of `_bound`."""
+    kernel that keeps dS, whose tiles are of 64 tokens, or of packed sequences; None for other calls.  key: of `_bound`."""
     if prepared.shared is None:
         return None
     at = 0 if call.packed is not None else 2 if call.layout == "bhsd" else 1
@@ -222,6 +222,8 @@ def _key_of_tiles(prepared: Any, tensors: tuple[torch.Tensor, ...], call: Call, 
         if window_of(call.window, call.causal) not in ((-1, -1), (-1, 0)):
             return None
         alike = keys - rows, 2 * rows >= keys
+    else:
+        alike = (prepared.problem.mean_q,)  # which kernel is taken
     dout, out, dlse, *others = key
     sides = [(side_of(facts, at), facts[2][at]) for facts in (dout, out)]
     return *alike, *sides, dlse and dlse[3:], *others

@@ -1,10 +1,11 @@
 """Binding of the Gluon kernel for sm_90 that adds dq in memory: statistics, zeroed sums, the kernel, and the sums' last step."""
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..bound import Bound, Box, Slot, stand_in
+from ..bound import Bound, Box, Slot, attribute, stand_in
 from ..call import UNBOUNDED, Call, window_of
 from ..dense.attention_hopper import slope_values
 from ..dense.attention_parts import kind_of, mask_mods_of, score_mods_of
@@ -19,8 +20,11 @@ from .hopper_backward import (
     Scratch,
     boxed_sides,
     gradients_of,
+    kept_box,
+    packed_strides,
     statistics_bound,
     statistics_box,
+    values_of_lengths,
 )
 
 if TYPE_CHECKING:
@@ -28,8 +32,10 @@ if TYPE_CHECKING:
     from ...plan.problem import AttentionProblem
     from ..launch import Launch
 
-GIVEN = (*SIDES, "Statistics", "Progress", "Sums", "KeySums", "DQ", "DK", "DV")
-"""What a call gives to the launches: scratch is statistics, counters, zeroed sums of dq, and those of dk and dv over a group."""
+CHUNK = 128  # blocks of packed keys whose entries one program writes
+GIVEN = (*SIDES, "Statistics", "Progress", "Sums", "KeySums", "Blocks", "Tails", "DQ", "DK", "DV")
+"""What a call gives to the launches: scratch is statistics, counters, zeroed sums of dq, and those of dk and dv over a group; of
+packed sequences their blocks of keys, and their last tiles."""
 Tensors = tuple[torch.Tensor, ...]
 
 
@@ -39,56 +45,175 @@ def bound_launches(
     """The launches of this call under this plan; tensors: q, k, v, out."""
     from ...kernels.backward.backward_reduced import backward_reduced
     from ...plan.backward import attention_backward_reduce as rules
-    from ...plan.backward.attention_backward_hopper import tiles
     from ..launch import Launch
 
     q, k, v, out = tensors
     n, queries, options = plan.problem, rules.queries_of(plan.problem), plan.options
     assert options is not None  # of this kernel's plans
-    rows, q_tiles = rules.rows(n), -(-n.seq_q // queries)
-    counters, key_sums = rules.counters(n, options), rules.key_sums(n, options)
-    columns = rules.columns_of(n)
-    numbers = rows * queries * columns
-    grid, constants = ((rows - 1) * 2, 1, 1), {"QUERIES": queries, "D": columns, "COLUMNS": n.dim_qk}
-    last = Launch(backward_reduced, grid, constants, {"num_warps": 4}, q.device.index or 0)
-    q_units, kv_units = tiles(n)
     left, right = (UNBOUNDED if side < 0 else side for side in window_of(call.window, call.causal))
     sides = zip((q, dout, k, v), (queries, queries, rules.KEYS, rules.KEYS), strict=True)
+    tokens = _tokens_of(tensors, call)
     values = {
         **boxed_sides(tuple(box_of(t, call.layout, size) for t, size in sides)),
-        "stat_desc": Slot("Statistics", statistics_box(rows, 2 * queries).over),
-        "sum_desc": Slot("Sums", _sum_box(numbers, columns).over),
+        **_sizes(plan, tokens),
         "scale": scale,
-        "seq_q": n.seq_q,
-        "seq_k": n.seq_k,
         "heads": n.heads,
         "group": n.group,
-        "q_units": q_units,
-        "kv_units": kv_units,
         "members": rules.members(n, options),
-        "q_tiles": q_tiles,
-        "blocks": rules.blocks(n),
         "left": left,
         "right": right,
         "heads_at_once": plan.heads_at_once,
-        "no_tile": rows - 1,
-        "KeySums": Slot("KeySums", lambda sums: sums) if key_sums else None,
         **_mod_values(call, n, _lists_of(call, plan, q.device)),
+        **(_packed_values(tensors, dout, call, plan) if tokens else _dense_values(tensors, call, n)),
+    }
+    grid, constants = _last_grid(plan, tokens), {"QUERIES": queries, "D": rules.columns_of(n), "COLUMNS": n.dim_qk}
+    last = Launch(backward_reduced, grid, constants, {"num_warps": 4}, q.device.index or 0)
+    if tokens is None:
+        counters = rules.counters(n, options)
+        first = statistics_bound(n, out, dout, call.layout, rules.q_tiles(n), counters, GIVEN, unit=queries)
+    else:
+        first = Bound(_prepare(plan, tokens, tensors, dout), GIVEN, values)
+    main = Bound(_main(plan, call, q.device.index or 0, tokens), GIVEN, values)
+    made = ReduceBound if tokens else GluonBound
+    return made(plan, _buffers(plan, tensors, tokens), first, main, Bound(last, GIVEN, values))
+
+
+@dataclass(slots=True)
+class ReduceBound(GluonBound):
+    """The launches of packed sequences."""
+
+    def of_lengths(self, tensors: Tensors, dout: torch.Tensor, call: Call) -> "ReduceBound":
+        """The launches of a call of other tokens."""
+        tokens = _tokens_of(tensors, call)
+        values = values_of_lengths(tensors, dout, call) | _sizes(self.plan, tokens)
+        given, last = (*tensors, dout), self.last
+        assert last is not None
+        return ReduceBound(
+            self.plan,
+            _buffers(self.plan, tensors, tokens),
+            self.first.with_values(values, _first_grid(self.plan, tokens), given),
+            self.main.with_values(values, _main_grid(self.plan, tokens), given),
+            last.with_values(values, _last_grid(self.plan, tokens), given),
+        )
+
+
+def _tokens_of(tensors: Tensors, call: Call) -> tuple[int, int] | None:
+    """Queries and keys of all packed sequences."""
+    return None if call.packed is None else (tensors[0].shape[0], tensors[1].shape[0])
+
+
+def _sizes(plan: "AttentionBackwardPlan", tokens: tuple[int, int] | None) -> dict[str, Any]:
+    """Values that differ with the number of tiles."""
+    from ...plan.backward import attention_backward_reduce as rules
+
+    n, columns = plan.problem, rules.columns_of(plan.problem)
+    rows, numbers = rules.rows(n, tokens), 2 * rules.queries_of(n)
+    key_sums = rules.key_sums(n, plan.options, tokens)
+    return {
+        "stat_desc": Slot("Statistics", statistics_box(rows, numbers).over),
+        "sum_desc": Slot("Sums", _sum_box(rows * rules.queries_of(n) * columns, columns).over),
+        "KeySums": Slot("KeySums", lambda sums: sums) if key_sums else None,
+        "q_tiles": rules.q_tiles(n, tokens),
+        "blocks": rules.blocks(n, tokens),
+        "no_tile": rows - 1,
+        "counters": rules.counters(n, plan.options, tokens),
+    }
+
+
+def _dense_values(tensors: Tensors, call: Call, problem: "AttentionProblem") -> dict[str, Any]:
+    """Of a call with a batch."""
+    from ...plan.backward.attention_backward_hopper import tiles
+
+    n, (q, k, v, _) = problem, tensors
+    q_units, kv_units = tiles(n)
+    return {
+        "seq_q": n.seq_q,
+        "seq_k": n.seq_k,
+        "q_units": q_units,
+        "kv_units": kv_units,
+        **dict.fromkeys(("Blocks", "tail_desc", "CuQ")),
+        **dict.fromkeys(("sequences", "batch", "steps", "max_q"), 0),
         **side_strides(call.layout, g=q.shape, x=k.shape, y=v.shape),
     }
-    scratch = (
+
+
+def _packed_values(tensors: Tensors, dout: torch.Tensor, call: Call, plan: "AttentionBackwardPlan") -> dict[str, Any]:
+    """Of packed sequences."""
+    from ...plan.backward import attention_backward_reduce as rules
+
+    n, (q, k, v, _) = plan.problem, tensors
+    return {
+        **dict.fromkeys(("seq_q", "seq_k", "q_units", "kv_units"), 0),
+        **dict.fromkeys(("stride_gb", "stride_xb", "stride_yb")),
+        "CuQ": attribute("call", "source.cu_q", call.packed),
+        "CuK": attribute("call", "source.cu_k", call.packed),
+        "tail_desc": Slot("Tails", kept_box(rules.tails(n), q.dtype).over),
+        "sequences": n.batch,
+        "batch": n.batch,
+        "steps": (n.batch - 1).bit_length(),
+        "kv_heads": n.kv_heads,
+        **values_of_lengths(tensors, dout, call),
+        **packed_strides(q=q, k=k, v=v, g=q.shape, x=k.shape, y=v.shape),
+    }
+
+
+def _buffers(plan: "AttentionBackwardPlan", tensors: Tensors, tokens: tuple[int, int] | None) -> tuple[Scratch, ...]:
+    from ...plan.backward import attention_backward_reduce as rules
+
+    n, rows, queries = plan.problem, rules.rows(plan.problem, tokens), rules.queries_of(plan.problem)
+    return (
         Scratch((rows * 2 * queries,), torch.float32),
-        Scratch((counters,), torch.int32),
-        Scratch((numbers,), torch.float32, True),
-        Scratch((key_sums,), torch.float32),
+        Scratch((rules.counters(n, plan.options, tokens),), torch.int32),
+        Scratch((rows * queries * rules.columns_of(n),), torch.float32, True),
+        Scratch((rules.key_sums(n, plan.options, tokens),), torch.float32),
+        Scratch((8 * rules.blocks(n, tokens) if tokens else 0,), torch.int32),
+        Scratch((rules.tails(n), UNIT), tensors[0].dtype),
+        *gradients_of(tensors),
     )
-    return GluonBound(
-        plan,
-        (*scratch, *gradients_of(tensors)),
-        statistics_bound(n, out, dout, call.layout, q_tiles, counters, GIVEN, unit=queries),
-        Bound(_main(plan, call, q.device.index or 0), GIVEN, values),
-        Bound(last, GIVEN, values),
-    )
+
+
+def _first_grid(plan: "AttentionBackwardPlan", tokens: Any) -> tuple[int, int, int]:
+    """Of `_prepare`."""
+    from ...plan.backward import attention_backward_reduce as rules
+
+    n, queries = plan.problem, rules.queries_of(plan.problem)
+    programs = rules.rows(n, tokens) - (-rules.blocks(n, tokens) // CHUNK) + 2 * n.batch * (n.heads + n.kv_heads)
+    return programs + sum(-(-total // queries) for total in tokens), 1, 1
+
+
+def _main_grid(plan: "AttentionBackwardPlan", tokens: Any) -> tuple[int, int, int]:
+    from ...plan.backward import attention_backward_reduce as rules
+
+    return rules.programs(plan.problem, plan.options, tokens), 1, 1
+
+
+def _last_grid(plan: "AttentionBackwardPlan", tokens: Any) -> tuple[int, int, int]:
+    from ...plan.backward import attention_backward_reduce as rules
+
+    return (rules.rows(plan.problem, tokens) - 1) * 2, 1, 1
+
+
+def _prepare(plan: "AttentionBackwardPlan", tokens: Any, tensors: Tensors, dout: torch.Tensor) -> "Launch":
+    """The launch that comes first for packed sequences."""
+    from ...kernels.backward.backward_packed_blocks import backward_packed_blocks
+    from ...plan.backward import attention_backward_reduce as rules
+    from ...plan.backward.attention_backward_hopper import width_of
+    from ..launch import Launch
+
+    n, queries = plan.problem, rules.queries_of(plan.problem)
+    longest = max(t.stride(0) for t in (*tensors, dout))
+    constants = {
+        "WIDE": longest * rules.KEYS >= 1 << 31,
+        "DIM_QK": n.dim_qk,
+        "DIM": n.dim_v,
+        "HELD": width_of(n),
+        "ROWS": queries,
+        "KEYS": rules.KEYS,
+        "CHUNK": CHUNK,
+        "ALTERNATE": plan.options.ordered and max(n.sides) >= 0,  # type: ignore[union-attr]
+    }
+    grid, device = _first_grid(plan, tokens), dout.device.index or 0
+    return Launch(backward_packed_blocks, grid, constants, {"num_warps": 4}, device)
 
 
 def _mask_rows(call: Call, problem: "AttentionProblem") -> int:
@@ -156,7 +281,7 @@ def _sum_box(numbers: int, columns: int) -> Any:
     return Box(stand_in(floats), [numbers // 32, 32], [32, 1], box, *descriptor(tuple(box), floats))
 
 
-def _main(plan: "AttentionBackwardPlan", call: Call, device: int) -> "Launch":
+def _main(plan: "AttentionBackwardPlan", call: Call, device: int, tokens: tuple[int, int] | None) -> "Launch":
     """The kernel's launch."""
     from ...kernels.hopper.attention_backward_reduce import attention_backward_reduce
     from ...plan.backward import attention_backward_reduce as rules
@@ -180,4 +305,4 @@ def _main(plan: "AttentionBackwardPlan", call: Call, device: int) -> "Launch":
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
     }
     launch_options = {"num_warps": plan.keys.num_warps, "maxnreg": rules.REGISTERS[0]}
-    return Launch(attention_backward_reduce, (rules.programs(n, options), 1, 1), constants, launch_options, device)
+    return Launch(attention_backward_reduce, _main_grid(plan, tokens), constants, launch_options, device)

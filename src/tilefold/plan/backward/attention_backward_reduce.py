@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilefold.plan.backward.attention_backward_hopper import is_kept_well, width_of
+from tilefold.plan.backward.attention_backward_packed import packed_refusal
 from tilefold.plan.backward.hopper_backward import divisors
 from tilefold.plan.dense.attention_hopper import LISTS_FROM
 from tilefold.plan.device import Device
@@ -15,6 +16,8 @@ from tilefold.plan.limits import MAX_GRID, Tile, box_refusal
 from tilefold.plan.problem import AttentionProblem
 
 KERNEL = "attention_backward_reduce"
+Tokens = tuple[int, int] | None
+"""Queries and keys of all sequences of a packed batch."""
 KEYS = 128  # of a program
 REGISTERS = (168, 240)  # of a thread at launch, of a folding thread
 COLUMNS = (64, 80, 96, 128)
@@ -39,10 +42,15 @@ LEAST_IN_PARTS = {80: (512, 1024), 96: (1024, 2048)}
 tiles have 128 columns.  Without an order half of it is, and at least 512."""
 APART_FROM = 4096
 """Queries and keys from which on heads of a group are faster by themselves, of 80 and 96 columns and in order."""
+NEVER = 1 << 62
+LEAST_PACKED = {64: ((1024, 2048), (1024, 1024)), 128: ((8192, NEVER), (8192, 4096))}
+"""By the width of tiles, of packed batches: their mean length, or window, from which on an order, and any order, is faster than
+keeping dS, each without and with a causal mask."""
 SLOW_DRAM = 4e12
 SUMS_AT_ONCE = 16 << 20
 """Bytes of sums of dq that the programs of one batch of query heads add to: of 50 MiB of L2, each half of which keeps its own
 copy."""
+ENTRY_BYTES = 32  # of a packed batch's block of keys
 SHARED = 768  # barriers, and what the compiler keeps to start the partitions
 
 
@@ -81,9 +89,11 @@ def reduce_refusal(problem: AttentionProblem, device: Device) -> str | None:
         return refusal
     if min(n.dim_qk, n.dim_v) < LEAST_DIM or max(n.dim_qk, n.dim_v) > 128 or n.dim_qk % 4 or n.dim_v % 4:
         return f"it has head dims of {LEAST_DIM} to 128, multiples of 4, not {n.dim_qk} and {n.dim_v}"
-    if n.varlen:
-        return "it has no packed batches"
-    if refusal := box_refusal(n, device):
+    if n.varlen and not n.plain:
+        return "of packed batches it has no changes of scores"
+    if n.varlen and not n.descriptors:
+        return "the base or the strides of K or V are not multiples of 16 bytes"
+    if not n.varlen and (refusal := box_refusal(n, device)):
         return refusal
     if n.sinks or n.dropout:
         return "it has no sinks and no dropout"
@@ -111,6 +121,8 @@ def options_for(problem: AttentionProblem, device: Device, deterministic: bool) 
     n = problem
     if refusal := reduce_refusal(n, device):
         return refusal
+    if n.varlen:
+        return _packed_options(n, device, deterministic)
     if not n.plain:
         if min(n.seq_q, n.seq_k) < LEAST_CHANGED:
             return f"with fewer than {LEAST_CHANGED} queries or keys it was not measured with changes of scores"
@@ -137,6 +149,24 @@ def options_for(problem: AttentionProblem, device: Device, deterministic: bool) 
         return "there is room for dS, and keeping it is faster"
     ordered = deterministic or not _any_order_pays(n, device)
     return ReduceOptions(ordered, apart=_is_apart(n, ordered))
+
+
+def _packed_options(n: AttentionProblem, device: Device, deterministic: bool) -> ReduceOptions | str:
+    """`options_for` of a packed batch."""
+    causal = max(n.sides) >= 0
+    if packed_refusal(n, device):
+        return ReduceOptions(ordered=deterministic)
+    tokens, (order, any_order) = min(n.mean_q or n.seq_q, _window(n)), LEAST_PACKED[width_of(n)]
+    if not deterministic and tokens >= any_order[causal]:
+        return ANY_ORDER
+    if tokens >= order[causal]:
+        return ReduceOptions(ordered=True)
+    least = (order if deterministic else any_order)[causal]
+    return (
+        "keeping dS is faster"
+        if least == NEVER
+        else f"with fewer than {least} queries in the mean keeping dS is faster"
+    )
 
 
 def is_late(problem: AttentionProblem) -> bool:
@@ -194,9 +224,26 @@ def queries_of(problem: AttentionProblem) -> int:
     return 128 if width_of(problem) == 64 else 64
 
 
-def blocks(problem: AttentionProblem) -> int:
-    """Blocks of 128 keys of a head."""
-    return -(-problem.seq_k // KEYS)
+def blocks(problem: AttentionProblem, tokens: Tokens = None) -> int:
+    """Blocks of 128 keys of a head; of a packed batch places of all sequences' blocks, at most if nobody says the tokens."""
+    n = problem
+    return _places(n, KEYS, n.seq_k, tokens and tokens[1]) if n.varlen else -(-n.seq_k // KEYS)
+
+
+def q_tiles(problem: AttentionProblem, tokens: Tokens = None) -> int:
+    """Tiles of queries of a head, likewise."""
+    n, queries = problem, queries_of(problem)
+    return _places(n, queries, n.seq_q, tokens and tokens[0]) if n.varlen else -(-n.seq_q // queries)
+
+
+def _places(problem: AttentionProblem, rows: int, longest: int, total: int | None) -> int:
+    """Of tiles of so many rows in all sequences (kernels.backward.backward_packed)."""
+    return (problem.batch * longest if total is None else total) // rows + problem.batch
+
+
+def entries(problem: AttentionProblem) -> int:
+    """Batch entries that have places of their own: packed sequences share theirs."""
+    return 1 if problem.varlen else problem.batch
 
 
 def members(problem: AttentionProblem, options: ReduceOptions | None) -> int:
@@ -204,42 +251,56 @@ def members(problem: AttentionProblem, options: ReduceOptions | None) -> int:
     return 1 if options is not None and options.apart else problem.group
 
 
-def programs(problem: AttentionProblem, options: ReduceOptions | None) -> int:
+def programs(problem: AttentionProblem, options: ReduceOptions | None, tokens: Tokens = None) -> int:
     """Programs of a launch."""
-    return blocks(problem) * problem.batch * problem.heads // members(problem, options)
+    return blocks(problem, tokens) * entries(problem) * problem.heads // members(problem, options)
 
 
-def rows(problem: AttentionProblem) -> int:
+def rows(problem: AttentionProblem, tokens: Tokens = None) -> int:
     """Tiles of queries, and one more without any."""
-    n = problem
-    return n.batch * n.heads * -(-n.seq_q // queries_of(n)) + 1
+    return entries(problem) * problem.heads * q_tiles(problem, tokens) + 1
 
 
-def counters(problem: AttentionProblem, options: ReduceOptions | None) -> int:
+def counters(problem: AttentionProblem, options: ReduceOptions | None, tokens: Tokens = None) -> int:
     """Numbers that are 0 at launch: of each tile of queries where additions have an order; where heads of a group are apart, of
     each 64 keys behind them."""
     if options is None or not (options.ordered or options.apart):
         return 1
-    return rows(problem) + options.apart * 2 * programs(problem, None)
+    return rows(problem, tokens) + options.apart * 2 * programs(problem, None, tokens)
 
 
-def key_sums(problem: AttentionProblem, options: ReduceOptions | None) -> int:
+def key_sums(problem: AttentionProblem, options: ReduceOptions | None, tokens: Tokens = None) -> int:
     """Elements of the fp32 sums of dk and dv, where heads of a group are apart."""
     apart = options is not None and options.apart
-    return apart * 2 * programs(problem, None) * KEYS * columns_of(problem)
+    return apart * 2 * programs(problem, None, tokens) * KEYS * columns_of(problem)
+
+
+def tails(problem: AttentionProblem) -> int:
+    """Rows of 64 elements that hold the sequences' last tiles of q, dout, K and V."""
+    n = problem
+    rows_of_tiles = 2 * (n.heads * queries_of(n) + n.kv_heads * KEYS)
+    return n.batch * rows_of_tiles * (width_of(n) // 64) if n.varlen else 0
 
 
 def scratch_bytes(problem: AttentionProblem, options: ReduceOptions | None) -> int:
-    """Memory for the fp32 sums of dq, statistics, the counters, and the fp32 sums of dk and dv over the heads of a group."""
-    sums = rows(problem) * queries_of(problem) * (columns_of(problem) + 2)
-    return 4 * (sums + counters(problem, options) + key_sums(problem, options))
+    """Memory for the fp32 sums of dq, statistics, the counters, and the fp32 sums of dk and dv over the heads of a group; of a
+    packed batch, whose tokens nobody says, at most, with the last tiles and the blocks' entries."""
+    n = problem
+    sums = rows(n) * queries_of(n) * (columns_of(n) + 2)
+    packed = tails(n) * 64 * n.itemsize + ENTRY_BYTES * blocks(n) if n.varlen else 0
+    return 4 * (sums + counters(n, options) + key_sums(n, options)) + packed
 
 
 def heads_at_once(problem: AttentionProblem, options: ReduceOptions | None = None) -> int:
     """Programs' heads of a batch, a divisor of all: as many as SUMS_AT_ONCE holds dq of one query head of each."""
     n = problem
-    head = n.seq_q * columns_of(n) * 4
-    return max(d for d in divisors(n.batch * n.heads // members(n, options)) if d == 1 or d * head <= SUMS_AT_ONCE)
+    head = (n.mean_q or n.seq_q) * columns_of(n) * 4
+    return max(d for d in divisors(_programs_heads(n, options)) if d == 1 or d * head <= SUMS_AT_ONCE)
+
+
+def _programs_heads(problem: AttentionProblem, options: ReduceOptions | None) -> int:
+    """Heads, or batch entries' heads, that have programs of their own."""
+    return entries(problem) * problem.heads // members(problem, options)
 
 
 def reduce_tile(problem: AttentionProblem) -> Tile:
@@ -288,7 +349,7 @@ def reduce_violation(
         return fault
     if tile.num_stages < 2:
         return "num_stages", f"must be at least 2 with {KERNEL}, got {tile.num_stages}"
-    total = n.batch * n.heads // members(n, options)
+    total = _programs_heads(n, options)
     if type(heads) is not int or heads < 1 or total % heads:
         return (
             "heads_at_once",
