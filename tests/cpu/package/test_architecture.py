@@ -65,7 +65,8 @@ ONLY_GLUON = ("kernels", "hopper")  # and there, in one file that hides its vers
 NOUNS = ("backward_config", "backward_consumer", "backward_epilogue", "backward_lists", "backward_mask", "backward_mods",
          "backward_pipeline", "backward_producer", "backward_scheduler", "block_list", "config", "consumer", "dq_sums",
          "ds_ring", "epilogue", "fp8_parts", "mask", "ping_pong", "pipeline", "producer", "products", "recompute",
-         "group_sums", "reduce_pipeline", "reduce_scheduler", "scheduler", "score_mods", "softmax", "structs")  # fmt: skip
+         "group_sums", "reduce_pipeline", "reduce_scheduler", "scheduler", "score_mods", "softmax", "structs",
+         "tails")  # fmt: skip
 # Gluon's front and the device helpers of its kernels: no kernels
 SHARED_BY_HOPPER = ("gluon", "parts", "chunks", "matmul_parts", "lowbit_parts", *NOUNS)
 GLUON_COMPILER = ("aot", "compile")  # drives Triton's compilers, Gluon's among them; writes no kernels

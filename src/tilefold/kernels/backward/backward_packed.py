@@ -3,8 +3,8 @@
 One launch makes the statistics (as kernels.backward_statistics), the order of the work with an entry for each piece of it, and
 zeros in the gradients of rows that belong to no sequence.
 
-*Places.* Tile i of sequence b has place cu[b] // 64 + b + i: a sequence has at least as many places as tiles, and nobody counts.
-A KV head of a sequence is a *block*, number b * kv_heads + head, whose key items are numbered through all blocks.
+*Places* of tiles are device.sequences'.  A KV head of a sequence is a *block*, number b * kv_heads + head, whose key items are
+numbered through all blocks.
 
 *Order.* Query item q of the `items` of a block that begins at key number `start` with `length` places comes before key item
 max(start + length, start + shift + q * length // items): after all key items of its block, and before number start + slots, the
@@ -15,8 +15,13 @@ item are counted by one search and one division, and every entry finds its own p
 import triton
 import triton.language as tl
 
-from ...device.state import LOG2E
-from ...device.tile import load_rows
+from ...device.sequences import (
+    clear_outside,
+    place_of_sequence,
+    rows_of_sequence,
+    sequence_of_place,
+    statistics_of_place,
+)
 
 RUNTIME = ["batch", "steps", "max_q", "max_k", "total_q", "total_k", "heads", "kv_heads", "all_keys", "all_queries", "longest",
            "shift", "slots", "counters"]  # fmt: skip
@@ -37,35 +42,7 @@ QUERIES = tl.constexpr(0)
 KEYS = tl.constexpr(1)
 
 
-# ---------------------------------------------------------------- places
-
-
-@triton.jit
-def place_of_sequence(Cu, i_b, ROWS: tl.constexpr):
-    """-> the place of the sequence's first tile of ROWS rows, and how many places it has: at least 1."""
-    first = tl.load(Cu + i_b) // ROWS + i_b
-    return first, tl.load(Cu + i_b + 1) // ROWS + i_b + 1 - first
-
-
-@triton.jit
-def sequence_of_place(Cu, place, batch, steps, ROWS: tl.constexpr):
-    """The sequence that a place (a number or a tile of them) belongs to; the first of what is before, the last of what is behind
-    all.  steps: (batch - 1).bit_length()."""
-    low = place * 0
-    high = low + batch
-    for _ in range(steps):
-        middle = (low + high) // 2
-        before = tl.load(Cu + middle) // ROWS + middle <= place
-        low = tl.where(before, middle, low)
-        high = tl.where(before, high, middle)
-    return low
-
-
-@triton.jit
-def rows_of_sequence(Cu, i_b, most):
-    """-> the first row of a sequence, and its length: of at most as many rows as the caller said."""
-    first = tl.load(Cu + i_b)
-    return first, tl.minimum(tl.load(Cu + i_b + 1) - first, most)
+# ---------------------------------------------------------------- the order
 
 
 @triton.jit
@@ -78,9 +55,6 @@ def keys_of_number(CuK, n, batch, steps, kv_heads, max_k, UNIT: tl.constexpr):
     tile = local - i_k * length
     begin, number = rows_of_sequence(CuK, i_b, max_k)
     return i_b, i_k, tile, (local >= 0) & (i_k < kv_heads) & (tile * UNIT < number)
-
-
-# ---------------------------------------------------------------- the order
 
 
 @triton.jit
@@ -188,48 +162,6 @@ def _query_entries(Entries, CuQ, CuK, r, batch, steps, max_q, max_k, kv_heads, g
            block, block, tl.cdiv(n_k, UNIT))  # fmt: skip
 
 
-# ---------------------------------------------------------------- statistics and zeros
-
-
-@triton.jit
-def _statistics(Out, DOut, Lse, DLse, CuQ, stats, place, i_h, batch, steps, max_q, total_q, stride_om, stride_oh, stride_dm,
-                stride_dh, WIDE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
-    """One row of statistics, of the tile of queries at a place."""
-    i_b = sequence_of_place(CuQ, place, batch, steps, UNIT)
-    first, n_q = rows_of_sequence(CuQ, i_b, max_q)
-    at, _places = place_of_sequence(CuQ, i_b, UNIT)
-    begin = (place - at) * UNIT
-    end = tl.maximum(tl.where(begin < 0, begin, n_q), begin)  # nothing is read before the first sequence or behind one
-    base = first.to(tl.int64)
-    out = load_rows(Out + base * stride_om + i_h * stride_oh, begin, end, stride_om, WIDE, UNIT, DIM, BLOCK_D)
-    do = load_rows(DOut + base * stride_dm + i_h * stride_dh, begin, end, stride_dm, WIDE, UNIT, DIM, BLOCK_D)
-    o_r = tl.arange(0, UNIT)
-    row = i_h * total_q + base + begin + o_r
-    inside = o_r < end - begin
-    lse = tl.load(Lse + row, mask=inside, other=float("-inf"))
-    delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
-    if DLse is not None:
-        delta -= tl.load(DLse + row, mask=inside, other=0.0)
-    nothing = lse == float("-inf")
-    tl.store(stats + o_r, tl.where(nothing, float("inf"), lse * LOG2E))
-    tl.store(stats + UNIT + o_r, tl.where(nothing, 0.0, delta))
-
-
-@triton.jit
-def _clear(
-    D, Cu, tile, batch, total, heads, stride_m, stride_h, DIM: tl.constexpr, BLOCK_D: tl.constexpr, UNIT: tl.constexpr
-):
-    """Zeros in those rows of a tile of UNIT rows that belong to no sequence.  D [total, heads, DIM]."""
-    o_r = tile * UNIT + tl.arange(0, UNIT)
-    outside = (o_r < total) & ((o_r < tl.load(Cu)) | (o_r >= tl.load(Cu + batch)))
-    if tl.max(outside.to(tl.int32), 0) > 0:
-        o_d = tl.arange(0, BLOCK_D)
-        p = D + (o_r.to(tl.int64) * stride_m)[:, None] + o_d[None, :]
-        for i_h in range(heads):
-            zeros = tl.zeros([UNIT, BLOCK_D], D.dtype.element_ty)
-            tl.store(p + tl.cast(i_h, tl.int64) * stride_h, zeros, mask=outside[:, None] & (o_d < DIM)[None, :])
-
-
 @triton.jit(do_not_specialize=RUNTIME)
 def backward_packed(
     Out, DOut, Lse, DLse, CuQ, CuK, DQ, DK, DV, Statistics, Progress, Entries,
@@ -251,8 +183,8 @@ def backward_packed(
     stats = Statistics + item.to(tl.int64) * (2 * UNIT)
     if item < heads * places:
         i_h = item // places
-        _statistics(Out, DOut, Lse, DLse, CuQ, stats, item - i_h * places, i_h.to(tl.int64), batch, steps, max_q, total_q,
-                    stride_om, stride_oh, stride_dm, stride_dh, WIDE, DIM, BLOCK_D, UNIT)  # fmt: skip
+        statistics_of_place(Out, DOut, Lse, DLse, CuQ, stats, item - i_h * places, i_h.to(tl.int64), batch, steps, max_q,
+                            total_q, stride_om, stride_oh, stride_dm, stride_dh, WIDE, DIM, BLOCK_D, UNIT)  # fmt: skip
         return
     item -= heads * places
     o_c = tl.arange(0, CHUNK)
@@ -275,8 +207,8 @@ def backward_packed(
         return
     item -= tl.cdiv(all_queries, CHUNK)
     if item < tl.cdiv(total_q, UNIT):
-        _clear(DQ, CuQ, item, batch, total_q, heads, stride_gm, stride_gh, DIM_QK, BLOCK_D, UNIT)
+        clear_outside(DQ, CuQ, item, batch, total_q, heads, stride_gm, stride_gh, DIM_QK, BLOCK_D, UNIT)
         return
     item -= tl.cdiv(total_q, UNIT)
-    _clear(DK, CuK, item, batch, total_k, kv_heads, stride_xm, stride_xh, DIM_QK, BLOCK_D, UNIT)
-    _clear(DV, CuK, item, batch, total_k, kv_heads, stride_ym, stride_yh, DIM, BLOCK_D, UNIT)
+    clear_outside(DK, CuK, item, batch, total_k, kv_heads, stride_xm, stride_xh, DIM_QK, BLOCK_D, UNIT)
+    clear_outside(DV, CuK, item, batch, total_k, kv_heads, stride_ym, stride_yh, DIM, BLOCK_D, UNIT)

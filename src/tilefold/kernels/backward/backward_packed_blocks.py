@@ -1,15 +1,21 @@
 """What the Hopper kernel that adds dq in memory has to know of a packed batch, whose lengths only the device knows.
 
 One launch makes the statistics (as kernels.backward_statistics), an entry for each block of keys, the sequences' last tiles with
-zeros behind their ends, and zeros in the gradients of rows that belong to no sequence.  Places of tiles and of blocks are as in
-kernels.backward_packed: a sequence has at least as many as it needs, and nobody counts.
+zeros behind their ends, and zeros in the gradients of rows that belong to no sequence.  Places of tiles and of blocks are
+device.sequences'.
 """
 
 import triton
 import triton.language as tl
 
+from ...device.sequences import (
+    clear_outside,
+    place_of_sequence,
+    rows_of_sequence,
+    sequence_of_place,
+    statistics_of_place,
+)
 from ...device.tile import load_rows
-from .backward_packed import _clear, _statistics, place_of_sequence, rows_of_sequence, sequence_of_place
 
 RUNTIME = [
     "batch",
@@ -108,8 +114,8 @@ def backward_packed_blocks(
     stats = Statistics + item.to(tl.int64) * (2 * ROWS)
     if item < heads * q_tiles:
         i_h = item // q_tiles
-        _statistics(Out, DOut, Lse, DLse, CuQ, stats, item - i_h * q_tiles, i_h.to(tl.int64), batch, steps, max_q, total_q,
-                    stride_om, stride_oh, stride_dm, stride_dh, WIDE, DIM, HELD, ROWS)  # fmt: skip
+        statistics_of_place(Out, DOut, Lse, DLse, CuQ, stats, item - i_h * q_tiles, i_h.to(tl.int64), batch, steps, max_q,
+                            total_q, stride_om, stride_oh, stride_dm, stride_dh, WIDE, DIM, HELD, ROWS)  # fmt: skip
         return
     item -= heads * q_tiles
     o_c = tl.arange(0, CHUNK)
@@ -143,8 +149,8 @@ def backward_packed_blocks(
         return
     item -= 2 * batch * kv_heads
     if item < tl.cdiv(total_q, ROWS):
-        _clear(DQ, CuQ, item, batch, total_q, heads, stride_gm, stride_gh, DIM_QK, HELD, ROWS)
+        clear_outside(DQ, CuQ, item, batch, total_q, heads, stride_gm, stride_gh, DIM_QK, HELD, ROWS)
         return
     item -= tl.cdiv(total_q, ROWS)
-    _clear(DK, CuK, item, batch, total_k, kv_heads, stride_xm, stride_xh, DIM_QK, HELD, ROWS)
-    _clear(DV, CuK, item, batch, total_k, kv_heads, stride_ym, stride_yh, DIM, HELD, ROWS)
+    clear_outside(DK, CuK, item, batch, total_k, kv_heads, stride_xm, stride_xh, DIM_QK, HELD, ROWS)
+    clear_outside(DV, CuK, item, batch, total_k, kv_heads, stride_ym, stride_yh, DIM, HELD, ROWS)

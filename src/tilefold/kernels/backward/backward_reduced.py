@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .backward_packed import place_of_sequence, rows_of_sequence, sequence_of_place
+from ...device.sequences import place_of_sequence, rows_of_sequence, sequence_of_place
 
 RUNTIME = ["scale", "seq_q", "heads", "q_tiles", "batch", "steps", "max_q"]
 
@@ -34,7 +34,7 @@ def backward_reduced(
     (128, 64).
 
     CuQ [batch + 1] int32 of packed sequences, or None: DQ is [total_q, H, COLUMNS], q_tiles are places of tiles
-    (kernels.backward.backward_packed) and stand for B = 1; steps = (batch - 1).bit_length().  Grid (B * H * q_tiles * 2,)."""
+    (device.sequences) and stand for B = 1; steps = (batch - 1).bit_length().  Grid (B * H * q_tiles * 2,)."""
     item = tl.program_id(0)
     part = item % 2
     i_m = item // 2 % q_tiles

@@ -237,7 +237,7 @@ def q_tiles(problem: AttentionProblem, tokens: Tokens = None) -> int:
 
 
 def _places(problem: AttentionProblem, rows: int, longest: int, total: int | None) -> int:
-    """Of tiles of so many rows in all sequences (kernels.backward.backward_packed)."""
+    """Of tiles of so many rows in all sequences (device.sequences)."""
     return (problem.batch * longest if total is None else total) // rows + problem.batch
 
 
