@@ -189,8 +189,8 @@ def test_functions_are_where_pages_say() -> None:
     assert misplaced(moved) == ["state_step in src/tilefold/device/fold.py"]
 
 
-OTHER_RECORDS = {"index", "overview", "bench", "checks", "cpu", "dispatch", "ladder", "limits", "lowbit_model", "paging",
-                 "parallel", "releases", "tune", "video_scene"}  # fmt: skip
+OTHER_RECORDS = {"index", "overview", "bench", "checks", "cpu", "dispatch", "host", "invariant", "ladder", "limits",
+                 "lowbit_model", "paging", "parallel", "releases", "tune", "video_scene"}  # fmt: skip
 RECORD = ["How fast", "How it works", "The bound", "What was tried", "Open"]
 
 
