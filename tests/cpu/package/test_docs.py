@@ -189,6 +189,42 @@ def test_functions_are_where_pages_say() -> None:
     assert misplaced(moved) == ["state_step in src/tilefold/device/fold.py"]
 
 
+STRUCTURE = ("docs/architecture.md", "docs/testing.md", "CONTRIBUTING.md")
+NAMED = re.compile(r"`([\w./-]+(?:\.py|/))`")
+OWNED = re.compile(r"`([\w/]+\.py)`\s+`(\w+)`|`(\w+)`\s+(?:of|in)\s+`([\w/]+\.py)`")
+
+
+def absent(text: str) -> list[str]:
+    """The files and folders that a developer's page names and that are nowhere, and names that their files do not define."""
+    places = (ROOT / "src" / "tilefold", ROOT)
+    alone = {path.name for folder in ("src", "tests") for path in (ROOT / folder).rglob("*.py")}
+    text = FENCE.sub("", text)
+    lost = [
+        name
+        for name in NAMED.findall(text)
+        if not (
+            name.startswith("../") or name.endswith("/x.py") or name in alone
+        )  # links; files that are to be written
+        and not any((place / name).exists() for place in places)
+    ]
+    for first, defined, other, last in OWNED.findall(text):
+        path, name = first or last, defined or other
+        found = next((place / path for place in places if (place / path).is_file()), None)
+        body = found.read_text(encoding="utf-8") if found else ""
+        if not re.search(rf"^\s*(?:(?:def|class) {name}\b|{name}\b.*=)", body, re.MULTILINE):
+            lost.append(f"{name} in {path}")
+    return lost
+
+
+def test_the_structure_is_what_pages_say() -> None:
+    texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in STRUCTURE}
+    assert sum(len(NAMED.findall(text)) for text in texts.values()) > 100
+    assert sum(len(OWNED.findall(text)) for text in texts.values()) > 10
+    assert {name: lost for name, text in texts.items() if (lost := absent(text))} == {}
+    wrong = "`ops/nowhere.py` `run`, `ops/bound.py` `run`, `decide` of `ops/bound.py`, `state.py`, `nofolder/`"
+    assert absent(wrong) == ["ops/nowhere.py", "nofolder/", "run in ops/nowhere.py", "decide in ops/bound.py"]
+
+
 OTHER_RECORDS = {"index", "overview", "bench", "checks", "cpu", "dispatch", "host", "invariant", "ladder", "limits",
                  "lowbit_model", "paging", "parallel", "releases", "tune", "video_scene"}  # fmt: skip
 RECORD = ["How fast", "How it works", "The bound", "What was tried", "Open"]
