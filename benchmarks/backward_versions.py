@@ -4,7 +4,7 @@ memory, in any order and in one.
     PYTHONPATH=src python benchmarks/backward_versions.py [--packed] [--only "D128 16k"] [--rounds 5] [--jsonl FILE]
 
 Milliseconds and TFLOP/s of the backward pass alone; gradients are held to those of the version that adds in order first.
-results/backward_versions.jsonl has what was measured; a test holds the plans to it."""
+results/backward_versions.jsonl, and backward_packed.jsonl, have what was measured; tests hold the plans to them."""
 
 import argparse
 import json

@@ -1,4 +1,5 @@
-"""benchmarks/results/backward_versions.jsonl, and which of its versions plans take: for tests of plans and of documents."""
+"""backward_versions.jsonl and backward_packed.jsonl of benchmarks/results, and which of their versions plans take: for tests of
+plans and of documents."""
 
 import json
 from collections import defaultdict
@@ -10,9 +11,9 @@ from tilefold.plan import AttentionProblem, device_named
 from tilefold.plan.backward import attention_backward_reduce as rules
 from tilefold.plan.backward.attention_backward import AttentionBackwardPlan, plan_attention_backward
 
-__all__ = ["APART", "NAMES", "PEERS", "planned", "rate", "record"]
+__all__ = ["APART", "NAMES", "PEERS", "planned", "planned_packed", "rate", "record"]
 
-MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "backward_versions.jsonl"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 ORDERED = rules.ReduceOptions(ordered=True)
 PEERS = "FA4", "FA4 deterministic"
 APART = {replace(options, apart=True): f"{name} apart" for options, name in
@@ -22,10 +23,10 @@ NAMES = {None: "dS kept", rules.ANY_ORDER: "added", ORDERED: "added in order", *
 Case = tuple[Any, ...]  # batch, tokens, heads, KV heads, head dim, causal
 
 
-def record() -> dict[tuple[str, str, Case], dict[str, float]]:
-    """ms by version, of each case of each run: (device, date, case)."""
+def record(name: str = "versions") -> dict[tuple[str, str, Case], dict[str, float]]:
+    """ms by version, of each case of each run: (device, date, case); of packed batches a case has sequences and their mean."""
     runs: dict[tuple[str, str, Case], dict[str, float]] = defaultdict(dict)
-    for line in MEASURED.read_text().splitlines():
+    for line in (RESULTS / f"backward_{name}.jsonl").read_text().splitlines():
         row = json.loads(line)
         runs[row["device"], row["date"], tuple(row["case"])][row["version"]] = row["ms"]
     return runs
@@ -38,6 +39,14 @@ def planned(device: str, case: Case, deterministic: bool) -> AttentionBackwardPl
     return plan_attention_backward(
         problem, device_named("h200" if "H200" in device else "h100"), deterministic=deterministic
     )
+
+
+def planned_packed(case: Case, deterministic: bool) -> AttentionBackwardPlan:
+    """The plan of a packed batch on an H100, whose longest sequence is three times the mean."""
+    batch, mean, heads, kv_heads, dim, causal = case
+    shape = batch, 3 * mean, 3 * mean, heads, kv_heads, dim, dim
+    problem = AttentionProblem(*shape, causal=causal, varlen=True, mean_q=mean)
+    return plan_attention_backward(problem, device_named("h100"), deterministic=deterministic)
 
 
 def rate(case: Case, ms: float) -> float:

@@ -46,6 +46,9 @@ NEVER = 1 << 62
 LEAST_PACKED = {64: ((1024, 2048), (1024, 1024)), 128: ((8192, NEVER), (8192, 4096))}
 """By the width of tiles, of packed batches: their mean length, or window, from which on an order, and any order, is faster than
 keeping dS, each without and with a causal mask."""
+LEAST_MEAN = {64: (128, 256), 128: (256, 256)}
+"""The same, without and with a causal mask, where the kernel that keeps dS does not serve the batch: below it portable kernels are
+as fast."""
 SLOW_DRAM = 4e12
 SUMS_AT_ONCE = 16 << 20
 """Bytes of sums of dq that the programs of one batch of query heads add to: of 50 MiB of L2, each half of which keeps its own
@@ -153,10 +156,12 @@ def options_for(problem: AttentionProblem, device: Device, deterministic: bool) 
 
 def _packed_options(n: AttentionProblem, device: Device, deterministic: bool) -> ReduceOptions | str:
     """`options_for` of a packed batch."""
-    causal = max(n.sides) >= 0
+    causal, tokens = max(n.sides) >= 0, min(n.mean_q or n.seq_q, _window(n))
     if packed_refusal(n, device):
-        return ReduceOptions(ordered=deterministic)
-    tokens, (order, any_order) = min(n.mean_q or n.seq_q, _window(n)), LEAST_PACKED[width_of(n)]
+        least = LEAST_MEAN[width_of(n)][causal]
+        few = f"with fewer than {least} queries in the mean portable kernels are faster"
+        return few if tokens < least else ReduceOptions(ordered=deterministic)
+    order, any_order = LEAST_PACKED[width_of(n)]
     if not deterministic and tokens >= any_order[causal]:
         return ANY_ORDER
     if tokens >= order[causal]:
