@@ -190,7 +190,7 @@ def test_functions_are_where_pages_say() -> None:
 
 
 OTHER_RECORDS = {"index", "overview", "bench", "checks", "cpu", "dispatch", "ladder", "limits", "lowbit_model", "paging",
-                 "parallel", "releases", "tune", "video_scene"}  # fmt: skip
+                 "parallel", "releases", "tune", "video_scene", "video_transformer"}  # fmt: skip
 RECORD = ["How fast", "How it works", "The bound", "What was tried", "Open"]
 
 
