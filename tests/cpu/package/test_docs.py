@@ -226,7 +226,7 @@ def test_the_structure_is_what_pages_say() -> None:
 
 
 OTHER_RECORDS = {"index", "overview", "bench", "checks", "cpu", "dispatch", "host", "invariant", "ladder", "limits",
-                 "lowbit_model", "paging", "parallel", "releases", "tune", "video_scene"}  # fmt: skip
+                 "lowbit_model", "paging", "parallel", "releases", "tune", "video_scene", "video_transformer"}  # fmt: skip
 RECORD = ["How fast", "How it works", "The bound", "What was tried", "Open"]
 
 
