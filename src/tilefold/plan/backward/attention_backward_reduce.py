@@ -47,8 +47,8 @@ LEAST_PACKED = {64: ((1024, 2048), (1024, 1024)), 128: ((8192, NEVER), (8192, 40
 """By the width of tiles, of packed batches: their mean length, or window, from which on an order, and any order, is faster than
 keeping dS, each without and with a causal mask."""
 LEAST_MEAN = {64: (128, 256), 128: (256, 256)}
-"""The same, without and with a causal mask, where the kernel that keeps dS does not serve the batch: below it portable ones are as
-fast."""
+"""The same, without and with a causal mask, where the kernel that keeps dS does not serve the batch: below it portable ones are
+as fast."""
 SLOW_DRAM = 4e12
 SUMS_AT_ONCE = 16 << 20
 """Bytes of sums of dq that the programs of one batch of query heads add to: of 50 MiB of L2, each half of which keeps its own
