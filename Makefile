@@ -52,6 +52,14 @@ TEST_GPU ?=
 test-gpu: ## tests/gpu on a GPU, in pieces under ten minutes: call it until nothing is left (GPU_PYTHON=python3; TEST_GPU="--record FILE")
 	@PYTHONPATH=src:tests $(GPU_PYTHON) -m gpu_run $(TEST_GPU)
 
+VLLM ?= 0.33.0
+.PHONY: test-vllm
+test-vllm: .venv-test/stamp ## the backend beside the sources of vLLM VLLM, whose wheel (0.4 GB) is fetched and not installed
+	@mkdir -p .cache/vllm && cd .cache/vllm && { [ -d $(VLLM)/vllm ] || \
+	  { ../../.venv-test/bin/python -m pip download -q --no-deps -d $(VLLM) vllm==$(VLLM) && cd $(VLLM) && \
+	    ../../../.venv-test/bin/python -m zipfile -e vllm-*.whl . && rm vllm-*.whl; }; }
+	@PYTHONPATH=src:tests .venv-test/bin/python tests/vllm_contract.py .cache/vllm/$(VLLM)
+
 SMOKE ?= --constraints constraints/cpu.txt
 .PHONY: smoke
 smoke: ## install the wheel into an empty environment and try it (SMOKE='--with "torch==2.13.0"' for another set than the constraints')

@@ -1,0 +1,62 @@
+"""The backend of vLLM on a GPU: the batches of its CPU tests, and a captured decoding step."""
+
+import pytest
+import torch
+
+import vllm_stub
+from cases.device import DEVICE, captured
+from cases.vllm_batch import HEADS, Batch
+
+BATCHES = [[(0, 200), (0, 33)], [(700, 1), (16, 1), (1, 1)], [(31, 1), (0, 220), (65, 12), (512, 1)]]
+
+
+@pytest.fixture(autouse=True)
+def backend(monkeypatch):
+    vllm_stub.install(monkeypatch)
+
+
+def near(found, wanted, limit):
+    assert (found.double().cpu() - wanted).abs().max().item() <= limit * max(1.0, wanted.abs().max().item())
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float16, 2e-3), (torch.bfloat16, 1.6e-2)])
+@pytest.mark.parametrize("requests", BATCHES, ids=str)
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 40}], ids=str)
+@pytest.mark.parametrize("physical", ["NHD", "HND"])
+def test_batches(physical, options, requests, dtype, limit):
+    batch = Batch(requests, dtype, DEVICE, padding=5, physical=physical, dim=128, rejected=())
+    before = batch.rows()
+    out = batch.run(batch.impl(**options))
+    rows, new = batch.rows(), batch.slots[: batch.tokens]
+    assert torch.equal(rows[new], torch.cat([batch.key, batch.value], -1)[: batch.tokens].float())
+    others = torch.ones(len(rows), dtype=torch.bool)
+    others[new] = False
+    assert torch.equal(rows[others], before[others])
+    near(out[: batch.tokens], batch.expected(rows.cpu(), window=options.get("sliding_window")), limit)
+
+
+def test_rows_behind_a_page_are_not_written():
+    batch = Batch(BATCHES[2], torch.bfloat16, DEVICE, rejected=(0, 7, 230))
+    before = batch.rows()
+    batch.run(batch.impl())
+    kept = torch.ones(len(before), dtype=torch.bool)
+    kept[batch.slots[batch.slots >= 0]] = False
+    assert torch.equal(batch.rows()[kept], before[kept])
+
+
+def test_a_captured_step_follows_the_batch():
+    """The graph of a decoding step is replayed for longer requests: lengths, pages and slots lie where they lay."""
+    first, later = (Batch([(a, 1), (b, 1)], torch.bfloat16, DEVICE) for a, b in ((40, 13), (41, 14)))
+    builder, impl, common = first.builder(), first.impl(), first.common()
+    batch, output = builder.build(0, common), torch.empty(2, HEADS * first.dim, dtype=torch.bfloat16, device=DEVICE)
+    graph, _ = captured(lambda: impl.forward(None, first.query, first.key, first.value, first.cache, batch, output))
+    for own, new in ((first.query, later.query), (first.key, later.key), (first.value, later.value)):
+        own.copy_(new)
+    common.seq_lens += 1
+    places = [int(first.table[i, n // 16]) * 16 + n % 16 for i, n in enumerate((41, 14))]
+    common.slot_mapping.copy_(torch.tensor(places))
+    builder.build(0, common)
+    graph.replay()
+    eager = torch.empty_like(output)
+    impl.forward(None, first.query, first.key, first.value, first.cache, batch, eager)
+    assert torch.equal(output, eager)
