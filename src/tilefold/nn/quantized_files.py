@@ -19,7 +19,7 @@ def save_quantized(model: nn.Module, path: str | Path) -> None:
 
     Needs the package safetensors.  `load_quantized` reads it."""
     _check_model(model)
-    save_file = _safetensors().save_file
+    save_file = safetensors_torch().save_file
     first: dict[tuple[Any, ...], str] = {}
     tensors, other = {}, {}
     for name, tensor in model.state_dict().items():
@@ -54,7 +54,7 @@ def load_quantized(
     _check_model(model)
     if not isinstance(source, str | Path | Mapping):
         raise ValueRangeError(f"source must be a state_dict or an existing file, got {type(source).__name__}")
-    state = dict(source) if isinstance(source, Mapping) else _read(Path(source))
+    state = dict(source) if isinstance(source, Mapping) else read_tensors(Path(source))
     ready: dict[int, QuantizedTensor] = {}  # by address: layers that share a weight in the source share it again
     for layer in linear_layers(model):
         held = [name for name in layer.names if holds_weight(state, f"{name}.")]
@@ -97,13 +97,13 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def _read(path: Path) -> dict[str, torch.Tensor]:
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a file by name."""
     if not path.is_file():
         raise ValueRangeError(f"source must be a state_dict or an existing file, got {str(path)!r}")
     if path.suffix != ".safetensors":
         return dict(torch.load(path, map_location="cpu", weights_only=True))
-    tensors: dict[str, torch.Tensor] = _safetensors().load_file(path)
+    tensors: dict[str, torch.Tensor] = safetensors_torch().load_file(path)
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
@@ -111,7 +111,7 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
     return tensors | {name: tensors[kept] for name, kept in same.items()}
 
 
-def _safetensors() -> Any:
+def safetensors_torch() -> Any:
     """The module safetensors.torch; Unsupported if it is not installed."""
     try:
         from safetensors import torch as found

@@ -17,6 +17,7 @@ from .policies import (
     SlidingTile,
 )
 from .site import Observer, Pass, Policy, Site, Text
+from .trained import load_fastvideo_gates, load_trained, save_trained, trainable_parameters
 
 __all__ = [
     "Adapter",
@@ -44,7 +45,11 @@ __all__ = [
     "desparsify",
     "fit",
     "fitting_cube",
+    "load_fastvideo_gates",
+    "load_trained",
     "policy_from_json",
     "policy_to_json",
+    "save_trained",
     "sparsify",
+    "trainable_parameters",
 ]

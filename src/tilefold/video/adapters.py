@@ -33,7 +33,12 @@ class Adapter:
 
         out = attend(q, k, v): [batch, T * H * W, heads, dim] each, out like q; k and v may have fewer heads.
         out, out_text = attend(q, k, v, text=Text(q, k, v, lengths)): with text, which is not part of the grid: it is seen by all
-        and sees all.  attend(.., scale=): of the scores; 1 / sqrt(dim) if not given."""
+        and sees all.  attend(.., scale=): of the scores; 1 / sqrt(dim) if not given.  attend(.., hidden=x): what q is a
+        projection of, [batch, T * H * W, channels]; the gates of a trainable model read it, nothing else does."""
+        raise NotImplementedError
+
+    def sizes(self, layer: nn.Module) -> tuple[int, int, int]:
+        """(channels, heads, dim) of a layer's `hidden` and v; only trainable models need it."""
         raise NotImplementedError
 
     # ------------------------------------------------------------ for adapters that turn tokens once a pass
@@ -78,6 +83,10 @@ class DiffusersAdapter(Adapter):
 
     def layers(self, model: nn.Module) -> Sequence[nn.Module]:
         return [getattr(block, self.attention) for name in self.blocks for block in getattr(model, name)]
+
+    def sizes(self, layer: Any) -> tuple[int, int, int]:
+        projection = layer.to_qkv if getattr(layer, "fused_projections", False) else layer.to_q
+        return projection.in_features, layer.heads, layer.inner_dim // layer.heads
 
     def install(self, layer: Any, attend: Any) -> Any:
         original = layer.processor
@@ -209,7 +218,7 @@ class Wan(DiffusersAdapter):
     def forward(self, layer: Any, attend: Any, x: torch.Tensor, text: Any, mask: Any, now: Pass) -> torch.Tensor:
         q, k, v = _projected(layer, x)
         q, k, v = (one.unflatten(2, (layer.heads, -1)) for one in (*_normed(layer, q, k), v))
-        return _out(layer, attend(*_turned(now, q, k), v, now=now))
+        return _out(layer, attend(*_turned(now, q, k), v, now=now, hidden=x))
 
 
 class _WanTimes:
@@ -243,7 +252,8 @@ class LTXVideo(DiffusersAdapter):
     def forward(self, layer: Any, attend: Any, x: torch.Tensor, text: Any, mask: Any, now: Pass) -> torch.Tensor:
         q, k, v = _projected(layer, x)
         q, k = (one.squeeze(2) for one in _turned(now, *(one.unsqueeze(2) for one in _normed(layer, q, k))))
-        return _out(layer, attend(*(one.unflatten(2, (layer.heads, -1)) for one in (q, k, v)), now=now))
+        q, k, v = (one.unflatten(2, (layer.heads, -1)) for one in (q, k, v))
+        return _out(layer, attend(q, k, v, now=now, hidden=x))
 
 
 class _LTXTimes:
@@ -279,12 +289,13 @@ class HunyuanVideo(DiffusersAdapter):
     def forward(self, layer: Any, attend: Any, x: torch.Tensor, text: torch.Tensor, mask: Any, now: Pass) -> Any:
         two = layer.add_q_proj is not None
         norms = (layer.norm_added_q, layer.norm_added_k) if two else (layer.norm_q, layer.norm_k)
-        video, beside = _projected(layer, x), _added(layer, text) if two else _projected(layer, text)
+        video, words = _projected(layer, x), _added(layer, text) if two else _projected(layer, text)
         q, k, v = (one.unflatten(2, (layer.heads, -1)) for one in video)
-        qt, kt, vt = (one.unflatten(2, (layer.heads, -1)) for one in beside)
+        qt, kt, vt = (one.unflatten(2, (layer.heads, -1)) for one in words)
         qt, kt = (one if norm is None else norm(one) for norm, one in zip(norms, (qt, kt), strict=True))
         lengths = None if mask is None else mask[:, 0, 0, x.shape[1] :].sum(-1, dtype=torch.int32)
-        out, out_text = attend(*_turned(now, *_normed(layer, q, k)), v, text=Text(qt, kt, vt, lengths), now=now)
+        beside = Text(qt, kt, vt, lengths)
+        out, out_text = attend(*_turned(now, *_normed(layer, q, k)), v, text=beside, now=now, hidden=x)
         out = out.flatten(2) if getattr(layer, "to_out", None) is None else _out(layer, out)
         out_text = out_text.flatten(2)
         return out, out_text if getattr(layer, "to_add_out", None) is None else layer.to_add_out(out_text)
@@ -320,7 +331,7 @@ class CogVideoX(DiffusersAdapter):
         q, k, v = (one.unflatten(2, (layer.heads, -1)) for one in _projected(layer, x))
         qt, kt, vt = (one.unflatten(2, (layer.heads, -1)) for one in _projected(layer, text))
         beside = Text(*_normed(layer, qt, kt), vt)
-        out, out_text = attend(*_turned(now, *_normed(layer, q, k)), v, text=beside, now=now)
+        out, out_text = attend(*_turned(now, *_normed(layer, q, k)), v, text=beside, now=now, hidden=x)
         return _out(layer, out), _out(layer, out_text)
 
 

@@ -4,7 +4,7 @@ import torch
 
 from ..api import attention
 from ..errors import DtypeError, ShapeError
-from ..sparse import BlockIndex, GridTiling
+from ..sparse import BlockIndex, GridTiling, coarse, fuse
 from ..sparse.kept import kept
 from ..sparse.lists import padded
 from ..sparse_api import sparse_attention
@@ -40,6 +40,17 @@ def attend_lists(
     both = _joined_sizes(tiling, text, length)
     video = sparse_attention(q, k, v, _with_text(index, length, both, sizes), scale=scale)
     return video, sparse_attention(text.q, k, v, _all_keys(tiling, length, both, q.device), scale=scale)
+
+
+def add_coarse(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fine: torch.Tensor, gate: torch.Tensor, tiling: GridTiling, scale: float
+) -> torch.Tensor:  # fmt: skip
+    """fine + gate * coarse: attention among the means of the video's blocks, one result for all queries of a block."""
+    sizes = tiling.sizes(q.device)
+    means = coarse(
+        q, k, v, kind="pooled", scale=scale, block=tiling.slots, block_sizes=sizes, query_sizes=sizes
+    )  # fmt: skip
+    return fuse(means.out, fine, gate)
 
 
 def attend_dense(

@@ -13,7 +13,8 @@ from ..sparse import GridTiling
 from ..sparse.tiling import block_cube, triple
 from ..sparse.validate import SMALLEST_BLOCK
 from .adapters import ADAPTERS, Adapter, adapter_of
-from .attend import attend_dense, attend_lists, check_lists
+from .attend import add_coarse, attend_dense, attend_lists, check_lists
+from .branch import NAME, CoarseBranch
 from .policies import Pooled
 from .site import Observer, Pass, Policy, Site, Text
 
@@ -28,6 +29,7 @@ def sparsify(
     cube: Sequence[int] | None = None,
     adapter: Adapter | None = None,
     observe: Observer | None = None,
+    trainable: bool = False,
 ) -> Any:
     """Make the self-attention of a video model follow the lists of a policy, in place.
 
@@ -39,6 +41,9 @@ def sparsify(
             pads it least, `fitting_cube`.
         adapter: where the model makes q, k and v, an `Adapter`; None: that of the model's class.
         observe: a function of (site, (q, k, v), lists), called before each attention.
+        trainable: add a coarse branch with a gate to each layer: out = fine + gate * coarse, the gate a linear layer of the
+            hidden states, 0 at the start.  The layer owns it as `sparse_branch`.  Layers and steps that a policy leaves dense
+            stay without it.  See `trainable_parameters`.
 
     Returns:
         A `Sparse` for a model, a list of them for a pipeline, in the order of its components.
@@ -48,8 +53,9 @@ def sparsify(
     go through the model's other layers, too.  Sparsify before torch.compile.
 
     Raises:
-        Unsupported for a model that nobody knows or that was compiled; ValueRangeError for one that is sparse already;
-        ValueRangeError, ShapeError or DtypeError naming cube, policy, observe or adapter.
+        Unsupported for a model that nobody knows or that was compiled, and with trainable for one that is sharded already or
+        whose adapter has no `sizes`; ValueRangeError for one that is sparse already;
+        ValueRangeError, ShapeError or DtypeError naming cube, policy, observe, adapter or trainable.
 
     Source: block-sparse attention over cubes of a video (Zhang et al. 2025, arXiv:2502.04507 and arXiv:2505.13389)."""
     chosen: Policy = Pooled(sparsity=0.8) if policy is None else policy
@@ -58,16 +64,18 @@ def sparsify(
             raise DtypeError(f"{name} must be a function, got {value!r}")
     if adapter is not None and not isinstance(adapter, Adapter):
         raise DtypeError(f"adapter must be a tilefold.video.Adapter, got {adapter!r}")
+    if not isinstance(trainable, bool):
+        raise DtypeError(f"trainable must be True or False, got {trainable!r}")
     sides = None if cube is None else block_cube(cube)
     if isinstance(model, nn.Module):
-        return Sparse(model, _adapter(model, adapter), chosen, sides, observe, None)
+        return Sparse(model, _adapter(model, adapter), chosen, sides, observe, None, trainable)
     if adapter is not None:
         raise ValueRangeError("adapter was given with a pipeline, which has many modules: sparsify its transformer")
     found = [part for part in _parts(model) if adapter_of(part) is not None]
     if not found:
         raise Unsupported(f"model is a {type(model).__name__} without a transformer that is known: {_known()}")
     scheduler = getattr(model, "scheduler", None)
-    return [Sparse(part, _adapter(part, None), chosen, sides, observe, scheduler) for part in found]
+    return [Sparse(part, _adapter(part, None), chosen, sides, observe, scheduler, trainable) for part in found]
 
 
 def desparsify(model: Any) -> None:
@@ -99,23 +107,29 @@ class Sparse:
     """What `sparsify` made of one model.
 
     model, adapter, policy, observe: as given; policy and observe may be set between forward passes.
-    layers: the modules whose attention is sparse, in order.  now: the present or last forward pass.
+    layers: the modules whose attention is sparse, in order.  trainable: whether they have gates.
+    now: the present or last forward pass.
     step: number of the denoising step, from 0; a pipeline's scheduler says it, for a model alone whoever runs it sets it."""
 
     def __init__(
         self, model: nn.Module, adapter: Adapter, policy: Policy, cube: tuple[int, int, int] | None, observe: Observer | None,
-        scheduler: Any,
+        scheduler: Any, trainable: bool = False,
     ) -> None:  # fmt: skip
         if _NAME in model.__dict__:
             raise ValueRangeError("model is sparse already: tilefold.video.desparsify(model) first")
         self.model, self.adapter, self.policy, self.observe = model, adapter, policy, observe
-        self.cube, self.scheduler = cube, scheduler
+        self.cube, self.scheduler, self.trainable = cube, scheduler, trainable
         self.layers = list(adapter.layers(model))
+        branches = [_branch(adapter, layer) if trainable else None for layer in self.layers]
         self.now: Pass | None = None
         self._step: int | None = None
         self._names = list(inspect.signature(model.forward).parameters)
         self._once = adapter.once(model)
-        self._originals = [adapter.install(layer, Attend(self, number)) for number, layer in enumerate(self.layers)]
+        self._originals = []
+        for number, (layer, branch) in enumerate(zip(self.layers, branches, strict=True)):
+            if branch is not None:
+                layer.add_module(NAME, branch)
+            self._originals.append(adapter.install(layer, Attend(self, number, branch)))
         self._handles = [model.register_forward_pre_hook(self._begin, with_kwargs=True)]
         self._handles += adapter.hooks(model, self._present)
         model.__dict__[_NAME] = self
@@ -143,6 +157,8 @@ class Sparse:
             handle.remove()
         for layer, original in zip(self.layers, self._originals, strict=True):
             self.adapter.remove(layer, original)
+            if self.trainable:
+                delattr(layer, NAME)
         del self.model.__dict__[_NAME]
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -161,8 +177,8 @@ class Sparse:
 class Attend:
     """The attention of one layer, which its adapter calls: see `Adapter.forward`."""
 
-    def __init__(self, sparse: Sparse, layer: int) -> None:
-        self.sparse, self.layer = sparse, layer
+    def __init__(self, sparse: Sparse, layer: int, branch: CoarseBranch | None = None) -> None:
+        self.sparse, self.layer, self.branch = sparse, layer, branch
         self.memory: dict[str, Any] = {}
 
     def __call__(
@@ -174,6 +190,7 @@ class Attend:
         text: Text | None = None,
         scale: float | None = None,
         now: Pass | None = None,
+        hidden: torch.Tensor | None = None,
     ) -> Any:
         now = self.sparse._present() if now is None else now
         tiling = now.tiling
@@ -194,9 +211,42 @@ class Attend:
             out, out_text = attend_dense(q, k, v, tiling, text, scale)
         else:
             out, out_text = attend_lists(q, k, v, index, tiling, text, scale)
+            if self.branch is not None:
+                out = add_coarse(q, k, v, out, self._gate(hidden, now), tiling, scale)
         if not now.tiled:
             out = tiling.untile(out)
         return out if text is None else (out, out_text)
+
+    def _gate(self, hidden: torch.Tensor | None, now: Pass) -> torch.Tensor:
+        """[B, seq, heads, dim] in the tiled order."""
+        if hidden is None or self.branch is None:
+            raise Unsupported(
+                "hidden was not given to attend, but the model is trainable: its gates read the hidden states"
+            )
+        gate: torch.Tensor = self.branch(hidden)
+        return gate if now.tiled else now.tiling.tile(gate)
+
+
+def sparse_of(model: nn.Module) -> Sparse | None:
+    """What `sparsify` made of a model, compiled since or not; None if it is not sparse."""
+    model = getattr(model, "_orig_mod", model)
+    found: Sparse | None = model.__dict__.get(_NAME)
+    return found
+
+
+def _branch(adapter: Adapter, layer: nn.Module) -> CoarseBranch:
+    try:
+        sizes = adapter.sizes(layer)
+    except NotImplementedError:
+        raise Unsupported(
+            f"adapter {type(adapter).__name__} has no method sizes(layer), which a trainable model needs: (channels, heads, dim)"
+        ) from None
+    like = next((one for one in layer.parameters() if one.is_floating_point()), None)
+    if hasattr(like, "device_mesh"):
+        raise Unsupported("model is sharded already: sparsify it with trainable=True first, then shard it")
+    if like is None:
+        return CoarseBranch(*sizes, torch.get_default_device(), torch.get_default_dtype())
+    return CoarseBranch(*sizes, like.device, like.dtype)
 
 
 def _adapter(model: nn.Module, given: Adapter | None) -> Adapter:
