@@ -75,6 +75,8 @@ GENERAL: tuple[tuple[str, Holds], ...] = (
     (r"# keys are fewer than #", lambda p, a, b: a < b),
     (r"# rows a KV head are more than (?:the )?#", lambda p, a, b: a > b),
     (r"with fewer than # keys", lambda p, a: p.problem.seq_k < a),
+    (r"with fewer than # queries in the mean, or keys that one sees", lambda p, a: min(
+        p.problem.mean_q or p.problem.seq_q, sum(p.problem.sides) + 1 if min(p.problem.sides) >= 0 else p.problem.seq_k) < a),
     (r"with fewer than # queries or keys", lambda p, a: min(p.problem.seq_q, p.problem.seq_k) < a),
     (r"under a causal mask", lambda p: max(p.problem.sides) >= 0),
     (r"only # of the # rows of a block would be used", lambda p, a, b: 2 * a < b),

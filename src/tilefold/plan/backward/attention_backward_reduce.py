@@ -44,8 +44,8 @@ APART_FROM = 4096
 """Queries and keys from which on heads of a group are faster by themselves, of 80 and 96 columns and in order."""
 NEVER = 1 << 62
 LEAST_PACKED = {64: ((1024, 2048), (1024, 1024)), 128: ((8192, NEVER), (8192, 4096))}
-"""By the width of tiles, of packed batches: their mean length, or window, from which on an order, and any order, is faster than
-keeping dS, each without and with a causal mask."""
+"""By the width of tiles, of packed batches: the mean length, and keys that a query sees at most, from which on an order, and any
+order, is faster than keeping dS, each without and with a causal mask."""
 LEAST_MEAN = {64: (128, 256), 128: (256, 256)}
 """The same, without and with a causal mask, where the kernel that keeps dS does not serve the batch: below it portable ones are
 as fast."""
@@ -159,7 +159,7 @@ def _packed_options(n: AttentionProblem, device: Device, deterministic: bool) ->
     causal, tokens = max(n.sides) >= 0, min(n.mean_q or n.seq_q, _window(n))
     if packed_refusal(n, device):
         least = LEAST_MEAN[width_of(n)][causal]
-        few = f"with fewer than {least} queries in the mean portable kernels are faster"
+        few = f"with fewer than {least} queries in the mean, or keys that one sees, portable kernels are faster"
         return few if tokens < least else ReduceOptions(ordered=deterministic)
     order, any_order = LEAST_PACKED[width_of(n)]
     if not deterministic and tokens >= any_order[causal]:
@@ -170,7 +170,7 @@ def _packed_options(n: AttentionProblem, device: Device, deterministic: bool) ->
     return (
         "keeping dS is faster"
         if least == NEVER
-        else f"with fewer than {least} queries in the mean keeping dS is faster"
+        else f"with fewer than {least} queries in the mean, or keys that one sees, keeping dS is faster"
     )
 
 
