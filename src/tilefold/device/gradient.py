@@ -30,6 +30,16 @@ def load_statistics(Lse2, Delta, cols, live, EDGE: tl.constexpr):
 
 
 @triton.jit
+def no_statistics(stats, Progress, counters, UNIT: tl.constexpr, CHUNK: tl.constexpr):
+    """Statistics [2, UNIT] of a tile without queries: lse +inf, delta 0; and zeros in Progress [counters], CHUNK at a time."""
+    o_r, o_c = tl.arange(0, UNIT), tl.arange(0, CHUNK)
+    tl.store(stats + o_r, tl.full([UNIT], float("inf"), tl.float32))
+    tl.store(stats + UNIT + o_r, tl.zeros([UNIT], tl.float32))
+    for begin in range(0, counters, CHUNK):
+        tl.store(Progress + begin + o_c, tl.zeros([CHUNK], tl.int32), mask=begin + o_c < counters)
+
+
+@triton.jit
 def score_gradient(s, dp, lse, delta, place, kv_index, scale, score_mods, slopes, mask_mods, band, KIND: tl.constexpr,
                    dropout):  # fmt: skip
     """s = q . k and dp = dout . v -> (p, ds), ds without the factor `scale` that turns it into the gradient of q . k.

@@ -337,7 +337,7 @@ def test_what_is_taken_was_measured_to_be_the_fastest() -> None:
 
 
 def test_what_is_taken_of_packed_batches_was_measured_to_be_the_fastest() -> None:
-    """As above, within 7 %: a plan knows the mean length only rounded up to a power of two.  D=64 has an order under a causal
+    """As above, within 6 %: a plan knows the mean length only rounded up to a power of two.  D=64 has an order under a causal
     mask at 2048 and 4096 alone: others ran before short blocks took turns with long ones."""
     for (_, _, case), times in record("packed").items():
         for deterministic in (True, False):
@@ -347,7 +347,7 @@ def test_what_is_taken_of_packed_batches_was_measured_to_be_the_fastest() -> Non
             if taken not in versions:
                 assert (taken, case[4:]) == ("added in order", (64, True))
                 continue
-            assert times[taken] <= 1.07 * min(times[name] for name in versions), (case, deterministic, taken, times)
+            assert times[taken] <= 1.06 * min(times[name] for name in versions), (case, deterministic, taken, times)
 
 
 def test_times_are_predicted() -> None:

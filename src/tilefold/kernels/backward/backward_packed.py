@@ -15,6 +15,7 @@ item are counted by one search and one division, and every entry finds its own p
 import triton
 import triton.language as tl
 
+from ...device.gradient import no_statistics
 from ...device.sequences import (
     clear_outside,
     place_of_sequence,
@@ -189,11 +190,7 @@ def backward_packed(
     item -= heads * places
     o_c = tl.arange(0, CHUNK)
     if item == 0:
-        o_r = tl.arange(0, UNIT)
-        tl.store(stats + o_r, tl.full([UNIT], float("inf"), tl.float32))
-        tl.store(stats + UNIT + o_r, tl.zeros([UNIT], tl.float32))
-        for begin in range(0, counters, CHUNK):
-            tl.store(Progress + begin + o_c, tl.zeros([CHUNK], tl.int32), mask=begin + o_c < counters)
+        no_statistics(stats, Progress, counters, UNIT, CHUNK)
         return
     item -= 1
     if item < tl.cdiv(all_keys, CHUNK):

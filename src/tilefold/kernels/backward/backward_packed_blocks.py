@@ -8,6 +8,7 @@ device.sequences'.
 import triton
 import triton.language as tl
 
+from ...device.gradient import no_statistics
 from ...device.sequences import (
     clear_outside,
     place_of_sequence,
@@ -17,19 +18,8 @@ from ...device.sequences import (
 )
 from ...device.tile import load_rows
 
-RUNTIME = [
-    "batch",
-    "steps",
-    "max_q",
-    "max_k",
-    "total_q",
-    "total_k",
-    "heads",
-    "kv_heads",
-    "q_tiles",
-    "blocks",
-    "counters",
-]
+RUNTIME = ["batch", "steps", "max_q", "max_k", "total_q", "total_k", "heads", "kv_heads", "q_tiles", "blocks",
+           "counters"]  # fmt: skip
 
 # An entry: int32 [8].
 FIELDS = tl.constexpr(8)
@@ -93,6 +83,17 @@ def _tail(X, Cu, Tails, i_b, i_h, most, number, stride_m, stride_h, WIDE: tl.con
         tl.store(Tails + number.to(tl.int64) * (ROWS * HELD) + place, x)
 
 
+@triton.jit
+def _tails(X, Y, Cu, Tails, item, batch, heads, most, stride_xm, stride_xh, stride_ym, stride_yh, WIDE: tl.constexpr,
+           DIM_X: tl.constexpr, DIM_Y: tl.constexpr, HELD: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """Item number `item` of 2 * heads * batch: X's last tiles, then Y's."""
+    i_h, i_b = item // batch % heads, item % batch
+    if item < heads * batch:
+        _tail(X, Cu, Tails, i_b, i_h, most, item, stride_xm, stride_xh, WIDE, DIM_X, HELD, ROWS)
+    else:
+        _tail(Y, Cu, Tails, i_b, i_h, most, item, stride_ym, stride_yh, WIDE, DIM_Y, HELD, ROWS)
+
+
 @triton.jit(do_not_specialize=RUNTIME)
 def backward_packed_blocks(
     Q, K, V, Out, DOut, Lse, DLse, CuQ, CuK, DQ, DK, DV, Statistics, Progress, Blocks, Tails,
@@ -120,11 +121,7 @@ def backward_packed_blocks(
     item -= heads * q_tiles
     o_c = tl.arange(0, CHUNK)
     if item == 0:
-        o_r = tl.arange(0, ROWS)
-        tl.store(stats + o_r, tl.full([ROWS], float("inf"), tl.float32))
-        tl.store(stats + ROWS + o_r, tl.zeros([ROWS], tl.float32))
-        for begin in range(0, counters, CHUNK):
-            tl.store(Progress + begin + o_c, tl.zeros([CHUNK], tl.int32), mask=begin + o_c < counters)
+        no_statistics(stats, Progress, counters, ROWS, CHUNK)
         return
     item -= 1
     if item < tl.cdiv(blocks, CHUNK):
@@ -132,20 +129,14 @@ def backward_packed_blocks(
         return
     item -= tl.cdiv(blocks, CHUNK)
     if item < 2 * batch * heads:
-        which, i_h, i_b = item // (batch * heads), item // batch % heads, item % batch
-        if which == 0:
-            _tail(Q, CuQ, Tails, i_b, i_h, max_q, item, stride_qm, stride_qh, WIDE, DIM_QK, HELD, ROWS)
-        else:
-            _tail(DOut, CuQ, Tails, i_b, i_h, max_q, item, stride_dm, stride_dh, WIDE, DIM, HELD, ROWS)
+        _tails(Q, DOut, CuQ, Tails, item, batch, heads, max_q, stride_qm, stride_qh, stride_dm, stride_dh, WIDE, DIM_QK, DIM,
+               HELD, ROWS)  # fmt: skip
         return
     Tails += (2 * batch * heads).to(tl.int64) * (ROWS * HELD)
     item -= 2 * batch * heads
     if item < 2 * batch * kv_heads:
-        which, i_h, i_b = item // (batch * kv_heads), item // batch % kv_heads, item % batch
-        if which == 0:
-            _tail(K, CuK, Tails, i_b, i_h, max_k, item, stride_km, stride_kh, WIDE, DIM_QK, HELD, KEYS)
-        else:
-            _tail(V, CuK, Tails, i_b, i_h, max_k, item, stride_vm, stride_vh, WIDE, DIM, HELD, KEYS)
+        _tails(K, V, CuK, Tails, item, batch, kv_heads, max_k, stride_km, stride_kh, stride_vm, stride_vh, WIDE, DIM_QK, DIM,
+               HELD, KEYS)  # fmt: skip
         return
     item -= 2 * batch * kv_heads
     if item < tl.cdiv(total_q, ROWS):

@@ -7,6 +7,7 @@ every reason why a query may count for nothing already in it: past the sequence,
 import triton
 import triton.language as tl
 
+from ...device.gradient import no_statistics
 from ...device.state import LOG2E
 from ...device.tile import load_rows
 
@@ -29,12 +30,9 @@ def backward_statistics(
     i_u, i_bh = item % q_units, (item // q_units).to(tl.int64)
     i_b, i_h = i_bh // heads, i_bh % heads
     o_r = tl.arange(0, UNIT)
-    stats = Statistics + item.to(tl.int64) * (2 * UNIT) + o_r
+    stats = Statistics + item.to(tl.int64) * (2 * UNIT)
     if item == tl.num_programs(0) - 1:
-        tl.store(stats, tl.full([UNIT], float("inf"), tl.float32))
-        tl.store(stats + UNIT, tl.zeros([UNIT], tl.float32))
-        for begin in range(0, counters, UNIT):
-            tl.store(Progress + begin + o_r, tl.zeros([UNIT], tl.int32), mask=begin + o_r < counters)
+        no_statistics(stats, Progress, counters, UNIT, UNIT)
         return
     end = seq_q
     if QuerySizes is not None:
@@ -49,5 +47,5 @@ def backward_statistics(
     if DLse is not None:
         delta -= tl.load(DLse + i_bh * seq_q + rows, mask=rows < end, other=0.0)
     nothing = lse == float("-inf")
-    tl.store(stats, tl.where(nothing, float("inf"), lse * LOG2E))
-    tl.store(stats + UNIT, tl.where(nothing, 0.0, delta))
+    tl.store(stats + o_r, tl.where(nothing, float("inf"), lse * LOG2E))
+    tl.store(stats + UNIT + o_r, tl.where(nothing, 0.0, delta))

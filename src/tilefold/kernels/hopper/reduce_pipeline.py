@@ -19,9 +19,7 @@ from .gluon import (
 from .parts import PANEL, load_panels
 from .pipeline import Stage
 from .structs import struct
-from .tails import Tails
-
-KEYS = gl.constexpr(128)  # of a program: two consumers of 64
+from .tails import KEYS, Tails
 
 
 @aggregate

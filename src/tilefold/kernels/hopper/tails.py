@@ -9,7 +9,7 @@ from .gluon import descriptor, gl, jit, tma_load
 from .parts import PANEL
 from .structs import struct
 
-KEYS = gl.constexpr(128)  # of a tile of K and V
+KEYS = gl.constexpr(128)  # of a program and so of a tile of K and V: two consumers of 64
 
 
 @struct

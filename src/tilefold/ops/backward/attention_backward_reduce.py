@@ -166,7 +166,7 @@ def _buffers(plan: "AttentionBackwardPlan", tensors: Tensors, tokens: tuple[int,
         Scratch((rules.counters(n, plan.options, tokens),), torch.int32),
         Scratch((rows * queries * rules.columns_of(n),), torch.float32, True),
         Scratch((rules.key_sums(n, plan.options, tokens),), torch.float32),
-        Scratch((8 * rules.blocks(n, tokens) if tokens else 0,), torch.int32),
+        Scratch((rules.ENTRY_BYTES // 4 * rules.blocks(n, tokens) if tokens else 0,), torch.int32),
         Scratch((rules.tails(n), UNIT), tensors[0].dtype),
         *gradients_of(tensors),
     )
