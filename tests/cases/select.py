@@ -15,7 +15,7 @@ def bounds(scores: torch.Tensor) -> tuple[float, float, float]:
     """How far rounding can move (gini, the mass of a set of blocks, the share at which the last block is taken).
 
     Masses: a block's is a product (one rounding), half added (another), cut to a whole 2^-30th, so n of them are off by at most 2
-    units plus n / 2 parts; the row's sum, by which they are divided, by as much; then two integers go to fp32 and are divided,
+    units plus n / 2 parts; the row's sum, by which they are divided, by less; then two integers go to fp32 and are divided,
     on GPUs to two units in the last place.  Gini: sums over regs + log2 lanes levels above the line (each product rounded once)
     and below it, the product with n, the division.  The share: the Gini coefficient's error, four roundings of tau (number to
     fp32, difference, product, sum), the masses', tau and the goal cut to whole parts."""
@@ -84,4 +84,9 @@ def held(scores: torch.Tensor, **options: Any) -> tuple[sparse.Selection, torch.
     assert (got.tau is None) == (want.tau is None)
     if got.tau is not None and want.tau is not None:
         assert bool(((got.tau.cpu() - want.tau).abs() <= gini + 4 * UNIT).all())
+    if options.get("method", "gini") != "gini":
+        unsorted = sparse.select(scores, **options, return_gini=False)
+        assert unsorted.gini is None
+        assert torch.equal(kept(unsorted), kept(got))
+        assert torch.equal(unsorted.mass, got.mass)
     return got, sure

@@ -242,7 +242,8 @@ def select(
     amount, least, most: what the kernel's settings are, first their value.  call: `ops`' SelectCall without tensors."""
     call = call._replace(amount=tuple(one[0] for one in amount), force=force)
     scored, mass = _scored(scores, sizes)
-    gini(scores, sizes, gini_of)
+    if call.gini:
+        gini(scores, sizes, gini_of)
     forced = _forced(scores, call).expand(scores.shape)
     empty = torch.zeros((), dtype=torch.bool) if sizes is None else (sizes <= 0)[:, :, None]
     key = torch.where(scored, scores.double(), torch.where(empty, -2.0, -1.0))

@@ -6,6 +6,8 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from ..check import check_number
+from ..errors import ValueRangeError
 from ..ops.sparse import select as _select
 from ..ops.sparse.select import SelectCall, Selected
 from ..ops.sparse.select_library import GINI, select_dispatched
@@ -23,12 +25,13 @@ class Selection:
     """What `select` gives, and what it was made by.  A pytree node; none of its tensors has a gradient.
 
     index: the lists, ascending, and their lengths.
-    gini: fp32 [batch, heads, Q blocks]: the Gini coefficient of each row's scores, 0 (all equal) to (n - 1) / n (one has all).
+    gini: fp32 [batch, heads, Q blocks]: the Gini coefficient of each row's scores, 0 (all equal) to (n - 1) / n (one has all);
+        None with return_gini=False.
     tau: fp32 [batch, heads, Q blocks]: the share of the row's mass that was asked for, 0 to 1; None for "top_k".
     mass: fp32 [batch, heads, Q blocks]: the share that the listed blocks have, 0 to 1; 1 for a row whose scores sum to 0."""
 
     index: BlockIndex
-    gini: torch.Tensor
+    gini: torch.Tensor | None
     tau: torch.Tensor | None
     mass: torch.Tensor
 
@@ -56,6 +59,8 @@ def select(
     seq_k: int | None = None,
     block_sizes: torch.Tensor | None = None,
     query_sizes: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    return_gini: bool = True,
 ) -> Selection:
     """The KV blocks that each query block keeps: of the highest scores the fewest whose mass is enough.
 
@@ -86,6 +91,8 @@ def select(
             top_k; only capacity is stronger: the lowest-numbered forced blocks stay.
         block_q, block_k, seq_q, seq_k, block_sizes, query_sizes: the record's, see `BlockIndex`; lengths by default whole blocks.
             A block of size 0 has no score, whatever its number says.
+        softmax_scale: None, or scores are logits, finite or -inf, and softmax(softmax_scale * scores) over a row is what selects.
+        return_gini: False: `Selection.gini` is None, and rows are not sorted for it; lists are the same.  Not with "gini".
 
     tau_min, tau_max, top_p, top_k, sparsity, min_blocks and max_blocks are numbers, or real tensors on the device of scores
     that broadcast to [batch, heads, Q blocks]; of one dimension: [heads].  Tensors are not read on the host; values out of range
@@ -107,6 +114,8 @@ def select(
     2025, arXiv:2505.13389).  The map from Gini coefficient to tau is our own definition.
     """
     bind_scores(scores)
+    if not return_gini and method == "gini":
+        raise ValueRangeError("return_gini is False, but method 'gini' keeps blocks by the Gini coefficients")
     seq_q = scores.shape[2] * block_q if seq_q is None else seq_q
     seq_k = scores.shape[3] * block_k if seq_k is None else seq_k
     geometry = (block_q, block_k, seq_q, seq_k)
@@ -115,12 +124,20 @@ def select(
     bounds = blocks_setting("min_blocks", min_blocks, scores), max_blocks
     window = (force_self, force_first, local_window, force)
     call = make_call(scores, method, numbers, bounds, capacity, window, geometry, sizes)
+    found = None
+    if softmax_scale is not None:
+        call = call._replace(softmax=check_number("softmax_scale", softmax_scale))
     if tau is not None:
+        scores, call = _select.scores_of(scores.detach(), sizes, call.softmax), call._replace(softmax=None)
         found = gini(scores, block_sizes=block_sizes)
-        call = call._replace(method="mass", amount=(called_tau(tau, found, scores),))
+        call = call._replace(method="mass", amount=(called_tau(tau, found, scores),), gini=False)
+    elif not return_gini:
+        call = call._replace(gini=False)
     made = _run(scores.detach(), call)
+    if return_gini and found is None:
+        found = made.gini
     lists = BlockIndex(made.indices, made.counts, *geometry, block_sizes, query_sizes)
-    return Selection(lists, made.gini, None if call.method == "count" else made.tau, made.mass)
+    return Selection(lists, found, None if call.method == "count" else made.tau, made.mass)
 
 
 def gini(scores: torch.Tensor, *, block_sizes: torch.Tensor | None = None) -> torch.Tensor:

@@ -4,7 +4,7 @@ Nothing is read on the host.  Masses are whole 2^-40ths of a row's sum in int64,
 
 import torch
 
-from ..ops.sparse.select import NOWHERE, SelectCall, Selected, Setting, check_forced
+from ..ops.sparse.select import NOWHERE, SelectCall, Selected, Setting, check_forced, scores_of
 from .lists import map_to_lists
 
 PARTS = float(2**40)  # leaves room for 2^23 roundings in a row
@@ -18,8 +18,9 @@ def gini_long(scores: torch.Tensor, block_sizes: torch.Tensor | None) -> torch.T
 def select_long(scores: torch.Tensor, call: SelectCall) -> Selected:
     """As `ops.sparse.select.forward`.  Memory: about 120 bytes a score while it runs."""
     check_forced(scores, call)
+    scores = scores_of(scores, call.block_sizes, call.softmax)
     x = _scores(scores, call.block_sizes)
-    gini, blocks = _gini(x), scores.shape[3]
+    gini, blocks = _gini(x) if call.gini else x.new_empty(x.shape[:3], dtype=torch.float32), scores.shape[3]
     forced = _forced(scores, call)
     order = torch.where(x.isposinf(), 1e300, x).masked_fill_(forced, float("inf"))
     place = order.sort(dim=-1, descending=True, stable=True).indices  # forced blocks first; ties to the lower block
@@ -40,7 +41,9 @@ def select_long(scores: torch.Tensor, call: SelectCall) -> Selected:
     whole = mass.sum(-1)
     share = (mass * kept).sum(-1).double() / whole.clamp(min=1)
     lists, counts, _ = map_to_lists(torch.zeros_like(forced).scatter_(-1, place, kept), call.capacity)
-    return Selected(lists, counts, gini, tau, torch.where(whole > 0, share, 1.0).float())
+    return Selected(
+        lists, counts, gini if call.gini else gini.new_empty(0), tau, torch.where(whole > 0, share, 1.0).float()
+    )
 
 
 def _scores(scores: torch.Tensor, block_sizes: torch.Tensor | None) -> torch.Tensor:

@@ -76,25 +76,28 @@ class Pooled:
             object.__setattr__(self, "window", _radii("window", self.window))
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, site: Site) -> BlockIndex:
-        return self.chosen(self.scores(q, k, site), site)
+        return self.chosen(self.logits(q, k, site), site, softmax_scale=site.scale)
+
+    def logits(self, q: torch.Tensor, k: torch.Tensor, site: Site) -> torch.Tensor:
+        """fp32 [batch, heads, blocks, blocks]: products of mean queries and mean keys."""
+        slots, sizes = site.tiling.slots, site.tiling.sizes(q.device)
+        rows_q, rows_k = (project(one, block=slots, block_sizes=sizes) for one in (q, k))
+        return _products(_by_head(rows_q), _by_head(rows_k, site.heads))
 
     def scores(self, q: torch.Tensor, k: torch.Tensor, site: Site) -> torch.Tensor:
         """fp32 [batch, heads, blocks, blocks]: what each query block is taken to put on each KV block."""
-        slots, sizes = site.tiling.slots, site.tiling.sizes(q.device)
-        rows_q, rows_k = (project(one, block=slots, block_sizes=sizes).float() for one in (q, k))
-        logits = torch.matmul(_by_head(rows_q), _by_head(rows_k, site.heads).transpose(-1, -2))
-        return (logits * site.scale).softmax(-1)
+        return (self.logits(q, k, site) * site.scale).softmax(-1)
 
-    def chosen(self, scores: torch.Tensor, site: Site) -> BlockIndex:
-        """The lists of these scores."""
-        options: dict[str, Any] = {}
+    def chosen(self, scores: torch.Tensor, site: Site, softmax_scale: float | None = None) -> BlockIndex:
+        """The lists of these scores, or of logits, as `select` takes them."""
+        options: dict[str, Any] = {"softmax_scale": softmax_scale, "return_gini": False}
         if self.sparsity is not None:
             blocks = [kept_blocks(one, scores.shape[3]) for one in _each(self.sparsity)]
-            options = {"method": "top_k", "top_k": self._setting(blocks, site, scores.device)}
+            options |= {"method": "top_k", "top_k": self._setting(blocks, site, scores.device)}
             if self.window is None:
                 options["capacity"] = max(blocks)
         else:
-            options = {"method": "top_p", "top_p": self._setting(list(_each(self.top_p)), site, scores.device)}
+            options |= {"method": "top_p", "top_p": self._setting(list(_each(self.top_p)), site, scores.device)}
         if self.window is not None:
             options["force"] = _window_map(site.tiling, self.window, False, scores.device)
         return _select(scores, site, **options)
@@ -123,6 +126,9 @@ class Antidiagonal(Pooled):
         super().__post_init__()
         if check_whole("stride", self.stride, 1) & (self.stride - 1):
             raise ValueRangeError(f"stride must be a power of two, got {self.stride}")
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, site: Site) -> BlockIndex:
+        return self.chosen(self.scores(q, k, site), site)
 
     def scores(self, q: torch.Tensor, k: torch.Tensor, site: Site) -> torch.Tensor:
         tiling, step, n = site.tiling, self.stride, site.tiling.block_count
@@ -170,13 +176,12 @@ class Gini:
             raise ValueRangeError(f"kind must be 'block' or 'pooled', got {self.kind!r}")
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, site: Site) -> BlockIndex:
+        chosen: dict[str, Any] = {"method": "gini", "tau_min": self.tau_min, "tau_max": self.tau_max}
         if self.kind == "pooled":
-            scores = Pooled(sparsity=0.0).scores(q, k, site)
-        else:
-            sizes = site.tiling.sizes(q.device)
-            sized: dict[str, Any] = {"block_sizes": sizes, "query_sizes": sizes}
-            scores = coarse(q, k, k, scale=site.scale, block=site.tiling.slots, **sized).scores
-        return _select(scores, site, method="gini", tau_min=self.tau_min, tau_max=self.tau_max)
+            return _select(Pooled(sparsity=0.0).logits(q, k, site), site, softmax_scale=site.scale, **chosen)
+        sizes = site.tiling.sizes(q.device)
+        sized: dict[str, Any] = {"block_sizes": sizes, "query_sizes": sizes}
+        return _select(coarse(q, k, k, scale=site.scale, block=site.tiling.slots, **sized).scores, site, **chosen)
 
 
 # ---------------------------------------------------------------- by places
@@ -391,6 +396,15 @@ def _by_head(rows: torch.Tensor, heads: int | None = None) -> torch.Tensor:
     if heads is None or rows.shape[1] == heads:
         return rows
     return rows.repeat_interleave(heads // rows.shape[1], 1)
+
+
+def _products(rows_q: torch.Tensor, rows_k: torch.Tensor) -> torch.Tensor:
+    """fp32 [batch, heads, rows, rows] of [batch, heads, rows, dim]; 16-bit products are exact, and summed in fp32."""
+    if rows_q.dtype == torch.float32 or not rows_q.is_cuda or torch.version.hip:
+        return torch.matmul(rows_q.float(), rows_k.float().transpose(-1, -2))
+    flat = rows_q.flatten(0, 1), rows_k.flatten(0, 1).transpose(-1, -2)
+    products = torch.bmm(*flat, out_dtype=torch.float32).unflatten(0, rows_q.shape[:2])
+    return products  # type: ignore[no-any-return]
 
 
 def _each(share: Share | None) -> Sequence[Any]:

@@ -11,14 +11,21 @@ ROWS = {"364": 364, "32": 32, "1000": 1000, "2048": 2048, "4096": 4096}
 KERNELS = {
     "gini": ("example_select", {}),
     "count": ("example_select", {"method": "count", "tensors": True}),
+    "unsorted count": ("example_select", {"method": "count", "sizes": True}),
+    "unsorted mass": ("example_select", {"method": "mass"}),
     "mass forced sizes": ("example_select", {"method": "mass", "sizes": True}),
     "coefficient": ("example_gini", {}),
 }
-BOTH = ("gini", "mass forced sizes")  # for every target, and for sm_90 at every length
+BOTH = ("gini", "mass forced sizes", "unsorted count")  # for every target, and for sm_90 at every length
 JOBS = {
     (f"{kernel} {length}", target): Job(
         f"tilefold.ops.sparse.select:{builder}",
-        {"plan": plan_select(SelectProblem(1, 12, 364, blocks, "forced" in kernel), device_named(device)), **options},
+        {
+            "plan": plan_select(
+                SelectProblem(1, 12, 364, blocks, "forced" in kernel, "unsorted" not in kernel), device_named(device)
+            ),
+            **options,
+        },
         target,
         label=f"{kernel} {length} for {target}",
     )

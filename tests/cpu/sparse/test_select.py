@@ -41,6 +41,31 @@ def test_lengths_of_rows(blocks, method, device):
     held(rows("tied", 1, 1, 3, blocks).to(device), **METHODS[method], force_self=True, seq_k=64 * blocks)
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("longest", [0, LONGEST_ROW])
+def test_logits(method, longest, device, monkeypatch):
+    """Their softmax is the scores: as many blocks, and blocks that differ only where scores are equal up to rounding."""
+    import sys
+
+    monkeypatch.setattr(sys.modules["tilefold.sparse.select"], "LONGEST_ROW", longest)
+    g = torch.Generator().manual_seed(3)
+    logits = (3 * torch.randn(2, 3, 9, 45, generator=g)).to(device)
+    logits[0, 0, 0, 3:30] = float("-inf")
+    sizes = torch.full((45,), 64, dtype=torch.int32, device=device)
+    sizes[7] = 0
+    logits[..., 7] = 1e4  # of a block without tokens: nothing
+    options = {**METHODS[method], "block_sizes": sizes}
+    hidden = logits.masked_fill(sizes == 0, float("-inf"))
+    want = reference.select((hidden.double() * 0.4).softmax(-1).cpu(), **{**options, "block_sizes": sizes.cpu()})
+    got = sparse.select(logits, softmax_scale=0.4, **options)
+    gini, mass, share = (10 * bound for bound in bounds(logits))  # and an exponential, rounded, for each score
+    same = (kept(got) == want.keep).all(-1)
+    assert bool((same | (want.gap <= share)).all())
+    assert same.float().mean() > 0.9
+    assert bool(((got.gini.cpu() - want.gini).abs() <= gini).all())
+    assert bool(((got.mass.cpu() - want.mass).abs() <= mass)[same].all())
+
+
 def test_the_longest_row_of_the_kernel(device):
     held(rows("peaked", 1, 1, 3, LONGEST_ROW).to(device))
     held(rows("tied", 1, 1, 2, LONGEST_ROW - 1).to(device), method="top_k", top_k=99)

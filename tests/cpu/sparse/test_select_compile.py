@@ -87,9 +87,9 @@ def test_opcheck(device):
     geometry = [64, 64, 320, 1280]
     never = -(1 << 30)
     for given in (
-        (None, None, "gini", (0.5, 0.9, 1.0, 20.0), 20, geometry, 0, never),
-        (force, sizes, "mass", (per_head, 1.0, 9.0), 9, geometry, 1, 1),
-        (None, None, "count", (4.0, 1.0, 20.0), 4, geometry, 0, never),
+        (None, None, "gini", (0.5, 0.9, 1.0, 20.0), 20, geometry, 0, never, True, None),
+        (force, sizes, "mass", (per_head, 1.0, 9.0), 9, geometry, 1, 1, True, None),
+        (None, None, "count", (4.0, 1.0, 20.0), 4, geometry, 0, never, False, 0.5),
     ):
         torch.library.opcheck(SELECT.op, SELECT.flat(scores, *given))
     torch.library.opcheck(GINI.op, (scores, sizes))

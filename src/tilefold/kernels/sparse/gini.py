@@ -36,6 +36,6 @@ def gini(
     i_b = (row // q_blocks // heads).to(tl.int64)
     p_row = i_b * stride_b + i_h * stride_h + i_q * stride_q
     inside = (column < kv_blocks) & (row < rows)
-    code = score_codes(Scores, Sizes, p_row, i_b * stride_sb + i_h * stride_sh, column, inside, stride_sk)
-    found, _, _ = concentration(sort_descending(code, REGS, LANES, LOG), REGS, LANES)
+    code = score_codes(Scores, Sizes, p_row, i_b * stride_sb + i_h * stride_sh, column, inside, stride_sk, None)
+    found = concentration(sort_descending(code, REGS, LANES, LOG), REGS, LANES)
     tl.store(Gini + row, found, mask=row < rows)

@@ -1,15 +1,18 @@
-"""Block scores to lists of blocks in one launch: sort, Gini, tau, which blocks are kept, and their numbers in ascending order."""
+"""Block scores to lists of blocks in one launch: Gini, tau, which blocks are kept, and their numbers in ascending order.
+
+Only the Gini coefficient needs a sort.  The score of the last block that is kept is found by a search for its bits."""
 
 import triton
 import triton.language as tl
 
 from ...device.ordering import (
     FIRST_SCORE,
+    any_row,
     concentration,
+    count_bound,
     earlier_columns,
     load_flat,
-    order_sum,
-    positions,
+    mass_bound,
     quanta,
     row_max,
     row_sum,
@@ -19,9 +22,9 @@ from ...device.ordering import (
 )
 from ...device.settings import setting, whole_setting
 
-RUNTIME = ["rows", "heads", "q_blocks", "kv_blocks", "capacity", "seq_q", "shift", "log_q", "log_k", "force_first", "reach",
-           "stride_b", "stride_h", "stride_q", "stride_fb", "stride_fh", "stride_fq", "stride_fk", "stride_sb", "stride_sh",
-           "stride_sk"]  # fmt: skip
+RUNTIME = ["scale", "rows", "heads", "q_blocks", "kv_blocks", "capacity", "seq_q", "shift", "log_q", "log_k", "force_first",
+           "reach", "stride_b", "stride_h", "stride_q", "stride_fb", "stride_fh", "stride_fq", "stride_fk", "stride_sb",
+           "stride_sh", "stride_sk"]  # fmt: skip
 
 
 @triton.jit
@@ -39,20 +42,45 @@ def forced_blocks(
     return forced & inside
 
 
+@triton.jit
+def blocks_of_mass(code, mass, goal):
+    """int32 a row: of the blocks with a score above 0, highest first, how many have less than `goal` before them.
+
+    mass: int32 of each block, equal for equal codes."""
+    last = mass_bound(code, mass, goal)
+    above = code > tl.maximum(last, FIRST_SCORE)
+    each = row_max(tl.where(code == last, mass, 0))
+    left = goal - row_sum(tl.where(above, mass, 0))
+    return row_sum(above.to(tl.int32)) + tl.where(each > 0, (left - 1) // tl.maximum(each, 1) + 1, 0)
+
+
+@triton.jit
+def highest(code, take):
+    """bool [ROWS, REGS, LANES]: the `take` blocks of highest code, at most those above 0; of equal codes the first."""
+    last = count_bound(code, take)
+    above = code > last
+    ties = take - row_sum(above.to(tl.int32))
+    tie = (code == last) & (code > 0)
+    if any_row(row_sum(tie.to(tl.int32)) > ties):
+        tie = tie & (earlier_columns(tie.to(tl.int32)) < ties)
+    return above | tie
+
+
 @triton.jit(do_not_specialize=RUNTIME)
 def select(
     Scores, Sizes, Force, Index, Count, Gini, Tau, Mass, amount, least, most,
-    rows, heads, q_blocks, kv_blocks, capacity, seq_q, shift, log_q, log_k, force_first, reach,
+    scale, rows, heads, q_blocks, kv_blocks, capacity, seq_q, shift, log_q, log_k, force_first, reach,
     stride_b, stride_h, stride_q, stride_fb, stride_fh, stride_fq, stride_fk, stride_sb, stride_sh, stride_sk,
     METHOD: tl.constexpr, FORCED: tl.constexpr,
     ROWS: tl.constexpr, REGS: tl.constexpr, LANES: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
     """Scores [B, H, Qb, KVb], Sizes int32 [B, H, KVb] or None, Force bool [B, H, Qb, KVb] or None -> Index int32 [B, H, Qb,
-    capacity], Count int32, Gini, Tau (unless METHOD is "count"), Mass fp32 [B, H, Qb], all contiguous.
+    capacity], Count int32, Gini (or None, unless METHOD is "gini"), Tau (unless METHOD is "count"), Mass fp32 [B, H, Qb], all
+    contiguous.
 
     amount: the settings of METHOD: "gini" (tau_min, tau_max), "mass" (tau,), "count" (blocks,); least, most: blocks a list;
-    each as `setting` has it.  shift: seq_k - seq_q tokens; log_q, log_k: of the blocks' tokens; reach: blocks, very negative for
-    none.
+    each as `setting` has it.  scale: None, or Scores are logits, see `score_codes`.  shift: seq_k - seq_q tokens; log_q, log_k:
+    of the blocks' tokens; reach: blocks, very negative for none.
 
     Grid (ceil(rows / ROWS),), rows = B * H * Qb; 2 ** LOG = REGS * LANES >= KVb columns.  Sums that decide are sums
     of integers.  What is listed past a row's count are the blocks that are not kept."""
@@ -64,25 +92,24 @@ def select(
     i_b = (row // q_blocks // heads).to(tl.int64)
     inside = (column < kv_blocks) & live
     p_row = i_b * stride_b + i_h * stride_h + i_q.to(tl.int64) * stride_q
-    code = score_codes(Scores, Sizes, p_row, i_b * stride_sb + i_h * stride_sh, column, inside, stride_sk)
+    code = score_codes(Scores, Sizes, p_row, i_b * stride_sb + i_h * stride_sh, column, inside, stride_sk, scale)
     if FORCED:
         p_force = i_b * stride_fb + i_h * stride_fh + i_q.to(tl.int64) * stride_fq
         forced = forced_blocks(Force, p_force, stride_fk, i_q, column, inside, capacity, seq_q, shift, log_q, log_k,
                                force_first, reach)  # fmt: skip
-        key = sort_descending(code * 2 + forced.to(tl.uint32), REGS, LANES, LOG)
-        ranked, free = key >> 1, (key & 1) == 0
         held = row_sum(forced.to(tl.int32))
+        loose = tl.where(forced, 0, code)  # of the blocks that may be left out
     else:
-        forced = False
-        ranked = sort_descending(code, REGS, LANES, LOG)
-        free = True
         held = 0
-    gini, scale, total = concentration(ranked, REGS, LANES)
-    mass = quanta(ranked, scale, total)  # [ROWS, LANES, REGS]
+        loose = code
+    mass = quanta(code)
     whole = row_sum(mass)
+    if Gini is not None:
+        gini = concentration(sort_descending(code, REGS, LANES, LOG), REGS, LANES)
+        tl.store(Gini + row, gini, mask=live)
     if METHOD == "count":
         blocks = whole_setting(amount[0], i_b, i_h, i_q, live, kv_blocks)
-        scored = row_sum((free & (ranked >= FIRST_SCORE)).to(tl.int32))
+        scored = row_sum((loose >= FIRST_SCORE).to(tl.int32))
         wanted = tl.minimum(blocks, scored + held)
     else:
         tau = setting(amount[0], i_b, i_h, i_q, live)
@@ -94,42 +121,20 @@ def select(
         goal = ((tau * 2147483648.0).to(tl.int64) * whole + 0x7FFFFFFF) >> 31  # of integers: exact, and rounded up
         goal = tl.where(tau < 1.0, goal.to(tl.int32), 0x7FFFFFFF)
         if FORCED:
-            loose = tl.where(free, mass, 0)
-            before = order_sum(loose, LOG) - loose + row_sum(mass - loose)
-        else:
-            before = order_sum(mass, LOG) - mass
-        needed = free & (ranked > FIRST_SCORE) & (before < goal)
-        wanted = row_sum(needed.to(tl.int32)) + held
+            goal -= row_sum(tl.where(forced, mass, 0))
+        wanted = held + blocks_of_mass(loose, mass, goal)
     count = tl.maximum(wanted, whole_setting(least, i_b, i_h, i_q, live, kv_blocks))
     count = tl.minimum(count, whole_setting(most, i_b, i_h, i_q, live, kv_blocks))
     count = tl.minimum(tl.maximum(count, held), capacity)
-    take = tl.maximum(count - held, 0)
+    kept = highest(loose, tl.maximum(count - held, 0))
     if FORCED:
-        rank = order_sum(free.to(tl.int32), LOG)  # 1 for the first block that is not forced
-    else:
-        rank = positions(REGS, LANES) + 1
-    last = row_max(tl.where(free & (rank == take), ranked, 0))
-    last = tl.where(take > 0, last, 0xFFFFFFFF)  # the code of the last block taken
-
-    # Back to the order of the columns: which are kept, and how many of them come before each.
-    sure = (code > last) & inside
-    tie = (code == last) & inside
-    if FORCED:
-        sure, tie = sure | forced, tie & ~forced
-    flags = sure.to(tl.int32) + (tie.to(tl.int32) << 16)
-    earlier = earlier_columns(flags)
-    ties = take + held - (row_sum(flags) & 0xFFFF)  # of equal scores the first ones
-    kept = sure | (tie & ((earlier >> 16) < ties))
-    earlier = (earlier & 0xFFFF) + tl.minimum(earlier >> 16, ties)
-    place = tl.where(kept, earlier, count + column - earlier)
-    listed = inside & (place < capacity)
+        kept |= forced
+    earlier = earlier_columns(kept.to(tl.int32))
+    place = tl.where(kept, earlier, count + column - earlier)  # outside of the row: the column's own number
     N: tl.constexpr = ROWS * REGS * LANES
     entry = (row.to(tl.int64) * capacity + place).reshape(N)  # flat, as they lie in the lanes
-    tl.store(Index + entry, (column + tl.zeros(place.shape, tl.int32)).reshape(N), mask=listed.reshape(N))
-    ours = rank <= take
-    if FORCED:
-        ours = ours | (free == 0)
-    share = row_sum(tl.where(ours, mass, 0)).to(tl.float32) / tl.maximum(whole, 1).to(tl.float32)
+    listed = ((place < capacity) & live).reshape(N)
+    tl.store(Index + entry, (column + tl.zeros(place.shape, tl.int32)).reshape(N), mask=listed)
+    share = row_sum(tl.where(kept, mass, 0)).to(tl.float32) / tl.maximum(whole, 1).to(tl.float32)
     tl.store(Mass + row, tl.where(whole > 0, share, 1.0), mask=live)
-    tl.store(Gini + row, gini, mask=live)
     tl.store(Count + row, count, mask=live)

@@ -25,7 +25,8 @@ class SelectCall(NamedTuple):
     method: "gini" (amount: tau_min, tau_max), "mass" (amount: tau) or "count" (amount: blocks); least, most: blocks a list;
     capacity: entries a list, at most the KV blocks; geometry: block_q, block_k, seq_q, seq_k; force_first: blocks from the start;
     reach: blocks to either side of a query block's own, NOWHERE for none; force: bool view [B, H, Qb, KVb]; block_sizes: int32
-    view [B, H, KVb]."""
+    view [B, H, KVb]; gini: whether Gini coefficients are made, which "gini" needs; softmax: None, or the scale of
+    logits whose softmax is the scores."""
 
     method: str
     amount: tuple[Setting, ...]
@@ -37,6 +38,8 @@ class SelectCall(NamedTuple):
     reach: int = NOWHERE
     force: torch.Tensor | None = None
     block_sizes: torch.Tensor | None = None
+    gini: bool = True
+    softmax: float | None = None
 
     @property
     def settings(self) -> tuple[Setting, ...]:
@@ -48,7 +51,8 @@ class SelectCall(NamedTuple):
 
 
 class Selected(NamedTuple):
-    """indices int32 [B, H, Qb, capacity], counts int32, gini, tau, mass fp32 [B, H, Qb]; tau has no elements for "count"."""
+    """indices int32 [B, H, Qb, capacity], counts int32, gini, tau, mass fp32 [B, H, Qb]; tau has no elements for "count", gini
+    none where none was asked for."""
 
     indices: torch.Tensor
     counts: torch.Tensor
@@ -65,7 +69,8 @@ GIVEN = ("Scores", "Sizes", "Force", "Index", "Count", "Gini", "Tau", "Mass", "a
 def result_shapes(scores: torch.Tensor, call: SelectCall) -> tuple[tuple[int, ...], ...]:
     """Shapes of the results, in the order of `Selected`."""
     rows = tuple(scores.shape[:3])
-    return (*rows, call.capacity), rows, rows, (0,) if call.method == "count" else rows, rows
+    tau = (0,) if call.method == "count" else rows
+    return (*rows, call.capacity), rows, rows if call.gini else (0,), tau, rows
 
 
 def forward(scores: torch.Tensor, call: SelectCall) -> Selected:
@@ -74,21 +79,45 @@ def forward(scores: torch.Tensor, call: SelectCall) -> Selected:
     made = Selected(*(torch.empty(shape, dtype=kind, device=scores.device) for shape, kind in shapes))
     if made.counts.numel() == 0:
         return made
-    _prepare(scores, call)((scores, call.block_sizes, call.force, *made, *_settings(call)))
+    given = made if call.gini else made._replace(gini=None)  # type: ignore[arg-type]
+    _prepare(scores, call)((scores, call.block_sizes, call.force, *given, *_settings(call)))
     return made
+
+
+def _served_logits(served: Any, softmax: float) -> Any:
+    """The same function, of logits."""
+
+    def run(given: tuple[Any, ...]) -> None:
+        scores, sizes, *rest = given
+        served((scores_of(scores, sizes, softmax), sizes, *rest))
+
+    return run
+
+
+def scores_of(logits: torch.Tensor, sizes: torch.Tensor | None, softmax: float | None) -> torch.Tensor:
+    """fp32 scores of logits, as `SelectCall` has both, but for the division by their sum; scores as they are without a scale."""
+    if softmax is None:
+        return logits
+    x = logits.float() * softmax
+    if sizes is not None:
+        x = x.masked_fill(sizes[:, :, None] <= 0, -torch.inf)
+    top = x.amax(-1, keepdim=True)
+    return (x - top.masked_fill(top == -torch.inf, 0.0)).exp()
 
 
 def _key(scores: torch.Tensor, call: SelectCall) -> Any:
     most = None if isinstance(call.most, torch.Tensor) else call.most
     tensors = (scores, call.force, call.block_sizes, *call.settings)
-    return scores.shape[3], *map(_fact, tensors), *call[4:8], call.method, most
+    return scores.shape[3], *map(_fact, tensors), *call[4:8], call.method, most, call.gini, call.softmax
 
 
 @recorded("select", _key)
 def _prepare(scores: torch.Tensor, call: SelectCall) -> Bound:
     check_forced(scores, call)
     bare = call._replace(amount=(), least=0, most=0, force=None, block_sizes=None)
-    return function_at("select", scores.device, bare) or _bind(_plan(scores, call.forced), call, scores)
+    if served := function_at("select", scores.device, bare):
+        return served if call.softmax is None else _served_logits(served, call.softmax)  # type: ignore[no-any-return]
+    return _bind(_plan(scores, call.forced, call.gini), call, scores)
 
 
 def gini(scores: torch.Tensor, block_sizes: torch.Tensor | None) -> torch.Tensor:
@@ -129,11 +158,11 @@ def check_forced(scores: torch.Tensor, call: SelectCall) -> None:
         )
 
 
-def _plan(scores: torch.Tensor, forced: bool = False) -> "SelectPlan":
+def _plan(scores: torch.Tensor, forced: bool = False, gini: bool = True) -> "SelectPlan":
     from ...plan.sparse.select import SelectProblem, plan_select
 
     batch, heads, q_blocks, kv_blocks = scores.shape
-    return plan_select(SelectProblem(batch, heads, q_blocks, kv_blocks, forced), device_of(scores.device))
+    return plan_select(SelectProblem(batch, heads, q_blocks, kv_blocks, forced, gini), device_of(scores.device))
 
 
 def _fact(value: Setting | None) -> Any:
@@ -158,6 +187,7 @@ def _bind(plan: "SelectPlan", call: SelectCall, scores: torch.Tensor) -> Bound:
 
     block_q, block_k, seq_q, seq_k = call.geometry
     values = {
+        "scale": call.softmax,
         "capacity": call.capacity,
         "seq_q": seq_q,
         "shift": seq_k - seq_q,
@@ -211,9 +241,10 @@ def example_select(
     geometry = (64, 64, 64 * p.q_blocks, 64 * p.kv_blocks)
     amount = (setting,) * (2 if method == "gini" else 1)
     call = SelectCall(method, amount, setting, setting, p.kv_blocks, geometry, int(forced), 1 if forced else NOWHERE, force,
-                      block_sizes)  # fmt: skip
+                      block_sizes, p.gini)  # fmt: skip
     i32 = torch.int32
-    made = (meta(*rows, p.kv_blocks, dtype=i32), meta(*rows, dtype=i32), *(meta(*rows) for _ in range(3)))
+    gini = meta(*rows) if p.gini else None
+    made = (meta(*rows, p.kv_blocks, dtype=i32), meta(*rows, dtype=i32), gini, meta(*rows), meta(*rows))
     return _bind(plan, call, scores).example((scores, block_sizes, force, *made, *_settings(call)))
 
 

@@ -15,19 +15,21 @@ Five = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tenso
 
 def _forward(
     scores: torch.Tensor, force: torch.Tensor | None, block_sizes: torch.Tensor | None, method: str, settings: ModArgs,
-    capacity: int, geometry: Sequence[int], force_first: int, reach: int,
+    capacity: int, geometry: Sequence[int], force_first: int, reach: int, gini: bool,
+    softmax: float | None,
 ) -> Five:  # fmt: skip
     """(indices, counts, gini, tau, mass) as `ops.sparse.select.forward`; settings: as of `SelectCall`."""
-    options = (method, settings, capacity, geometry, force_first, reach)
+    options = (method, settings, capacity, geometry, force_first, reach, gini, softmax)
     return cast("Five", tuple(select.forward(scores, _call(force, block_sizes, *options))))
 
 
 def _call(
-    force: Any, block_sizes: Any, method: str, settings: ModArgs, capacity: int, geometry: Any, *others: int
+    force: Any, block_sizes: Any, method: str, settings: ModArgs, capacity: int, geometry: Any, *others: Any
 ) -> SelectCall:
     *amount, least, most = cast("tuple[Setting, ...]", settings)
-    first, reach = others
-    return SelectCall(method, tuple(amount), least, most, capacity, tuple(geometry), first, reach, force, block_sizes)
+    first, reach, gini, softmax = others
+    shape = capacity, tuple(geometry), first, reach
+    return SelectCall(method, tuple(amount), least, most, *shape, force, block_sizes, gini, softmax)
 
 
 def _fake(scores: torch.Tensor, *given: Any) -> Five:
@@ -46,7 +48,7 @@ GINI = Operation("gini", select.gini, _fake_gini, NONE)
 
 def select_dispatched(scores: torch.Tensor, call: SelectCall) -> Selected:
     """The same as ops.sparse.select.forward, through the dispatcher."""
-    tensors, geometry = (scores, call.force, call.block_sizes), list(call.geometry)
+    tensors, window = (scores, call.force, call.block_sizes), (list(call.geometry), call.force_first, call.reach)
     return Selected(
-        *SELECT.dispatched(*tensors, call.method, call.settings, call.capacity, geometry, call.force_first, call.reach)
+        *SELECT.dispatched(*tensors, call.method, call.settings, call.capacity, *window, call.gini, call.softmax)
     )

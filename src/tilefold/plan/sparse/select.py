@@ -7,8 +7,9 @@ from ...errors import Unsupported
 from ..device import Device
 
 LONGEST_ROW = 4096  # blocks a row that the kernel sorts in registers
-ONE_WARP = 32  # numbers a thread that one warp may hold: at 64 they no longer fit its registers
+ONE_WARP = 32  # numbers a thread that one warp may sort: at 64 they no longer fit its registers
 FORCED = 16  # the same where blocks are forced, which takes as many registers again
+MOST_WARPS = 4  # that search a row without sorting it; more numbers a thread above that
 SEVERAL_WARPS = 16  # numbers a thread where a row needs more than one warp
 INTERPRETED_ROWS = 64  # rows a program in the interpreter, whose cost is that of its steps
 MAX_GRID = 2**31 - 1
@@ -23,13 +24,15 @@ def kept_blocks(sparsity: float, blocks: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SelectProblem:
-    """Scores [batch, heads, q_blocks, kv_blocks], a row a query block; forced: some blocks are kept whatever their score."""
+    """Scores [batch, heads, q_blocks, kv_blocks], a row a query block; forced: some blocks are kept whatever their score; gini:
+    rows are sorted for their Gini coefficients."""
 
     batch: int
     heads: int
     q_blocks: int
     kv_blocks: int
     forced: bool = False
+    gini: bool = True
 
     @property
     def rows(self) -> int:
@@ -70,10 +73,12 @@ def plan_select(problem: SelectProblem, device: Device) -> SelectPlan:
         return SelectPlan(problem, device, "torch", 0, 0, 0, 0, reason)
     warp = device.warp_size
     block = max(warp, 1 << max(0, problem.kv_blocks - 1).bit_length())
-    if block <= warp * (FORCED if problem.forced else ONE_WARP):
+    if block <= warp * (FORCED if problem.forced or not problem.gini else ONE_WARP):
         warps, reason = 1, "a warp a row: nothing passes through shared memory"
     else:
         warps, reason = block // (warp * SEVERAL_WARPS), "a row does not fit the registers of one warp"
+        if not problem.gini:
+            warps, reason = min(warps, MOST_WARPS), "a row is searched by several warps"
     lanes = warp * warps
     rows = INTERPRETED_ROWS if device.backend == "interpreter" else 1
     return SelectPlan(problem, device, "select", rows, block // lanes, lanes, warps, reason)
