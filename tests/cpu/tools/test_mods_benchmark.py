@@ -1,0 +1,48 @@
+"""benchmarks/mods.py on the CPU: each mod is the same in Triton, in torch and in FlexAttention, forward and backward."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[3] / "benchmarks"
+pytestmark = pytest.mark.interpreter
+
+
+def run(*options):
+    command = [sys.executable, str(FOLDER / "mods.py"), "--tiny", *options]
+    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}  # others share the cores
+    return subprocess.run(command, capture_output=True, text=True, env=env, check=True).stdout
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    """A record of each mod and pass, in the order of the run."""
+    path = tmp_path_factory.mktemp("mods") / "rows.jsonl"
+    told = run("--jsonl", str(path))
+    assert "not reached" not in told
+    assert "WRONG" not in told
+    assert not run("--jsonl", str(path), "--only", "causal,tree").count("| tree |")  # it is there already
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_every_mod_is_what_it_is_in_torch(records):
+    by_pass = {one: [record for record in records if record["pass"] == one] for one in ("forward", "backward")}
+    assert [one["mod"] for one in by_pass["forward"]] == [one["mod"] for one in by_pass["backward"]]
+    assert len({one["mod"] for one in records}) == 23
+    for record in records:
+        theirs = "sdpa" if record["mod"].startswith("boolean") else "flex"
+        assert record["failed"] == {}
+        assert record["ms"].keys() >= {"ours", "plain", *([theirs] if record["pass"] == "forward" else [])}
+        softcap = record["mod"] == "softcap"  # of sigmoid, whose 1 cancels
+        assert record["error"]["ours"] < (5e-6 if softcap else 1e-6), record
+        assert 0.05 < record["seen"] <= 1
+
+
+def test_rows_come_in_parts_and_by_name(tmp_path):
+    told = run("--only", "sink,softcap", "--pass", "forward", "--shard", "2/2")
+    assert [line.split(" | ")[0] for line in told.splitlines() if line.startswith("| s")] == ["| softcap"]
+    assert "not reached: causal, (64, 16)" in run("--budget", "-1", "--only", "causal", "--pass", "forward")
