@@ -59,7 +59,7 @@ def distance(score, batch, head, q_index, kv_index, args):
 
 def case_of(mod: Mod, tokens: int, heads: int, device: str) -> Case:
     args = tuple(one.to(device) if isinstance(one, Tensor) else one for one in mod.args(tokens, heads))
-    flex = tanh_by_instruction if mod.name == "softcap_polynomial" and device == "cuda" else mod.in_torch(args, tokens)
+    flex = tanh_by_instruction if mod.name == "softcap_rational" and device == "cuda" else mod.in_torch(args, tokens)
     return Case(
         mod.name,
         mod.options(args),
@@ -392,7 +392,8 @@ def compile_all(size: tuple[int, int], names: list[str], o: argparse.Namespace, 
         running.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
     for each in running:
         try:
-            each.wait(max(1.0, end - time.monotonic()))
+            if each.wait(max(1.0, end - time.monotonic())):
+                print(f"a process that compiles ended with {each.returncode}", flush=True)
         except subprocess.TimeoutExpired:
             each.kill()
 
@@ -432,7 +433,7 @@ def main() -> None:
             except Exception as error:  # the run tells it
                 print(f"{name}: {error}")
         return
-    setting, records, end = None, [], begin + o.budget
+    setting, records, end = None, kept(o), begin + o.budget
     for size, names in rows(o):
         if o.workers > 0 and time.monotonic() < end:
             compile_all(size, names, o, end)
