@@ -1,6 +1,6 @@
 """The pictures of the README and of the docs, as SVG in docs/assets: the charts of speed, the fold, maps, schedules, layouts.
 
-    python scripts/docs/pictures.py            # writes them; the charts from benchmarks/results
+    python scripts/docs/pictures.py            # writes them and the gallery of mods; speeds from benchmarks/results
 
 Equal input gives equal bytes.  A picture stands in the colours of its reader, light or dark; inside a page of the site it takes
 those of the page.
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import charts
+import mod_gallery
 from svg import EDGE, FULL, OTHERS, OURS_TOO, arrow, box, svg, text
 
 __all__ = ["PICTURES", "pictures"]
@@ -338,6 +339,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "pages": pages,
     "packed": packed,
     "shards": shards,
+    **mod_gallery.PICTURES,
 }
 
 
@@ -347,6 +349,9 @@ def pictures() -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    (ASSETS / "gallery").mkdir(exist_ok=True)
     for name, made in pictures().items():
         (ASSETS / name).write_text(made, encoding="utf-8")
         print(f"wrote docs/assets/{name}")
+    mod_gallery.PAGE.write_text(mod_gallery.page(), encoding="utf-8")
+    print(f"wrote {mod_gallery.PAGE.relative_to(ROOT)}")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gallery
 import pytest
 import torch
 
@@ -52,11 +53,8 @@ def test_rows_come_in_parts_and_by_name(tmp_path):
     assert "not reached: causal, (64, 16)" in run("--budget", "-1", "--only", "causal", "--pass", "forward")
 
 
-def test_the_mods_are_their_sources(monkeypatch):
+def test_the_mods_are_their_sources():
     """Buckets as T5's code counts them, and how far the rational softcap is from tanh."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import gallery
-
     apart = torch.arange(-300, 301)
     zero = torch.zeros((), dtype=torch.int64)
     found = gallery.t5_buckets_twin(0, zero, zero, zero, apart, (torch.arange(32.0)[None],))
