@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import charts
-import mod_gallery
 from svg import EDGE, FULL, OTHERS, OURS_TOO, arrow, box, svg, text
 
 __all__ = ["PICTURES", "pictures"]
@@ -339,16 +338,19 @@ PICTURES: dict[str, Callable[[], str]] = {
     "pages": pages,
     "packed": packed,
     "shards": shards,
-    **mod_gallery.PICTURES,
 }
 
 
 def pictures() -> dict[str, str]:
-    """Every picture by its name in docs/assets."""
-    return {f"{name}.svg": draw() for name, draw in PICTURES.items()}
+    """Every picture by its name in docs/assets; those of the gallery need triton, which the site must not import so early."""
+    import mod_gallery
+
+    return {f"{name}.svg": draw() for name, draw in (PICTURES | mod_gallery.PICTURES).items()}
 
 
 if __name__ == "__main__":
+    import mod_gallery
+
     (ASSETS / "gallery").mkdir(exist_ok=True)
     for name, made in pictures().items():
         (ASSETS / name).write_text(made, encoding="utf-8")
