@@ -50,6 +50,9 @@ def test_every_mod_is_what_it_is_in_torch(records):
 def test_rows_come_in_parts_and_by_name(tmp_path):
     told = run("--only", "sink,softcap", "--pass", "forward", "--shard", "2/2")
     assert [line.split(" | ")[0] for line in told.splitlines() if line.startswith("| s")] == ["| softcap"]
+    more = run("--only", "none,slopes,distance,built in,bias", "--variants", "--pass", "forward")
+    assert more.count("| flex |") == more.count("'portable'") == more.count("tilefold's flex_attention") == 5
+    assert "WRONG" not in more
     assert "not reached: causal, (64, 16)" in run("--budget", "-1", "--only", "causal", "--pass", "forward")
 
 
