@@ -393,7 +393,7 @@ MODS = (
     Mod("Strided", "Sparse Transformers, arXiv:1904.10509", strided, lambda n, heads: (1 << log2(n) // 2,), "(16,)"),
     Mod("Block-causal video frames", "MAGI-1, arXiv:2505.13211", block_causal, lambda n, heads: (n // 8,), "(32,)"),
     Mod("Tree", "SpecInfer, arXiv:2305.09781", tree, lambda n, heads: (ends_of(n),),
-        "(torch.where((place < 64) | (place >= 160), 256, 160).int(),)"),
+        "(torch.where(place // 64 == 1, 128, 256).int(),)"),
     Mod("Documents", "packed sequences, both ways", documents, lambda n, heads: (numbers_of(n),), "(place // 100,)"),
     Mod("Documents, causal", "Llama 3, arXiv:2407.21783", causal_documents, lambda n, heads: (numbers_of(n),),
         "(place // 100,)"),
