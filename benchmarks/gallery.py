@@ -14,6 +14,7 @@ import triton.language as tl
 
 Args = tuple[Any, ...]
 CAP = 30.0
+LIMITS = {"forward": 1e-2, "backward": 2e-2}  # relative L2 errors between two results in bf16
 
 
 # --- causal masks -----------------------------------------------------------------------------------------------------------
@@ -254,18 +255,18 @@ def relative_table_twin(score, b, h, i, j, args):
 
 @triton.jit
 def t5_buckets(score, batch, head, q_index, kv_index, args):
-    table, seq_q, seq_k = args  # [heads, 32]; far buckets grow by half an octave, to 128 tokens
-    apart = tl.abs(q_index - kv_index)
-    far = 8 + (2.0 * tl.log2(tl.maximum(apart, 8) * 0.125 + 0.001)).to(tl.int32)
-    bucket = tl.where(apart < 8, apart, tl.minimum(far, 15)) + tl.where(kv_index > q_index, 16, 0)
-    return score + tl.load(table + head * 32 + bucket)
+    table, seq_q, seq_k = (
+        args  # [heads, 32]: 0 to 7 tokens apart, then half octaves up to 128; 16 more behind the query
+    )
+    apart = (kv_index - q_index).to(tl.float32)
+    bucket = tl.minimum(tl.minimum(tl.abs(apart), tl.log2(apart * apart + 0.5) + 2.0), 15.0)
+    return score + tl.load(table + head * 32 + tl.where(apart > 0, bucket + 16.0, bucket).to(tl.int32))
 
 
 def t5_buckets_twin(score, b, h, i, j, args):
-    apart = (i - j).abs()
-    far = 8 + (2.0 * torch.log2(apart.clamp(min=8) * 0.125 + 0.001)).int()
-    bucket = torch.where(apart < 8, apart, far.clamp(max=15)) + torch.where(j > i, 16, 0)
-    return score + args[0][h, bucket]
+    apart = (j - i).float()
+    bucket = torch.minimum(apart.abs(), torch.log2(apart * apart + 0.5) + 2.0).clamp(max=15.0)
+    return score + args[0][h, torch.where(apart > 0, bucket + 16.0, bucket).int()]
 
 
 @triton.jit
@@ -279,18 +280,15 @@ def softcap_twin(score, b, h, i, j, args):
 
 
 @triton.jit
-def softcap_polynomial(score, batch, head, q_index, kv_index, args):
-    cap, seq_q, seq_k = args  # off by at most 0.002 cap up to the cap, by 0.011 cap anywhere
-    x = tl.minimum(tl.maximum(score * (1.0 / cap), -2.7), 2.7)
-    u = x * x
-    even = 1.0 + u * (-0.3155 + u * (0.09352 + u * (-0.01789 + u * (0.001841 + u * -7.64e-5))))
-    return cap * x * even
+def softcap_rational(score, batch, head, q_index, kv_index, args):
+    cap, seq_q, seq_k = args  # tanh by its Pade approximant, off by 3e-4 up to 1 and by 0.02 where it saturates
+    x = tl.minimum(tl.maximum(score * (1.0 / cap), -2.322), 2.322)
+    return cap * x * (15.0 + x * x) / (15.0 + 6.0 * x * x)
 
 
-def softcap_polynomial_twin(score, b, h, i, j, args):
-    x = (score * (1.0 / args[0])).clamp(-2.7, 2.7)
-    u = x * x
-    return args[0] * x * (1.0 + u * (-0.3155 + u * (0.09352 + u * (-0.01789 + u * (0.001841 + u * -7.64e-5)))))
+def softcap_rational_twin(score, b, h, i, j, args):
+    x = (score * (1.0 / args[0])).clamp(-2.322, 2.322)
+    return args[0] * x * (15.0 + x * x) / (15.0 + 6.0 * x * x)
 
 
 # --- the gallery ------------------------------------------------------------------------------------------------------------
@@ -298,22 +296,28 @@ def softcap_polynomial_twin(score, b, h, i, j, args):
 
 @dataclass(frozen=True)
 class Mod:
-    """title, source: for readers.  fn, twin: in Triton, in torch.  args: of (tokens, heads), with tensors on the CPU.
-    is_score: it is a score_mod.  own: keywords of our kernel without a function, by those arguments: the same mask, or scores as
-    they are.  calls: the functions that fn calls."""
+    """title, source: for readers.  fn: in Triton; its twin is found by its name.  args: of (tokens, heads), with tensors on the
+    CPU.  shown: args of an example with 256 tokens and 4 heads, where `place` is the index of each token.  is_score: it is a
+    score_mod.  own: keywords of our kernel without a function, by args: the same mask, or scores as they are.  calls: the
+    functions that fn calls."""
 
     title: str
     source: str
     fn: Any
-    twin: Callable[..., Any]
     args: Callable[[int, int], Args] = lambda tokens, heads: ()
+    shown: str = ""
     is_score: bool = False
     own: Callable[[Args], dict[str, Any]] | None = None
     calls: tuple[Any, ...] = ()
 
     @property
     def name(self) -> str:
-        return str(self.twin.__name__.removesuffix("_twin"))
+        return str(self.fn.fn.__name__)
+
+    @property
+    def twin(self) -> Callable[..., Any]:
+        found: Callable[..., Any] = globals()[f"{self.name}_twin"]
+        return found
 
     def options(self, args: Args) -> dict[str, Any]:
         """The keywords of `tilefold.attention`."""
@@ -322,10 +326,10 @@ class Mod:
 
     def in_torch(self, args: Args, tokens: int) -> Callable[..., Any]:
         """FlexAttention's function of it."""
-        given = (*args, tokens, tokens)
+        given, twin = (*args, tokens, tokens), self.twin
         if self.is_score:
-            return lambda score, b, h, i, j: self.twin(score, b, h, i, j, given)
-        return lambda b, h, i, j: self.twin(None, b, h, i, j, given)
+            return lambda score, b, h, i, j: twin(score, b, h, i, j, given)
+        return lambda b, h, i, j: twin(None, b, h, i, j, given)
 
 
 def cut(tokens: int, parts: int = 8) -> torch.Tensor:
@@ -378,40 +382,41 @@ def unchanged(args: Args) -> dict[str, Any]:
     return {}
 
 
+SCORE: dict[str, Any] = {"is_score": True, "own": unchanged}
 MODS = (
-    Mod("Causal", "Vaswani et al. 2017, arXiv:1706.03762", causal, causal_twin, own=lambda args: {"causal": True}),
-    Mod("Sliding window", "Mistral 7B, arXiv:2310.06825", sliding_window, sliding_window_twin,
-        lambda n, heads: (n // 8,), own=lambda args: {"window": (args[0] - 1, 0)}),
-    Mod("Attention sink and window", "StreamingLLM, arXiv:2309.17453", sink_window, sink_window_twin,
-        lambda n, heads: (4, n // 8)),
-    Mod("Prefix LM", "T5, arXiv:1910.10683", prefix_lm, prefix_lm_twin, lambda n, heads: (n // 4,)),
-    Mod("Strided", "Sparse Transformers, arXiv:1904.10509", strided, strided_twin,
-        lambda n, heads: (1 << log2(n) // 2,)),
-    Mod("Block-causal video frames", "MAGI-1, arXiv:2505.13211", block_causal, block_causal_twin,
-        lambda n, heads: (n // 8,)),
-    Mod("Tree", "SpecInfer, arXiv:2305.09781", tree, tree_twin, lambda n, heads: (ends_of(n),)),
-    Mod("Documents", "packed sequences, both ways", documents, documents_twin, lambda n, heads: (numbers_of(n),)),
-    Mod("Documents, causal", "Llama 3, arXiv:2407.21783", causal_documents, causal_documents_twin,
-        lambda n, heads: (numbers_of(n),)),
+    Mod("Causal", "Vaswani et al. 2017, arXiv:1706.03762", causal, own=lambda args: {"causal": True}),
+    Mod("Sliding window", "Mistral 7B, arXiv:2310.06825", sliding_window, lambda n, heads: (n // 8,), "(64,)",
+        own=lambda args: {"window": (args[0] - 1, 0)}),
+    Mod("Attention sink and window", "StreamingLLM, arXiv:2309.17453", sink_window, lambda n, heads: (4, n // 8),
+        "(4, 64)"),
+    Mod("Prefix LM", "T5, arXiv:1910.10683", prefix_lm, lambda n, heads: (n // 4,), "(64,)"),
+    Mod("Strided", "Sparse Transformers, arXiv:1904.10509", strided, lambda n, heads: (1 << log2(n) // 2,), "(16,)"),
+    Mod("Block-causal video frames", "MAGI-1, arXiv:2505.13211", block_causal, lambda n, heads: (n // 8,), "(32,)"),
+    Mod("Tree", "SpecInfer, arXiv:2305.09781", tree, lambda n, heads: (ends_of(n),),
+        "(torch.where(place // 64 == 1, 128, 256).int(),)"),
+    Mod("Documents", "packed sequences, both ways", documents, lambda n, heads: (numbers_of(n),), "(place // 100,)"),
+    Mod("Documents, causal", "Llama 3, arXiv:2407.21783", causal_documents, lambda n, heads: (numbers_of(n),),
+        "(place // 100,)"),
     Mod("Documents with prefixes", "attention-gym, `generate_doc_mask_mod`", prefix_documents,
-        prefix_documents_twin, lambda n, heads: (cut(n)[numbers_of(n)].contiguous(), n // 32)),
-    Mod("Transfusion", "arXiv:2408.11039", transfusion, transfusion_twin, lambda n, heads: (images_of(n),)),
-    Mod("Dilated window", "Longformer, arXiv:2004.05150", dilated_window, dilated_window_twin,
-        lambda n, heads: (n // 8,)),
+        lambda n, heads: (cut(n)[numbers_of(n)].contiguous(), n // 32), "(place // 100 * 100, 20)"),
+    Mod("Transfusion", "arXiv:2408.11039", transfusion, lambda n, heads: (images_of(n),),
+        "(place // 32 % 2 * (place // 64 + 1),)"),
+    Mod("Dilated window", "Longformer, arXiv:2004.05150", dilated_window, lambda n, heads: (n // 8,), "(32,)"),
     Mod("Global tokens", "Longformer, arXiv:2004.05150; BigBird, arXiv:2007.14062", global_tokens,
-        global_tokens_twin, lambda n, heads: (n // 64, n // 16)),
-    Mod("Neighbourhood, 2-D", "NATTEN, arXiv:2204.07143", natten, natten_twin,
-        lambda n, heads: (log2(n) // 2, min(6, n // 32)), calls=(near,)),
-    Mod("Neighbourhood, tokens in tiles", "Generalized NATTEN, arXiv:2504.16922", tiled_natten, tiled_natten_twin,
-        lambda n, heads: (log2(n) // 2, 3 if n > 512 else 1, min(6, n // 32)), calls=(near, row_column)),
-    Mod("Neighbourhood, 3-D", "NATTEN, arXiv:2403.04690", neighbourhood, neighbourhood_twin,
-        lambda n, heads: (log2(n) // 3, 3 if n > 512 else 1), calls=(near,)),
-    Mod("ALiBi", "arXiv:2108.12409", alibi, alibi_twin, lambda n, heads: (slopes_of(heads),), True, unchanged),
-    Mod("Table of relative positions", "Shaw et al. 2018, arXiv:1803.02155", relative_table, relative_table_twin,
-        lambda n, heads: (table_of(heads, n // 16 + 1), n // 32), True, unchanged),
-    Mod("Buckets of relative positions", "T5, arXiv:1910.10683", t5_buckets, t5_buckets_twin,
-        lambda n, heads: (table_of(heads, 32),), True, unchanged),
-    Mod("Softcap", "Gemma 2, arXiv:2408.00118", softcap, softcap_twin, lambda n, heads: (CAP,), True, unchanged),
-    Mod("Softcap, tanh approximated", "attention-gym, `softcapping`", softcap_polynomial, softcap_polynomial_twin,
-        lambda n, heads: (CAP,), True, unchanged),
+        lambda n, heads: (n // 64, n // 16), "(2, 32)"),
+    Mod("Neighbourhood, 2-D", "NATTEN, arXiv:2204.07143", natten,
+        lambda n, heads: (log2(n) // 2, min(6, n // 32)), "(4, 2)", calls=(near,)),
+    Mod("Neighbourhood, tokens in tiles", "Generalized NATTEN, arXiv:2504.16922", tiled_natten,
+        lambda n, heads: (log2(n) // 2, 3 if n > 512 else 1, min(6, n // 32)), "(4, 2, 2)", calls=(near, row_column)),
+    Mod("Neighbourhood, 3-D", "NATTEN, arXiv:2403.04690", neighbourhood,
+        lambda n, heads: (log2(n) // 3, 3 if n > 512 else 1), "(2, 1)", calls=(near,)),
+    Mod("ALiBi", "arXiv:2108.12409", alibi, lambda n, heads: (slopes_of(heads),), "(2.0 ** -torch.arange(1.0, 5.0),)",
+        **SCORE),
+    Mod("Table of relative positions", "Shaw et al. 2018, arXiv:1803.02155", relative_table,
+        lambda n, heads: (table_of(heads, 2 * max(8, n // 32) + 1), max(8, n // 32)), "(torch.randn(4, 65), 32)", **SCORE),
+    Mod("Buckets of relative positions", "T5, arXiv:1910.10683", t5_buckets, lambda n, heads: (table_of(heads, 32),),
+        "(torch.randn(4, 32),)", **SCORE),
+    Mod("Softcap", "Gemma 2, arXiv:2408.00118", softcap, lambda n, heads: (CAP,), "(30.0,)", **SCORE),
+    Mod("Softcap, tanh approximated", "attention-gym, `softcapping`", softcap_rational, lambda n, heads: (CAP,),
+        "(30.0,)", **SCORE),
 )  # fmt: skip

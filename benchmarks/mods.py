@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from gallery import CAP, MODS, Mod, numbers_of, slopes_of
+from gallery import CAP, LIMITS, MODS, Mod, numbers_of, slopes_of
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import tilefold
@@ -38,7 +38,6 @@ from tilefold.plan import plan_attention
 
 Tensor = torch.Tensor
 Call = Callable[[], Any]
-LIMITS = {"forward": 1e-2, "backward": 2e-2}  # relative L2 errors between two results in bf16
 SIZES = ((4096, 128), (4096, 64), (16384, 128), (16384, 64), (1024, 128), (1024, 64))  # tokens, head dim; in this order
 
 
@@ -59,7 +58,7 @@ def distance(score, batch, head, q_index, kv_index, args):
 
 def case_of(mod: Mod, tokens: int, heads: int, device: str) -> Case:
     args = tuple(one.to(device) if isinstance(one, Tensor) else one for one in mod.args(tokens, heads))
-    flex = tanh_by_instruction if mod.name == "softcap_polynomial" and device == "cuda" else mod.in_torch(args, tokens)
+    flex = tanh_by_instruction if mod.name == "softcap_rational" and device == "cuda" else mod.in_torch(args, tokens)
     return Case(
         mod.name,
         mod.options(args),
@@ -68,21 +67,29 @@ def case_of(mod: Mod, tokens: int, heads: int, device: str) -> Case:
     )
 
 
-def tensors(tokens: int, heads: int, device: str) -> list[Case]:
-    """What is no function for us: boolean masks beside SDPA, and built-in changes of scores."""
+def built_in(name: str, tokens: int, heads: int, device: str) -> Case:
+    """What is no function for us: boolean masks beside SDPA, and built-in changes of scores.  "distance" is a function without
+    arguments."""
     torch.manual_seed(0)
-    mask = torch.rand(1, 1, tokens, tokens, device=device) < 0.5
-    bias = torch.randn(1, heads, tokens, tokens, device=device).bfloat16()
     numbers, slopes = numbers_of(tokens).to(device), slopes_of(heads).to(device)
-    return [
-        Case("boolean mask", {"mask": mask}, own={}),
-        Case("boolean mask of documents", {"mask": (numbers[:, None] == numbers)[None, None]}),
-        Case("none", {}, {"score_mod": lambda s, b, h, i, j: s}),
-        Case("alibi_slopes", {"alibi_slopes": slopes}, {"score_mod": lambda s, b, h, i, j: s - slopes[h] * (i - j).abs()}),
-        Case("distance", {"score_mod": distance}, {"score_mod": lambda s, b, h, i, j: s + torch.exp2(-0.5 * (h + 1)) * (j - i)}),
-        Case("softcap, built in", {"softcap": CAP}, {"score_mod": lambda s, b, h, i, j: CAP * torch.tanh(s / CAP)}),
-        Case("bias", {"bias": bias}, {"score_mod": lambda s, b, h, i, j: s + bias[0, h, i, j]}),
-    ]  # fmt: skip
+    if name == "boolean mask":
+        return Case(name, {"mask": torch.rand(1, 1, tokens, tokens, device=device) < 0.5}, own={})
+    if name == "boolean mask of documents":
+        return Case(name, {"mask": (numbers[:, None] == numbers)[None, None]})
+    if name == "bias":
+        bias = torch.randn(1, heads, tokens, tokens, device=device, dtype=torch.bfloat16)
+        return Case(name, {"bias": bias}, {"score_mod": lambda s, b, h, i, j: s + bias[0, h, i, j]})
+    ours, change = {
+        "none": ({}, lambda s, b, h, i, j: s),
+        "alibi_slopes": ({"alibi_slopes": slopes}, lambda s, b, h, i, j: s - slopes[h] * (i - j).abs()),
+        "distance": ({"score_mod": distance}, lambda s, b, h, i, j: s + torch.exp2(-0.5 * (h + 1)) * (j - i)),
+        "softcap, built in": ({"softcap": CAP}, lambda s, b, h, i, j: CAP * torch.tanh(s / CAP)),
+    }[name]
+    return Case(name, ours, {"score_mod": change})
+
+
+MASKS = ("boolean mask", "boolean mask of documents")
+MORE = ("none", "alibi_slopes", "distance", "softcap, built in", "bias")  # of --variants
 
 
 def tanh_by_instruction(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -256,14 +263,14 @@ def measure(case: Case, tokens: int, dim: int, o: argparse.Namespace, warm: bool
     device, dtype = ("cpu", torch.float32) if o.tiny else ("cuda", torch.bfloat16)
     batch = max(1, o.batch_tokens // tokens)
     inputs = [torch.randn(batch, tokens, o.heads, dim, device=device).to(dtype).requires_grad_() for _ in range(3)]
-    calls, more = peers(*inputs, case), o.variants and not o.tiny
+    calls, more = peers(*inputs, case), o.variants
     plans = {"forward": tilefold.attention_plan, "backward": tilefold.attention_backward_plan}
     share, products = seen(case, tokens, device), batch * o.heads * tokens**2
     for name in o.passes:
         failed: dict[str, Exception] = {}
         timed = calls | (variants(*inputs, case) if more and name == "forward" else {})
         if name == "backward":
-            timed = gradients(calls | (backward_variants(*inputs, case) if more else {}), inputs, failed)
+            timed = gradients(calls | (backward_variants(*inputs, case) if more and not o.tiny else {}), inputs, failed)
         wrong = errors(timed, failed)
         if warm:
             continue
@@ -344,8 +351,7 @@ def markdown(records: list[dict[str, Any]]) -> str:
 
 def rows(o: argparse.Namespace) -> list[tuple[tuple[int, int], list[str]]]:
     """(tokens, dim) and the names of cases, in order: those of --only and --shard, without those that the file has."""
-    names = [mod.name for mod in MODS] + ["boolean mask", "boolean mask of documents"]
-    names += ["none", "alibi_slopes", "distance", "softcap, built in", "bias"] if o.variants else []
+    names = [*(mod.name for mod in MODS), *MASKS, *(MORE if o.variants else ())]
     wanted = [name for name in names if any(part in name for part in o.only.split(","))]
     done = {(one["mod"], one["tokens"], one["dim"], one["pass"]) for one in kept(o)}
     sizes = [size for size in SIZES if (o.tokens or size[0]) == size[0] and (o.dim or size[1]) == size[1]]
@@ -366,9 +372,7 @@ def kept(o: argparse.Namespace) -> list[dict[str, Any]]:
 def find(name: str, tokens: int, o: argparse.Namespace) -> Case:
     device = "cpu" if o.tiny else "cuda"
     mod = next((mod for mod in MODS if mod.name == name), None)
-    if mod is not None:
-        return case_of(mod, tokens, o.heads, device)
-    return next(case for case in tensors(tokens, o.heads, device) if case.name == name)
+    return case_of(mod, tokens, o.heads, device) if mod else built_in(name, tokens, o.heads, device)
 
 
 def compile_all(size: tuple[int, int], names: list[str], o: argparse.Namespace, end: float) -> None:
@@ -392,7 +396,8 @@ def compile_all(size: tuple[int, int], names: list[str], o: argparse.Namespace, 
         running.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
     for each in running:
         try:
-            each.wait(max(1.0, end - time.monotonic()))
+            if each.wait(max(1.0, end - time.monotonic())):
+                print(f"a process that compiles ended with {each.returncode}", flush=True)
         except subprocess.TimeoutExpired:
             each.kill()
 
@@ -432,7 +437,7 @@ def main() -> None:
             except Exception as error:  # the run tells it
                 print(f"{name}: {error}")
         return
-    setting, records, end = None, [], begin + o.budget
+    setting, records, end = None, kept(o), begin + o.budget
     for size, names in rows(o):
         if o.workers > 0 and time.monotonic() < end:
             compile_all(size, names, o, end)
@@ -445,7 +450,7 @@ def main() -> None:
             try:
                 for record in measure(find(name, size[0], o), *size, o):
                     records.append(record)
-                    print(*cells(record), flush=True)
+                    print(*cells(record), record["ms"] if o.variants else "", flush=True)
                     if o.jsonl:
                         Path(o.jsonl).parent.mkdir(parents=True, exist_ok=True)
                         with open(o.jsonl, "a", encoding="utf-8") as file:

@@ -1,6 +1,6 @@
 """The pictures of the README and of the docs, as SVG in docs/assets: the charts of speed, the fold, maps, schedules, layouts.
 
-    python scripts/docs/pictures.py            # writes them; the charts from benchmarks/results
+    python scripts/docs/pictures.py            # writes them and the gallery of mods; speeds from benchmarks/results
 
 Equal input gives equal bytes.  A picture stands in the colours of its reader, light or dark; inside a page of the site it takes
 those of the page.
@@ -342,11 +342,18 @@ PICTURES: dict[str, Callable[[], str]] = {
 
 
 def pictures() -> dict[str, str]:
-    """Every picture by its name in docs/assets."""
-    return {f"{name}.svg": draw() for name, draw in PICTURES.items()}
+    """Every picture by its name in docs/assets; those of the gallery need triton, which the site must not import so early."""
+    import mod_gallery
+
+    return {f"{name}.svg": draw() for name, draw in (PICTURES | mod_gallery.PICTURES).items()}
 
 
 if __name__ == "__main__":
+    import mod_gallery
+
+    (ASSETS / "gallery").mkdir(exist_ok=True)
     for name, made in pictures().items():
         (ASSETS / name).write_text(made, encoding="utf-8")
         print(f"wrote docs/assets/{name}")
+    mod_gallery.PAGE.write_text(mod_gallery.page(), encoding="utf-8")
+    print(f"wrote {mod_gallery.PAGE.relative_to(ROOT)}")

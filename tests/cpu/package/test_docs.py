@@ -359,7 +359,7 @@ def test_pictures_stand_inside_the_page() -> None:
     import pictures
     from site_hooks import on_page_content
 
-    for name in pictures.PICTURES:
+    for name in (*pictures.PICTURES, "gallery/causal"):
         asked = f'<p><img alt="x" src="../assets/{name}.svg" /></p>'
         made = on_page_content(asked, *[None] * 3)  # type: ignore[arg-type]
         assert made.startswith('<p><svg class="picture" style="min-width:'), name

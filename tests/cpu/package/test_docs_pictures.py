@@ -3,18 +3,25 @@
 import json
 import re
 import xml.etree.ElementTree as ElementTree
+from functools import cache
 from pathlib import Path
 
 import charts
+import mod_gallery
 import pictures
 import pytest
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-@pytest.mark.parametrize("name", [f"{name}.svg" for name in pictures.PICTURES])
+@cache
+def drawn() -> dict[str, str]:
+    return pictures.pictures()
+
+
+@pytest.mark.parametrize("name", [f"{name}.svg" for name in pictures.PICTURES | mod_gallery.PICTURES])
 def test_what_is_kept_is_what_the_command_makes(name: str) -> None:
-    made = pictures.pictures()[name]
+    made = drawn()[name]
     assert (pictures.ASSETS / name).read_text(encoding="utf-8") == made, "run: python scripts/docs/pictures.py"
     root = ElementTree.fromstring(made)
     named = {one.get("id") for tag in ("title", "desc") for one in root.iter(f"{SVG}{tag}") if one.text}

@@ -1,12 +1,15 @@
 """benchmarks/mods.py on the CPU: each mod is the same in Triton, in torch and in FlexAttention, forward and backward."""
 
 import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import gallery
 import pytest
+import torch
 
 FOLDER = Path(__file__).parents[3] / "benchmarks"
 pytestmark = pytest.mark.interpreter
@@ -25,7 +28,9 @@ def records(tmp_path_factory):
     told = run("--jsonl", str(path))
     assert "not reached" not in told
     assert "WRONG" not in told
-    assert not run("--jsonl", str(path), "--only", "causal,tree").count("| tree |")  # it is there already
+    again = run("--jsonl", str(path), "--only", "causal,tree")  # what is there is shown, not measured
+    assert again.startswith("\n| mod |")
+    assert again.count("| tree |") == 2
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
@@ -45,4 +50,26 @@ def test_every_mod_is_what_it_is_in_torch(records):
 def test_rows_come_in_parts_and_by_name(tmp_path):
     told = run("--only", "sink,softcap", "--pass", "forward", "--shard", "2/2")
     assert [line.split(" | ")[0] for line in told.splitlines() if line.startswith("| s")] == ["| softcap"]
+    more = run("--only", "none,slopes,distance,built in,bias", "--variants", "--pass", "forward")
+    assert more.count("| flex |") == more.count("'portable'") == more.count("tilefold's flex_attention") == 5
+    assert "WRONG" not in more
     assert "not reached: causal, (64, 16)" in run("--budget", "-1", "--only", "causal", "--pass", "forward")
+
+
+def test_the_mods_are_their_sources():
+    """Buckets as T5's code counts them, and how far the rational softcap is from tanh."""
+    apart = torch.arange(-300, 301)
+    zero = torch.zeros((), dtype=torch.int64)
+    found = gallery.t5_buckets_twin(0, zero, zero, zero, apart, (torch.arange(32.0)[None],))
+    far = 8 + ((apart.abs().clamp(min=1).double() / 8).log() / math.log(128 / 8) * 8 + 1e-9).long()
+    wanted = (apart > 0) * 16 + torch.where(apart.abs() < 8, apart.abs(), far.clamp(max=15))
+    assert torch.equal(found.long(), wanted)
+    x = torch.linspace(-4, 4, 1001, dtype=torch.float64)
+    off = (gallery.softcap_rational_twin(x, zero, zero, zero, zero, (1.0,)) - x.tanh()).abs()
+    assert off[x.abs() <= 1].max() < 4e-4
+    assert off.max() < 0.02
+    ends = gallery.ends_of(64)
+    assert all(
+        ends[j] <= ends[i] for i in range(64) for j in range(i, int(ends[i]))
+    )  # subtrees lie inside their parents
+    assert len({mod.name for mod in gallery.MODS}) == len(gallery.MODS) >= 20
