@@ -66,18 +66,39 @@ def any_row(flag):
 def earlier_columns(x):
     """int32 [ROWS, REGS, LANES], each 0 or 1, in the order of the columns -> the sum over the columns before each.
 
-    Up to four runs of LANES columns are summed at once, in fields of one number."""
+    Two runs of LANES columns are summed at once, in the halves of one number."""
     ROWS: tl.constexpr = x.shape[0]
     REGS: tl.constexpr = x.shape[1]
     LANES: tl.constexpr = x.shape[2]
-    BITS: tl.constexpr = 8 if LANES < 256 else 16
-    FIELDS: tl.constexpr = min(REGS, 32 // BITS)
-    field = (tl.arange(0, FIELDS) * BITS)[None, None, :, None]
-    runs = tl.sum(x.reshape(ROWS, REGS // FIELDS, FIELDS, LANES) << field, 2)
+    BOTH: tl.constexpr = min(REGS, 2)
+    half = (tl.arange(0, BOTH) * 16)[None, None, :, None]
+    runs = tl.sum(x.reshape(ROWS, REGS // BOTH, BOTH, LANES) << half, 2)
     whole = tl.sum(runs, 2, keep_dims=True)
-    before = ((tl.cumsum(runs, 2) - runs)[:, :, None, :] >> field) & ((1 << BITS) - 1)
-    run = ((whole[:, :, None, :] >> field) & ((1 << BITS) - 1)).reshape(ROWS, REGS, 1)
+    before = ((tl.cumsum(runs, 2) - runs)[:, :, None, :] >> half) & 0xFFFF
+    run = ((whole[:, :, None, :] >> half) & 0xFFFF).reshape(ROWS, REGS, 1)
     return before.reshape(x.shape) + tl.cumsum(run, 1) - run
+
+
+@triton.jit
+def joined_halves(sums, total, BIT: tl.constexpr):
+    """Running sums within runs of 2 ** BIT, and the runs' totals -> the same for runs of twice the length."""
+    STEP: tl.constexpr = 1 << BIT
+    pair = total.reshape(total.numel // (2 * STEP), 2, STEP)
+    both = tl.sum(pair, 1, keep_dims=True)
+    second = tl.arange(0, 2)[None, :, None] == 1
+    sums += tl.where(second, both - pair, 0).reshape(sums.shape)
+    return sums, (both + tl.zeros(pair.shape, tl.int32)).reshape(sums.shape)
+
+
+@triton.jit
+def order_sum(x, LOG: tl.constexpr):
+    """int32 [ROWS, LANES, REGS] in sorted order -> its running sum within each row: what comes before a position, and itself.
+
+    Built of what the sort is built of, so that the numbers stay in their lanes (tl.cumsum would move them)."""
+    sums, total = x, x
+    for bit in tl.static_range(LOG):
+        sums, total = joined_halves(sums, total, bit)
+    return sums
 
 
 @triton.jit

@@ -1,18 +1,19 @@
 """Block scores to lists of blocks in one launch: Gini, tau, which blocks are kept, and their numbers in ascending order.
 
-Only the Gini coefficient needs a sort.  The score of the last block that is kept is found by a search for its bits."""
+Only the Gini coefficient needs a sort.  Where there is none the score of the last block that is kept is searched bit by bit."""
 
 import triton
 import triton.language as tl
 
 from ...device.ordering import (
     FIRST_SCORE,
-    any_row,
     concentration,
     count_bound,
     earlier_columns,
     load_flat,
     mass_bound,
+    order_sum,
+    positions,
     quanta,
     row_max,
     row_sum,
@@ -55,15 +56,26 @@ def blocks_of_mass(code, mass, goal):
 
 
 @triton.jit
-def highest(code, take):
-    """bool [ROWS, REGS, LANES]: the `take` blocks of highest code, at most those above 0; of equal codes the first."""
-    last = count_bound(code, take)
+def ranked_blocks_of_mass(ranked, mass, goal, LOG: tl.constexpr):
+    """The same of sorted codes [ROWS, LANES, REGS]."""
+    before = order_sum(mass, LOG) - mass
+    return row_sum(((ranked > FIRST_SCORE) & (before < goal)).to(tl.int32))
+
+
+@triton.jit
+def ranked_bound(ranked, take, REGS: tl.constexpr, LANES: tl.constexpr):
+    """The code of sorted codes' place `take`, from 1; above all codes for 0."""
+    last = row_max(tl.where(positions(REGS, LANES) == take - 1, ranked, 0))
+    return tl.where(take > 0, last, 0x7FFFFFFF)
+
+
+@triton.jit
+def highest(code, take, last):
+    """bool [ROWS, REGS, LANES]: the `take` blocks of highest code, of which `last` is the lowest; of equal codes the first."""
     above = code > last
     ties = take - row_sum(above.to(tl.int32))
     tie = (code == last) & (code > 0)
-    if any_row(row_sum(tie.to(tl.int32)) > ties):
-        tie = tie & (earlier_columns(tie.to(tl.int32)) < ties)
-    return above | tie
+    return above | (tie & (earlier_columns(tie.to(tl.int32)) < ties))
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -71,7 +83,7 @@ def select(
     Scores, Sizes, Force, Index, Count, Gini, Tau, Mass, amount, least, most,
     scale, rows, heads, q_blocks, kv_blocks, capacity, seq_q, shift, log_q, log_k, force_first, reach,
     stride_b, stride_h, stride_q, stride_fb, stride_fh, stride_fq, stride_fk, stride_sb, stride_sh, stride_sk,
-    METHOD: tl.constexpr, FORCED: tl.constexpr,
+    METHOD: tl.constexpr, FORCED: tl.constexpr, RANKED: tl.constexpr,
     ROWS: tl.constexpr, REGS: tl.constexpr, LANES: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
     """Scores [B, H, Qb, KVb], Sizes int32 [B, H, KVb] or None, Force bool [B, H, Qb, KVb] or None -> Index int32 [B, H, Qb,
@@ -82,6 +94,7 @@ def select(
     each as `setting` has it.  scale: None, or Scores are logits, see `score_codes`.  shift: seq_k - seq_q tokens; log_q, log_k:
     of the blocks' tokens; reach: blocks, very negative for none.
 
+    RANKED: sorted rows, without forced blocks, are cut by their order, which is faster within a warp; others are searched.
     Grid (ceil(rows / ROWS),), rows = B * H * Qb; 2 ** LOG = REGS * LANES >= KVb columns.  Sums that decide are sums
     of integers.  What is listed past a row's count are the blocks that are not kept."""
     column = tl.arange(0, REGS)[None, :, None] * LANES + tl.arange(0, LANES)[None, None, :]
@@ -102,11 +115,12 @@ def select(
     else:
         held = 0
         loose = code
-    mass = quanta(code)
-    whole = row_sum(mass)
     if Gini is not None:
-        gini = concentration(sort_descending(code, REGS, LANES, LOG), REGS, LANES)
+        ranked = sort_descending(code, REGS, LANES, LOG)
+        gini = concentration(ranked, REGS, LANES)
         tl.store(Gini + row, gini, mask=live)
+    mass = quanta(ranked if RANKED else code)
+    whole = row_sum(mass)
     if METHOD == "count":
         blocks = whole_setting(amount[0], i_b, i_h, i_q, live, kv_blocks)
         scored = row_sum((loose >= FIRST_SCORE).to(tl.int32))
@@ -122,19 +136,30 @@ def select(
         goal = tl.where(tau < 1.0, goal.to(tl.int32), 0x7FFFFFFF)
         if FORCED:
             goal -= row_sum(tl.where(forced, mass, 0))
-        wanted = held + blocks_of_mass(loose, mass, goal)
+        if RANKED:
+            wanted = ranked_blocks_of_mass(ranked, mass, goal, LOG)
+        else:
+            wanted = held + blocks_of_mass(loose, mass, goal)
     count = tl.maximum(wanted, whole_setting(least, i_b, i_h, i_q, live, kv_blocks))
     count = tl.minimum(count, whole_setting(most, i_b, i_h, i_q, live, kv_blocks))
     count = tl.minimum(tl.maximum(count, held), capacity)
-    kept = highest(loose, tl.maximum(count - held, 0))
+    take = tl.maximum(count - held, 0)
+    if RANKED:
+        last = ranked_bound(ranked, take, REGS, LANES)
+        share = row_sum(tl.where(positions(REGS, LANES) < take, mass, 0))
+    else:
+        last = count_bound(loose, take)
+    kept = highest(loose, take, last)
     if FORCED:
         kept |= forced
+    if not RANKED:
+        share = row_sum(tl.where(kept, mass, 0))
+    share = share.to(tl.float32) / tl.maximum(whole, 1).to(tl.float32)
+    tl.store(Mass + row, tl.where(whole > 0, share, 1.0), mask=live)
     earlier = earlier_columns(kept.to(tl.int32))
     place = tl.where(kept, earlier, count + column - earlier)  # outside of the row: the column's own number
     N: tl.constexpr = ROWS * REGS * LANES
     entry = (row.to(tl.int64) * capacity + place).reshape(N)  # flat, as they lie in the lanes
     listed = ((place < capacity) & live).reshape(N)
     tl.store(Index + entry, (column + tl.zeros(place.shape, tl.int32)).reshape(N), mask=listed)
-    share = row_sum(tl.where(kept, mass, 0)).to(tl.float32) / tl.maximum(whole, 1).to(tl.float32)
-    tl.store(Mass + row, tl.where(whole > 0, share, 1.0), mask=live)
     tl.store(Count + row, count, mask=live)

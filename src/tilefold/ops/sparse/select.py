@@ -197,7 +197,7 @@ def _bind(plan: "SelectPlan", call: SelectCall, scores: torch.Tensor) -> Bound:
         "reach": call.reach,
         **strides_named("f", (0,) * 4 if call.force is None else call.force.stride(), "bhqk"),
     }
-    constants = {"METHOD": call.method, "FORCED": call.forced}
+    constants = {"METHOD": call.method, "FORCED": call.forced, "RANKED": plan.ranked}
     return _bound(select, GIVEN, plan, scores, call.block_sizes, values, constants)
 
 

@@ -60,6 +60,11 @@ class SelectPlan:
         return (self.regs * self.lanes).bit_length() - 1
 
     @property
+    def ranked(self) -> bool:
+        """Whether what is kept follows from the sorted row, instead of a search of its own."""
+        return self.problem.gini and not self.problem.forced and self.num_warps == 1
+
+    @property
     def programs(self) -> int:
         return -(-self.problem.rows // self.rows) if self.rows else 0
 
