@@ -458,6 +458,15 @@ def test_prose_in_all() -> None:
     assert sum(prose(page.read_text(encoding="utf-8")) for page in PAGES if page.name != "CHANGELOG.md") <= PROSE_IN_ALL
 
 
+def test_every_environment_variable_is_on_its_page() -> None:
+    """All that the source, the scripts and the tests read or set, each in one row."""
+    files = [path for folder in ("src", "scripts", "tests") for path in (ROOT / folder).rglob("*.py")]
+    used = {name for path in files for name in re.findall(r"TILEFOLD_[A-Z_]*[A-Z]", path.read_text(encoding="utf-8"))}
+    page = (ROOT / "docs" / "reference" / "environment.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(TILEFOLD_[A-Z_]+)` \|", page, re.MULTILINE)
+    assert sorted(rows) == sorted(used)
+
+
 def test_every_page_is_in_the_navigation() -> None:
     """Each file of docs once, in the part that is named as its folder; notebooks and the API are filled in."""
     yaml = pytest.importorskip("yaml")
