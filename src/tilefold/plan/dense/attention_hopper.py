@@ -2,6 +2,14 @@
 
 What was not timed beside the portable kernels is refused by `hopper_unmeasured` alone, and the versions that `hopper_options`
 does not name run only where a plan asks for them (`with_tile`).
+
+To try a tile, at a head dim of 64 (PlanError says what does not fit, by `hopper_violation`):
+
+    plan = tilefold.attention_plan(q, k, v).with_tile(block_m=192, block_n=128, num_stages=2)
+    out = tilefold.attention(q, k, v, plan=plan)
+
+To make it the rule: `hopper_tile`, which chooses rows and keys, or STAGES; versions of the kernel are `hopper_options`'s.  A row
+of tests/cpu/plan/test_plan_attention.py holds it to what was measured, and docs/performance/attention_hopper.md says that.
 """
 
 from functools import cache, lru_cache
