@@ -160,7 +160,7 @@ def lowbits() -> st.SearchStrategy[Any]:
         mostly,
         flags,
     )
-    return st.builds(plan_lowbit, problems, devices)
+    return st.builds(plan_lowbit, problems, devices, seldom)
 
 
 def eights() -> st.SearchStrategy[Any]:

@@ -66,8 +66,8 @@ def _members(path: str, found: griffe.Class) -> list[str]:
         if isinstance(target, griffe.Function):
             lines.append(f"{path}.{name}{signature(target)}")
         elif isinstance(target, griffe.Attribute):
-            if any(first <= (target.lineno or 0) <= last for first, last in bodies):
-                continue  # a function sets it on itself
+            if name in found.members and any(first <= (target.lineno or 0) <= last for first, last in bodies):
+                continue  # a function sets it on itself; a base's lines may be of another file
             kind = f": {_text(target.annotation)}" if target.annotation is not None else ""
             default = (
                 f" = {_text(target.value)}" if target.value is not None and "property" not in target.labels else ""

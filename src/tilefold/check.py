@@ -17,11 +17,14 @@ from typing import Any
 
 import torch
 
+from .cache_formats import FORMATS
 from .errors import DeviceError, DtypeError, LayoutError, ShapeError, ValueRangeError
 
-__all__ = ["FLOATS", "TensorSpec", "bind", "check_number", "check_own_rows", "check_share", "check_whole"]
+__all__ = ["CODED", "FLOATS", "TensorSpec", "bind", "check_number", "check_own_rows", "check_share", "check_whole"]
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+CODED = {getattr(torch, each.name): each for each in FORMATS}
+"""What a KV cache may hold beside floats, by dtypes."""
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,13 @@ import json
 from dataclasses import asdict, replace
 from typing import Any
 
+from tilefold.cache_formats import FORMATS
 from tilefold.cli.runtime import pair_of
 from tilefold.errors import Unsupported, ValueRangeError
 from tilefold.plan import AttentionProblem, Device
 from tilefold.plan.cache.decode import DecodeProblem, decode_kernel_refusal, plan_decode
 
-HELD = {"same": "plain", "e4m3": "float8_e4m3fn", "int8": "int8"}  # --cache -> what `DecodeProblem` calls it
+HELD = {"same": "plain", **{each.short: each.name for each in FORMATS}}  # --cache -> what `DecodeProblem` calls it
 
 
 def said(plan: Any, as_json: bool) -> str:

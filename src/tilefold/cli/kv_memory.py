@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from tilefold.cache_formats import FORMATS
 from tilefold.cli.runtime import DTYPES, integers, print_tables, say, user_errors, writable
 from tilefold.errors import DtypeError, ValueRangeError
 
@@ -31,8 +32,9 @@ sequences of one length without a common beginning, which pages would share.
 """
 
 
-ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1}  # of what a cache may hold
-STORED = {**DTYPES, "e4m3": "float8_e4m3fn", "float8_e4m3fn": "float8_e4m3fn", "int8": "int8"}
+CODED = {each.name: each.itemsize for each in FORMATS}
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, **CODED}  # of what a cache may hold
+STORED = {**DTYPES, **{name: each.name for each in FORMATS for name in (each.short, each.name)}}
 
 
 @user_errors
@@ -69,7 +71,7 @@ def kv_memory(
     sizes = integers(page_sizes, "--page-sizes")
     chosen = _model(model, {"--layers": layers, "--kv-heads": kv_heads, "--dim": dim}, dim_v)
     stored = _stored(dtype)
-    factors = 8 * chosen.layers * chosen.kv_heads if ITEMSIZE[stored] == 1 else 0
+    factors = 8 * chosen.layers * chosen.kv_heads if stored in CODED else 0
     if lengths is not None:
         work = Workload(lengths_in(lengths, max_tokens), max_tokens, shared_prefix)
     else:

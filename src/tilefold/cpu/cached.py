@@ -4,13 +4,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..cache_formats import FORMATS
 from ..plan.torch_cpu import cut_of
 from .dense import forward as attend
 from .rotary import turned
 from .terms import Terms
 
 Scales = tuple[torch.Tensor | None, torch.Tensor | None]
-LIMITS = {torch.float8_e4m3fn: (-448.0, 448.0), torch.int8: (-128.0, 127.0)}
+LIMITS = {getattr(torch, each.name): each.limits for each in FORMATS}
 
 
 class Sequence(NamedTuple):

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..check import FLOATS, TensorSpec, bind
+from ..check import CODED, FLOATS, TensorSpec, bind
 from ..errors import DtypeError, ValueRangeError
 from ..types import Layout
 from .watch import refuse_tangents
@@ -62,8 +62,7 @@ def quantize_kv(
 
     Raises:
         DtypeError, ShapeError, LayoutError, ValueRangeError, naming the argument."""
-    limits = {torch.float8_e4m3fn: (-LARGEST, LARGEST), torch.int8: (-128.0, 127.0)}
-    if not isinstance(dtype, torch.dtype) or dtype not in limits:
+    if not isinstance(dtype, torch.dtype) or dtype not in CODED:
         raise DtypeError(f"dtype must be torch.float8_e4m3fn or torch.int8, got {dtype!r}")
     if per not in ("head", "page"):
         raise ValueRangeError(f"per must be 'head' or 'page', got {per!r}")
@@ -73,7 +72,7 @@ def quantize_kv(
     )
     n = bind(specs, {"x": x, "scale": scale})
     refuse_tangents({"x": x, "scale": scale})  # no_grad does not stop them
-    low, high = limits[dtype]
+    low, high = CODED[dtype].limits
     with torch.no_grad():
         wide = x.float()
         if scale is None:

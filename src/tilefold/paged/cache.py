@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 
-from ..check import FLOATS, check_whole
+from ..cache_formats import listed
+from ..check import CODED, FLOATS, check_whole
 from ..errors import DeviceError, DtypeError, ValueRangeError
 from .access import append_rows, attend
 from .allocator import PageAllocator
 from .batch import CacheBatch
 from .pool import PagePool
-from .scales import CODED, Scales, scales_of
+from .scales import Scales, scales_of
 from .staging import Staging
 from .statistics import CacheStatistics
 
@@ -62,7 +63,7 @@ class PagedKVCache:
         self.head_dim = check_whole("head_dim", head_dim, 1)
         self.head_dim_v = head_dim if head_dim_v is None else check_whole("head_dim_v", head_dim_v, 1)
         if dtype not in (*FLOATS, *CODED):
-            raise DtypeError(f"dtype must be float16, bfloat16, float32, float8_e4m3fn or int8, got {dtype}")
+            raise DtypeError(f"dtype must be float16, bfloat16, float32, {listed('or')}, got {dtype}")
         self.allocator = PageAllocator(num_pages, page_size, max_sequences, max_tokens)
         self.page_size, self.num_pages = page_size, num_pages
         self.dtype, self.device = dtype, _device(device)

@@ -2,9 +2,10 @@
 
 import torch
 
+from ..cache_formats import listed
+from ..check import CODED
 from ..errors import DeviceError, DtypeError, ShapeError, ValueRangeError
 
-CODED = (torch.float8_e4m3fn, torch.int8)  # what pages may hold beside floats
 Scales = tuple[torch.Tensor | None, torch.Tensor | None]  # of K and V, [kv_heads] fp32
 
 
@@ -24,15 +25,13 @@ def scales_of(
     if dtype not in CODED:
         for name, t in given.items():
             if t is not None:
-                raise DtypeError(
-                    f"{name} was given, but the cache holds {kind}: factors go with float8_e4m3fn and int8"
-                )
+                raise DtypeError(f"{name} was given, but the cache holds {kind}: factors go with {listed('and')}")
         return None
     if (k_scale is None) != (v_scale is None):
         raise ValueRangeError("k_scale and v_scale come together, got one of them")
     if k_scale is None or v_scale is None:
-        if dtype == torch.int8:
-            raise ValueRangeError("k_scale and v_scale must be given with an int8 cache")
+        if CODED[dtype].needs_factors:
+            raise ValueRangeError(f"k_scale and v_scale must be given with an {CODED[dtype].short} cache")
         k_scale = v_scale = torch.ones(kv_heads, dtype=torch.float32, device=device)
     return (
         _checked("k_scale", k_scale, layers, kv_heads, device),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from tilefold.cache_formats import FORMATS
 from tilefold.errors import Unsupported
 from tilefold.plan.architecture import CPU, SM_90, Architecture, HasArchitecture, architecture_of
 
@@ -24,6 +25,7 @@ __all__ = [
 
 FLOATS = ("float16", "bfloat16", "float32")
 HALVES = ("float16", "bfloat16")
+HELD = (*FLOATS, *[each.name for each in FORMATS])  # by caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +68,9 @@ CAPABILITIES = (
     Capability("matmul_w8a8", "matmul_eight_hopper", SM_90, dtypes=("int8", "float8_e4m3fn")),
     _torch("attention", "calls:attention", sources=("dense", "packed"), refused=_MODS, rules=True),
     _torch("attention_backward", "calls:attention_backward", sources=("dense", "packed"), refused=_MODS, rules=True),
-    _torch(
-        "attention_kvcache", "calls:kvcache", sources=("cached", "paged"), dtypes=(*FLOATS, "float8_e4m3fn", "int8")
-    ),
+    _torch("attention_kvcache", "calls:kvcache", sources=("cached", "paged"), dtypes=HELD),
     _torch("attention_cached", "calls:attention_cached", sources=("cached", "paged", "packed")),
-    _torch("kvcache_append", "cached:append", dtypes=(*FLOATS, "float8_e4m3fn", "int8")),
+    _torch("kvcache_append", "cached:append", dtypes=HELD),
     _torch("apply_rotary", "rotary:rotary"),
     _torch("merge_attention", "calls:merge_results"),
     _torch("sparse_attention", "calls:sparse_attention", sources=("listed", "packed", "paged"), refused=_MODS),

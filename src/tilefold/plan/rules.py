@@ -107,13 +107,13 @@ def _tuned(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
     return (Choice(kernel, found.tile, found.evidence),) if found else ()
 
 
-def _hopper_64(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
+def _sm90up_64(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
     kernel = _best_kernel(problem, device)
     longest = (Tile(128, 128, 8, 3),) if problem.plain else ()  # modifications need the registers of the longer tile
     return _with(kernel, *longest, Tile(128, 64, 8, 3), Tile(64, 64, 4, 2))
 
 
-def _hopper_128(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
+def _sm90up_128(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
     kernel = _best_kernel(problem, device)
     if (
         len(problem.score_mods + problem.mask_mods) >= MANY_MODS
@@ -123,13 +123,13 @@ def _hopper_128(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]
     return _with(kernel, first, Tile(64, 64, 4, 2), Tile(64, 32, 4, 2))
 
 
-def _hopper_256(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
+def _sm90up_256(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
     kernel = _best_kernel(problem, device)
     first = () if problem.dropout else (Tile(64, 32, 4, 2),)
     return _with(kernel, *first, Tile(64, 16, 4, 2), Tile(64, 16, 4, 1))
 
 
-def _hopper_512(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
+def _sm90up_512(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
     kernel = _best_kernel(problem, device)
     first = (Tile(64, 64, 8, 1),) if kernel == BOX and not problem.dropout else ()
     return _with(kernel, *first, Tile(64, 32, 8, 2), Tile(64, 32, 8, 1), Tile(64, 16, 8, 1), Tile(16, 16, 4, 1))
@@ -211,32 +211,32 @@ _LONG_RULES = (
         _tuned,
     ),
     Rule(
-        "hopper-d64",
+        "sm90up-d64",
         "Head dims up to 64 leave registers for 128 rows and long key tiles.",
         "128 rows of 8 warps were the best portable tile at D=64 on an H200; this width is unmeasured.",
         lambda problem, device: _cuda(problem, device, 90, 1000, 64),
-        _hopper_64,
+        _sm90up_64,
     ),
     Rule(
-        "hopper-d128",
+        "sm90up-d128",
         "Softmax and products do not overlap inside a program, so programs small enough to share an SM hide one another's.",
         "64 rows of 4 warps with box loads were the best portable tile at D=128 on an H200; this width is unmeasured.",
         lambda problem, device: _cuda(problem, device, 90, 1000, 128),
-        _hopper_128,
+        _sm90up_128,
     ),
     Rule(
-        "hopper-d256",
+        "sm90up-d256",
         "An output tile of 64 x 256 takes 128 registers per thread, which leaves room for at most 32 keys a step.",
         "Chosen by the limits of registers and shared memory; not measured.",
         lambda problem, device: _cuda(problem, device, 90, 1000, 256),
-        _hopper_256,
+        _sm90up_256,
     ),
     Rule(
-        "hopper-d512",
+        "sm90up-d512",
         "An output tile of 64 x 512 takes 128 registers of each thread of 8 warps; a buffer of 64 keys fills shared memory.",
         "4096 x 4 causal, D=512: 228 TFLOP/s, with two buffers of 32 keys 209 (H100, 2026-11-26, triton 3.6.0).",
         lambda problem, device: _cuda(problem, device, 90, 1000, 512),
-        _hopper_512,
+        _sm90up_512,
     ),
     Rule(
         "ampere",

@@ -8,6 +8,7 @@ import torch
 from cases import judge, one_graph, rand
 from tilefold import ops, quant, reference
 from tilefold.errors import DtypeError, LayoutError, PlanError, ShapeError
+from tilefold.ops.matrix import lowbit_launch
 from tilefold.plan import device_named
 from tilefold.plan.matrix.lowbit import LowbitPlan, LowbitProblem, plan_lowbit
 from tilefold.plan.matrix.lowbit_choices import CHOICES, choice_for
@@ -238,3 +239,23 @@ def test_the_table_of_choices():
     assert plan_lowbit(problem, device_named("a100")).path == "tile"
     with pytest.raises(PlanError, match="sm_90"):
         LowbitPlan(problem, device_named("mi300x"), "hopper", "")
+
+
+def test_plans_without_the_kernels_of_sm_90(monkeypatch):
+    """By the planner's word, and by the environment's: no problem gets them, and the plan says why."""
+    h200, why = device_named("h200"), "is left out: portable kernels were asked for"
+    for m in (1, 16, 64, 256):
+        for bits in (8, 4, 3, 2):
+            problem = LowbitProblem(m, 8192, 8192, bits, 128, "integer")
+            plan = plan_lowbit(problem, h200, portable=True)
+            assert plan.path == ("tile" if m <= 128 else "dequantise")
+            assert f"hopper {why}" in plan.rejected and any(line.startswith("rows ") for line in plan.rejected)
+            chosen = plan_lowbit(problem, h200)
+            assert chosen.path in ("rows", "hopper") or replace(plan, rejected=chosen.rejected) == chosen
+    monkeypatch.setattr(lowbit_launch, "device_of", lambda *given: h200)
+    weight = random_weight(4096, 256, 4, 128, "integer")
+    x = torch.empty(1, 256, dtype=torch.float16)
+    assert ops.lowbit_matmul_plan(x, weight).path == "rows"
+    monkeypatch.setenv("TILEFOLD_DISABLE_HOPPER", "1")
+    plan = ops.lowbit_matmul_plan(x, weight)
+    assert plan.path == "tile" and f"rows {why}" in str(plan)

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import re
 import sys
 from pathlib import Path
 
@@ -11,20 +12,21 @@ SRC = Path(__file__).resolve().parents[3] / "src" / "tilefold"
 
 # What each part of the package may import of the others.  A part is the first name under tilefold; parts may always import
 # themselves, unless ALONE says otherwise.
-LEAVES = {"errors", "types", "check", "keywords", "masks", "scores"}
+LEAVES = {"errors", "types", "check", "keywords", "masks", "scores", "cache_formats"}
 CORE = {"plan", "kernels", "device"}
 WORK = {"api", "cache_api", "sparse_api", "ops"} | CORE | LEAVES
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "types": {"errors"},
-    "check": {"errors", "types"},
+    "cache_formats": set(),
+    "check": {"errors", "types", "cache_formats"},
     "keywords": set(),
     "masks": {"errors", "types", "check"},
     "scores": {"errors", "types", "check", "masks"},
-    "plan": {"errors"},
+    "plan": {"errors", "cache_formats"},
     "device": set(),
     "kernels": {"device"},
-    "cpu": {"plan", "errors"},  # found by the names in plan/capabilities.py
+    "cpu": {"plan", "errors", "cache_formats"},  # found by the names in plan/capabilities.py
     "ops": {"plan", "kernels", "device", "quant"} | LEAVES,
     "api": {"ops", "plan"} | LEAVES,
     "cache_api": {"ops", "plan"} | LEAVES,
@@ -55,6 +57,7 @@ ALONE = {"kernels"}  # one kernel file never imports another
 OUTSIDE: dict[str, set[str]] = {
     "errors": set(),
     "keywords": set(),
+    "cache_formats": set(),
     "plan": set(),
     "device": {"triton"},
     "kernels": {"triton"},
@@ -241,6 +244,17 @@ def test_gluon_is_hidden_in_one_file() -> None:
         f"Gluon changes with Triton's versions; one file hides that, but these import it: {sorted(files)}"
     )
     fail_on([one for one in users if one.module[:2] != ONLY_GLUON], "Gluon is imported under kernels/hopper only:")
+
+
+def test_files_of_hopper_are_where_a_reader_looks() -> None:
+    """Each file in the package's docstring; what kernels share also among the concerns of docs/architecture.md."""
+    folder = SRC / "kernels" / "hopper"
+    said = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    page = (SRC.parents[1] / "docs" / "architecture.md").read_text()
+    stems = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    assert {name for name in stems if not re.search(rf"\b{name}\b", said)} == set()
+    assert set(SHARED_BY_HOPPER) < stems
+    assert {name for name in SHARED_BY_HOPPER if f"`{name}.py`" not in page} == set()
 
 
 ATTENTION = ("attention_forward", "attention_fp8", "sparse_forward", "attention_backward", "attention_backward_packed",

@@ -189,7 +189,7 @@ def test_functions_are_where_pages_say() -> None:
     assert misplaced(moved) == ["state_step in src/tilefold/device/fold.py"]
 
 
-STRUCTURE = ("docs/architecture.md", "docs/testing.md", "CONTRIBUTING.md")
+STRUCTURE = ("docs/architecture.md", "docs/testing.md", "docs/reference/additions.md", "CONTRIBUTING.md")
 NAMED = re.compile(r"`([\w./-]+(?:\.py|/))`")
 OWNED = re.compile(r"`([\w/]+\.py)`\s+`(\w+)`|`(\w+)`\s+(?:of|in)\s+`([\w/]+\.py)`")
 
@@ -456,6 +456,15 @@ def test_pages_are_short() -> None:
 def test_prose_in_all() -> None:
     """Of every page but the changelog, without tables and blocks of code: counted as `prose`."""
     assert sum(prose(page.read_text(encoding="utf-8")) for page in PAGES if page.name != "CHANGELOG.md") <= PROSE_IN_ALL
+
+
+def test_every_environment_variable_is_on_its_page() -> None:
+    """All that the source, the scripts and the tests read or set, each in one row."""
+    files = [path for folder in ("src", "scripts", "tests") for path in (ROOT / folder).rglob("*.py")]
+    used = {name for path in files for name in re.findall(r"TILEFOLD_[A-Z_]*[A-Z]", path.read_text(encoding="utf-8"))}
+    page = (ROOT / "docs" / "reference" / "environment.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(TILEFOLD_[A-Z_]+)` \|", page, re.MULTILINE)
+    assert sorted(rows) == sorted(used)
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -117,7 +117,7 @@ def test_head_dims_above_256_have_plans_where_tiles_fit(name: str, dtype: str, d
         )
         assert (
             plan.rule
-            == {"h200": "hopper-d512", "b200": "hopper-d512", "a100": "ampere", "interpreter": "interpreter"}[name]
+            == {"h200": "sm90up-d512", "b200": "sm90up-d512", "a100": "ampere", "interpreter": "interpreter"}[name]
             or dtype == "float32"
         )
 
@@ -138,10 +138,10 @@ FIRES = {
     "short-queries": (replace(LONG, seq_q=17), "h200"),
     "few-programs": (replace(LONG, seq_q=300, heads=4, kv_heads=4), "a100"),
     "tuned": (replace(LONG, dropout=True), "h200"),
-    "hopper-d64": (replace(LONG, dim_v=32, dim_qk=32, score_mods=("alibi",)), "h100"),
-    "hopper-d128": (replace(LONG, dim_v=32, score_mods=("alibi",)), "h200"),
-    "hopper-d256": (replace(LONG, dim_qk=192), "b200"),
-    "hopper-d512": (replace(LONG, dim_v=320), "h100"),
+    "sm90up-d64": (replace(LONG, dim_v=32, dim_qk=32, score_mods=("alibi",)), "h100"),
+    "sm90up-d128": (replace(LONG, dim_v=32, score_mods=("alibi",)), "h200"),
+    "sm90up-d256": (replace(LONG, dim_qk=192), "b200"),
+    "sm90up-d512": (replace(LONG, dim_v=320), "h100"),
     "ampere": (LONG, "rtx4090"),
     "cdna": (LONG, "mi300x"),
 }

@@ -1,8 +1,9 @@
 """Lists of the KV tiles that a mask_mod shows (ops.sparse.classify.TileLists), against the dense mask."""
 
 import gc
-import inspect
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import triton.language as tl
 import tilefold
 from cases import rand
 from tilefold import masks
+from tilefold.cpu import rules
 from tilefold.device import mods
 from tilefold.ops.backward import attention_backward_reduce
 from tilefold.ops.call import Call
@@ -250,13 +252,47 @@ def test_what_a_mod_reads():
     assert reads(of_head) == Reads(False, False, True)
     assert reads(of_sequence) == Reads(False, True, False)
     assert reads(of_score).score
-    for name in ("causal", "window", "between", "prefix", "prefix_each", "keys", "keep"):
-        source = inspect.getsource(getattr(mods, name).fn)
-        source = source.replace("prefix(score, batch, head, q_index", "prefix(score")  # which looks at neither
-        named = [source.count(word) > 1 for word in ("batch", "head")]  # once among the parameters
-        assert reads(Rules(("all", ("not", Rule(name, 1))))) == Reads(False, *named), name
     both = Rules(("any", Rule(of_head, 0), Rule("keys", 1)))
     assert reads(both) == Reads(False, True, True)
+
+
+RULES = sorted(set(rules.__all__) - {"every", "either", "inverse"})  # those that have no rules inside
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_what_a_rule_reads_is_what_its_results_differ_by(name):
+    """Every rule of the library: which of batch and head move what it says, asked of the rule in torch itself."""
+    batch, heads, seq_q, seq_k = sizes = 2, 3, 4, 6
+    table = torch.arange(batch * heads * seq_q * seq_k).view(sizes) % 7 % 3  # another one for each batch entry and head
+    tables = (table, *table.stride())
+    args = {
+        "causal": (),
+        "window": (2, 1),
+        "prefix": (3,),
+        "prefix_each": (torch.tensor([3, 6]),),
+        "keys": (torch.tensor([2, 5]),),
+        "between": (torch.zeros(seq_k, dtype=torch.int32), torch.arange(seq_k) + 1),
+        "keep": tables,
+        **dict.fromkeys(("listed", "listed_tiles", "whole", "whole_tiles"), (*tables, 1, 1)),
+    }[name]
+    b, h, i, j = (torch.arange(n).view([-1 if at == dim else 1 for at in range(4)]) for dim, n in enumerate(sizes))
+    seen = getattr(rules, name)(None, b, h, i, j, (*args, seq_q, seq_k)).expand(sizes)
+    by = [bool((seen != seen.narrow(dim, 0, 1)).any()) for dim in (0, 1)]
+    assert reads(Rules(("all", ("not", Rule(name, 1))))) == Reads(False, *by)
+
+
+def test_every_mask_rule_of_kernels_is_a_rule_in_torch():
+    """So no rule is left out above: functions of device.mods that return booleans, and those made of several."""
+    path = Path(mods.__file__)
+    mask_mods = path.read_text().split("- mask mods")[1]
+    named = re.findall(r"^def (\w+)\(score, batch, head, q_index, kv_index, args\)", mask_mods, re.MULTILINE)
+    named += ["listed_tiles", "whole_tiles"]
+    assert sorted(named) == sorted(rules.__all__)
+
+
+def test_an_unknown_rule_is_taken_to_read_everything():
+    assert reads(Rules(("all", Rule("a_new_one", 0)))) == Reads(True, True, True)
+    assert reads(Rules(("all", Rule("element_pointers", 0)))) == Reads(True, True, True)
 
 
 def test_plans_take_lists_where_a_mask_mod_looks_at_places_alone():

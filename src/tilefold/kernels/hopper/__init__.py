@@ -1,7 +1,9 @@
 """Kernels for sm_90, written in Gluon: tiles with explicit layouts, copies by the tensor memory accelerator, barriers, wgmma.
 
     attention_forward, attention_fp8, sparse_forward      forward: dense and packed, in e4m3, by lists of blocks
-    attention_backward, _wide, _packed, _reduce, sparse_backward      backward; _wide is of head dim 256, _reduce adds in memory
+    attention_backward, attention_backward_wide, attention_backward_packed, sparse_backward
+             backward, dS kept; of head dim 256, of packed sequences, by lists of blocks
+    attention_backward_reduce      backward, dq added in memory
     matmul, matmul_eight, matmul_eight_rows, lowbit_matmul, lowbit_rows      products, of 16, 8 and fewer bits
 
     gluon    the one file that imports Gluon and hides what its versions spell differently
@@ -10,11 +12,14 @@
     config, scheduler, pipeline, mask, softmax, score_mods, block_list, epilogue, ping_pong
              the aggregates of the forward kernels, which carry values, buffers, barriers and constants by name
     products, fp8_parts   wgmma over head dims of any width; what e4m3 adds to it
+    chunks   numerics="invariant": chunks of keys, merged in their order
     producer, consumer    what the warps of the dense and the e4m3 kernel do with all these
-    backward_config, _scheduler, _pipeline, _mask, _epilogue, ds_ring, recompute
+    backward_config, backward_scheduler, backward_pipeline, backward_mask, backward_epilogue, ds_ring, recompute
              the aggregates of the backward kernels that keep dS; with backward_producer and backward_consumer
     backward_lists      those of sparse_backward
-    reduce_scheduler, reduce_pipeline, dq_sums      those of attention_backward_reduce
+    reduce_scheduler, reduce_pipeline, dq_sums, group_sums, tails, backward_mods
+             those of attention_backward_reduce: sums of dq, of grouped heads; ends of packed sequences; changes of scores
+    matmul_parts, lowbit_parts      what products do beside wgmma: epilogues; weights of few bits
 
 `available` says whether they can be used; if not, the portable kernels serve.  Gluon does not run in the interpreter.
 """

@@ -1,14 +1,14 @@
-"""Gradients of dense attention on sm_90, in five products a pair of tiles and without an addition in memory.
+"""Gradients of dense attention on sm_90, in five products a pair of tiles: dS is kept in memory, and nothing is added there.
 
 A program makes either dk and dv of 64 keys, and publishes its dS, or dq of 64 or 128 queries, from the dS that was published:
 
     KV tile      S = K q^T     dP = V dout^T     P = exp2(S - lse)     dS = P (dP - delta)     dv += P dout     dk += dS q
     query tile   dq += dS K
 
-Each sum is made by one program in one order, so the result is the same to the last bit in every run.  To make S and dP again
-instead would be seven products; to add dq in memory, 32 KB of fp32 a pair, in an order that changes.  The dS of all pairs is as
-large as the scores that are never stored otherwise.  So it is kept for a few heads, and of long sequences for one KV split at a
-time, in a ring, all in one launch: the device is full from the first head to the last.
+Each sum is made by one program in one order: the same bits every run.  `attention_backward_reduce` adds dq in memory instead,
+32 KB of fp32 a pair, in one order or any; `options_for` of plan/backward/attention_backward_reduce.py says which is taken.  The
+dS of all pairs is as large as the scores, which are stored nowhere.  So it is kept for a few heads, of long sequences for one KV
+split at a time, in a ring, all in one launch: the device is full from the first head to the last.
 
     producer    1 warp     issues TMA loads into rings of tiles
     consumer    4 warps    the products of one tile after the other

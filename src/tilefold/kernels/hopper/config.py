@@ -47,8 +47,8 @@ class Config:
     CONSUMERS: gl.constexpr  # warpgroups of 64 rows
     PACK: gl.constexpr  # query heads that share a tile
     VARLEN: gl.constexpr
-    FENCE: gl.constexpr
-    LATE: gl.constexpr
+    FENCE: gl.constexpr  # does the wait for O stay behind the softmax (`schedule_fence`)?
+    LATE: gl.constexpr  # is a tile's K released with its V, not as soon as S is there?
     BITS: gl.constexpr  # of an element of K and V
     OUTSIDE: gl.constexpr  # are sums over KV tiles made outside of wgmma?
     CHUNK: gl.constexpr  # tiles that are folded from nothing and then merged; 0: one fold (see `chunks`)

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...check import FLOATS, TensorSpec, bind, check_own_rows
+from ...cache_formats import listed
+from ...check import CODED, FLOATS, TensorSpec, bind, check_own_rows
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
 from ..bound import Bound, Launched, meta, strides_named
 from ..call import check_integer
@@ -20,10 +21,9 @@ from ..watch import is_watched
 from .cached_call import check_scales
 from .rotary import ELEMENTS, angles_of
 
-__all__ = ["CODED", "LARGEST_DIM", "Append", "cache_append", "example_launch"]
+__all__ = ["LARGEST_DIM", "Append", "cache_append", "example_launch"]
 
 LARGEST_DIM = 1024  # rows are copied whole, whatever the attention kernels take
-CODED = (torch.float8_e4m3fn, torch.int8)  # what a cache may hold with factors
 BLOCK_SEQUENCES = 256  # offsets of sequences that one step of the search looks at
 _INT = (torch.int32,)
 
@@ -206,7 +206,7 @@ def _check_factors(call: Append) -> None:
             raise ValueRangeError(f"{name} must be given with a cache of {held}: what is stored is divided by it")
         if scale is not None and call.k_cache.dtype not in CODED:
             raise DtypeError(
-                f"{name} was given, but k_cache and v_cache hold {held}: factors belong to float8_e4m3fn and int8"
+                f"{name} was given, but k_cache and v_cache hold {held}: factors belong to {listed('and')}"
             )
 
 
@@ -230,11 +230,8 @@ def _code(k_cache: torch.Tensor, native: bool) -> int:
     """How the kernel is to encode: a constant of `device.encode`."""
     from ...device import encode
 
-    if k_cache.dtype == torch.int8:
-        return int(encode.INT8.value)
-    if k_cache.dtype == torch.float8_e4m3fn:
-        return int((encode.E4M3 if native else encode.E4M3_BY_HAND).value)
-    return int(encode.PLAIN.value)
+    found = CODED.get(k_cache.dtype)
+    return int(getattr(encode, "PLAIN" if found is None else found.written[not native]).value)
 
 
 @recorded("cache_append", lambda call: facts_of_values(*call))

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ...check import FLOATS, TensorSpec, bind
+from ...check import CODED, FLOATS, TensorSpec, bind
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
 from ..bound import attribute
 from ..call import Call, check_heads, check_integer, check_options
@@ -18,7 +18,6 @@ __all__ = ["cache_of", "cache_values", "cached_shapes", "cached_sizes", "check_c
            "check_values", "watched_call"]  # fmt: skip
 
 _INT = (torch.int32,)
-QUANTISED = (torch.float8_e4m3fn, torch.int8)  # what a cache may hold with scales
 
 
 IN_PLACE = Cache()  # keys are k and v, all of them
@@ -93,7 +92,7 @@ def cached_sizes(
 ) -> dict[str, int]:
     """Check everything that needs no device; sizes of all dimensions, "capacity" the most keys of a sequence.
 
-    quantised: K and V may be of QUANTISED instead of q's dtype; shared: V is part of K, whose head dims the plan judges."""
+    quantised: K and V may be of CODED instead of q's dtype; shared: V is part of K, whose head dims the plan judges."""
     check_options(call)
     cache = cache_of(call)
     for name, value in (("num_splits", cache.splits), ("max_seqlen_q", cache.max_q), ("max_seqlen_k", cache.max_k)):
@@ -102,8 +101,8 @@ def cached_sizes(
             raise ValueRangeError(f"{name} must be at least 0, got {value}")
     paged, packed_k = cache.block_table is not None, cache.cu_k is not None and cache.block_table is None
     names = _names(cache)
-    stored = (*FLOATS, *QUANTISED) if quantised else FLOATS
-    bytewise = quantised and isinstance(k, torch.Tensor) and k.dtype in QUANTISED
+    stored = (*FLOATS, *CODED) if quantised else FLOATS
+    bytewise = quantised and isinstance(k, torch.Tensor) and k.dtype in CODED
     rows = "pages page_size" if paged else "total_k" if packed_k else "caches seq_k"
     specs = _specs(names["k"], names["v"], rows, cache.cu_q is not None, stored, names["k"] if bytewise else "q")
     sizes = bind(specs, {"q": q, names["k"]: k, names["v"]: v})

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...cache_formats import format_named
 from ...errors import PlanError, Unsupported
 from .. import records
 from ..bound import Bound, Slot, attribute, new_results, strides_named
@@ -229,11 +230,8 @@ def _quant(storage: str, device: "Device") -> int:
     """Which of device.cache's conversions."""
     from ...device import cache as kinds
 
-    if storage == "plain":
-        return int(kinds.PLAIN.value)
-    if storage == "int8":
-        return int((kinds.INT8 if device.has("ptx") else kinds.INT8_CAST).value)
-    return int((kinds.E4M3 if device.has("e4m3") else kinds.E4M3_BITS).value)
+    name = "PLAIN" if storage == "plain" else format_named(storage).read_by(device.has)
+    return int(getattr(kinds, name).value)
 
 
 def _constants(plan: "DecodePlan | InvariantPlan", q: torch.Tensor, call: Call, sizes: dict[str, int], wide: bool, pairs: bool,
@@ -290,6 +288,7 @@ def bind_decode(
 ) -> Decoder:  # fmt: skip
     """Kernel, grid, scalars and constants of a plan; watched: faults are noted, by attention_decode alone."""
     from ...device import mods
+    from ...device.cache import E4M3_BITS
     from ...plan import DecodePlan
     from ..launch import Launch
 
@@ -315,7 +314,7 @@ def bind_decode(
         ),
         **option_values(call, window, mods, float(call.softcap), q.dtype, band),
         **cache_values(cache),
-        **_stored(p.storage == "float8_e4m3fn" and constants["QUANT"] == 3, pairs),
+        **_stored(constants["QUANT"] == E4M3_BITS.value, pairs),
         "KScale": attribute("call", "scales.k", scales.k),
         "VScale": attribute("call", "scales.v", scales.v),
         **(WATCHED if watched else UNWATCHED),

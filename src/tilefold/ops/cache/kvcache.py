@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from ...check import TensorSpec, bind
+from ...check import CODED, TensorSpec, bind
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
 from ..bound import Prepared, new_results, run
 from ..call import MAX_HEAD_DIM, Call, check_options
@@ -23,7 +23,6 @@ from ..source import Cache, Scales, is_plain, key_of
 from ..watch import is_watched, refuse_derivatives
 from .cached import attention_cached
 from .cached_call import (
-    QUANTISED,
     cache_of,
     cached_shapes,
     cached_sizes,
@@ -235,12 +234,12 @@ def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> t
     check_longest(q, cache)
     if (k_scale is None) != (v_scale is None):
         raise ValueRangeError("k_scale and v_scale come together, got one of them")
-    if k_scale is not None and k.dtype not in QUANTISED:
+    if k_scale is not None and k.dtype not in CODED:
         raise DtypeError(
             f"k_scale was given, but k_cache has dtype {str(k.dtype).removeprefix('torch.')}: scales go with bytes"
         )
-    if k.dtype == torch.int8 and k_scale is None:
-        raise ValueRangeError("k_scale and v_scale must be given with an int8 cache")
+    if k_scale is None and k.dtype in CODED and CODED[k.dtype].needs_factors:
+        raise ValueRangeError(f"k_scale and v_scale must be given with an {CODED[k.dtype].short} cache")
     if k_scale is not None:
         bind(_SCALES[paged], {"k_scale": k_scale, "v_scale": v_scale}, dict(sizes), beside=("q", q))
     if k_scale is not None and v_scale is not None and k_scale.dim() != v_scale.dim():

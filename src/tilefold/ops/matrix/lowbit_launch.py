@@ -127,8 +127,10 @@ def call(
 def plan_of(x: torch.Tensor, weight: QuantizedTensor, deterministic: bool, fixed: bool = False) -> "LowbitPlan":
     """The planner's plan for a call; fixed: with numerics="invariant"."""
     from ...plan.matrix.lowbit import invariant_lowbit, plan_lowbit
+    from ..hopper import disabled
 
-    return (invariant_lowbit if fixed else plan_lowbit)(problem_of(x, weight, deterministic), device_of(x.device))
+    problem, device = problem_of(x, weight, deterministic), device_of(x.device)
+    return invariant_lowbit(problem, device) if fixed else plan_lowbit(problem, device, disabled())
 
 
 def problem_of(x: torch.Tensor, weight: QuantizedTensor, deterministic: bool) -> "LowbitProblem":

@@ -310,7 +310,7 @@ def _programs_heads(problem: AttentionProblem, options: ReduceOptions | None) ->
 
 def reduce_tile(problem: AttentionProblem) -> Tile:
     """num_stages: buffers for q and dout."""
-    return Tile(queries_of(problem), KEYS, 4, 2)
+    return Tile(block_m=queries_of(problem), block_n=KEYS, num_warps=4, num_stages=2)
 
 
 def reduce_shared(problem: AttentionProblem, stages: int) -> int:

@@ -54,7 +54,7 @@ def divisors(number: int) -> list[int]:
 
 def backward_tile(dim: int) -> Tile:
     """64 x 64; num_stages is the number of buffers for q and dout, as many as there is room for."""
-    return Tile(UNIT, UNIT, 4, 4 if dim == 64 else 2)
+    return Tile(block_m=UNIT, block_n=UNIT, num_warps=4, num_stages=4 if dim == 64 else 2)
 
 
 def backward_shared(dim: int, itemsize: int, stages: int) -> int:

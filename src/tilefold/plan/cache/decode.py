@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from tilefold.cache_formats import FORMATS, format_named
 from tilefold.errors import PlanError, Unsupported, ValueRangeError
 from tilefold.plan.base import Plan, require_device, require_equal
 from tilefold.plan.cache.cached import MAX_SPLITS
@@ -32,7 +33,7 @@ __all__ = [
     "slices_of",
 ]
 
-STORAGES = ("plain", "float8_e4m3fn", "int8")  # elements of K and V: as q's, or bytes with scales
+STORAGES = ("plain", *[each.name for each in FORMATS])  # elements of K and V: as q's, or bytes with scales
 MERGES = ("last", "kernel")  # the last program to arrive, or a second kernel
 MOST_ROWS = 128  # query heads of a KV head times query tokens that are taken from attention_cached
 MOST_DIM_V, MOST_DIM_REST = 512, 256  # of a V that is the first columns of K, and of K's others
@@ -92,7 +93,7 @@ class DecodeProblem:
     @property
     def itemsize(self) -> int:
         """Bytes of an element of K and V."""
-        return self.attention.itemsize if self.storage == "plain" else 1
+        return self.attention.itemsize if self.storage == "plain" else format_named(self.storage).itemsize
 
     @property
     def row_bytes(self) -> int:

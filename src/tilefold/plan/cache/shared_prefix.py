@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
+from tilefold.cache_formats import format_named
 from tilefold.plan.device import Device
 
 LAUNCHES_S = (
@@ -51,7 +52,12 @@ def plan_shared_prefix(problem: PrefixProblem, device: Device) -> SharedPrefixPl
     Either takes as long as its products, if that is longer."""
     p = problem
     size = ITEMSIZE[p.dtype]
-    once = p.prefix * p.kv_heads * (p.dim_qk + p.dim_v) * (size if p.storage == "plain" else 1)
+    once = (
+        p.prefix
+        * p.kv_heads
+        * (p.dim_qk + p.dim_v)
+        * (size if p.storage == "plain" else format_named(p.storage).itemsize)
+    )
     results = (
         3 * p.tokens * p.heads * (p.dim_v * size + 4)
     )  # one partial more written, both read; the merged was written anyway

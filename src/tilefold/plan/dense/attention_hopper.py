@@ -2,6 +2,14 @@
 
 What was not timed beside the portable kernels is refused by `hopper_unmeasured` alone, and the versions that `hopper_options`
 does not name run only where a plan asks for them (`with_tile`).
+
+To try a tile, at a head dim of 64 (PlanError says what does not fit, by `hopper_violation`):
+
+    plan = tilefold.attention_plan(q, k, v).with_tile(block_m=192, block_n=128, num_stages=2)
+    out = tilefold.attention(q, k, v, plan=plan)
+
+To make it the rule: `hopper_tile`, which chooses rows and keys, or STAGES; versions of the kernel are `hopper_options`'s.  A row
+of tests/cpu/plan/test_plan_attention.py holds it to what was measured, and docs/performance/attention_hopper.md says that.
 """
 
 from functools import cache, lru_cache
@@ -219,21 +227,21 @@ def hopper_tile(problem: AttentionProblem, device: Device) -> Tile:
         and _seen(problem) >= SPLIT_LEAST
         and _three_fill(problem, device)
     ):
-        return Tile(192, 64, 4, 4)
+        return Tile(block_m=192, block_n=64, num_warps=4, num_stages=4)
     three = widths == (64, 64) and _three_pay(problem, device)
     if _pairs_pay(problem, device, 192 if three else 128):
-        return Tile(64, PAIR_KEYS[widths[0]], 4, 3)
+        return Tile(block_m=64, block_n=PAIR_KEYS[widths[0]], num_warps=4, num_stages=3)
     if three:
-        return Tile(192, 128, 4, STAGES[widths])
+        return Tile(block_m=192, block_n=128, num_warps=4, num_stages=STAGES[widths])
     for keys in (128, 64):
         for stages in _stages(problem, widths, keys):
-            tile = Tile(128, keys, 4, stages)
+            tile = Tile(block_m=128, block_n=keys, num_warps=4, num_stages=stages)
             if (
                 _registers_held(problem, tile) <= HELD[2]
                 and hopper_shared_bytes(problem, tile) <= device.smem_per_block
             ):
                 return tile
-    return Tile(128, 64, 4, 1)
+    return Tile(block_m=128, block_n=64, num_warps=4, num_stages=1)
 
 
 def _stages(problem: AttentionProblem, widths: tuple[int, int], keys: int) -> tuple[int, ...]:
@@ -372,8 +380,9 @@ def invariant_tile(problem: AttentionProblem, device: Device) -> tuple[Tile, tup
         usual.block_m == 64 and width_of(problem.dim_v) <= 64
     )  # else two programs leave no room for the sums of chunks
     room = _room_of_pair(device) if pair else device.smem_per_block
+    rows = 64 if pair else max(usual.block_m, 128)
     for stages in (4, 3, 2):
-        tile = Tile(64 if pair else max(usual.block_m, 128), INVARIANT_KEYS, usual.num_warps, stages)
+        tile = Tile(block_m=rows, block_n=INVARIANT_KEYS, num_warps=usual.num_warps, num_stages=stages)
         if hopper_shared_bytes(problem, tile, (INVARIANT,)) <= room:
             break
     kept = (name for name in hopper_options(problem, tile, device) if name in ("turns", "late", "pack"))

@@ -69,7 +69,8 @@ def fp8_consumers(tile: Tile) -> int:
 def fp8_tile(problem: AttentionProblem) -> Tile:
     """128 queries, 4 warps in each of two warpgroups; num_stages: buffers for K, and for V."""
     wide = fp8_width(problem.dim_v) > 128
-    return Tile(128, 64 if wide else 128, 4, 3 if wide or fp8_width(problem.dim_qk) > 128 else 4)
+    stages = 3 if wide or fp8_width(problem.dim_qk) > 128 else 4
+    return Tile(block_m=128, block_n=64 if wide else 128, num_warps=4, num_stages=stages)
 
 
 def fp8_grid(problem: AttentionProblem, tile: Tile) -> tuple[int, int, int]:

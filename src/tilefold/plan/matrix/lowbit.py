@@ -280,9 +280,12 @@ def invariant_lowbit(problem: LowbitProblem, device: Device) -> LowbitPlan:
 
 
 @lru_cache(maxsize=4096)
-def plan_lowbit(problem: LowbitProblem, device: Device) -> LowbitPlan:
-    """The plan for a product on a device: pure, the same every time."""
+def plan_lowbit(problem: LowbitProblem, device: Device, portable: bool = False) -> LowbitPlan:
+    """The plan for a product on a device: pure, the same every time.  portable: without the kernels for sm_90."""
     refusals = {path: refused(problem, device, path) for path in PATHS}
+    if portable:
+        for path in ("rows", "hopper"):
+            refusals[path] = refusals[path] or "is left out: portable kernels were asked for"
     rejected = tuple(f"{path} {refusal}" for path, refusal in refusals.items() if refusal)
     if device.architecture is SM_90:
         possible = tuple(path for path, refusal in refusals.items() if not refusal)

@@ -64,10 +64,10 @@ def programs_per_sm(problem: "SparseProblem") -> int:
 def hopper_tile(problem: "SparseProblem", device: Device) -> Tile:
     """The tile with as many buffers as leave the programs of an SM their place: num_stages is the number of V buffers."""
     for stages in (4, 3, 2, 1):
-        tile = Tile(problem.block_q, problem.block_k, 4, stages)
+        tile = Tile(block_m=problem.block_q, block_n=problem.block_k, num_warps=4, num_stages=stages)
         if programs_per_sm(problem) * (shared_bytes(problem, tile) + RESERVED_SHARED) <= device.smem_per_sm:
             return tile
-    return Tile(problem.block_q, problem.block_k, 4, 1)
+    return Tile(block_m=problem.block_q, block_n=problem.block_k, num_warps=4, num_stages=1)
 
 
 def key_slots(problem: "SparseProblem", tile: Tile) -> int:
