@@ -259,3 +259,31 @@ def test_plans_without_the_kernels_of_sm_90(monkeypatch):
     monkeypatch.setenv("TILEFOLD_DISABLE_HOPPER", "1")
     plan = ops.lowbit_matmul_plan(x, weight)
     assert plan.path == "tile" and f"rows {why}" in str(plan)
+
+
+@pytest.mark.parametrize("rows", [1, 64, 256])
+@pytest.mark.parametrize("why", ["refused", "does not compile"])
+def test_a_triton_without_the_kernels_of_sm_90_takes_portable_ones(rows, why, monkeypatch):
+    from tilefold.kernels import hopper
+    from tilefold.ops.bound import Bound
+
+    monkeypatch.setattr("tilefold.ops.hopper._WARNED", set())
+    if why == "refused":
+        monkeypatch.setattr(hopper, "refusal", lambda: "this Triton is too old")
+    else:
+        monkeypatch.setattr(hopper, "refusal", lambda: None)
+        monkeypatch.setattr(Bound, "compile", lambda *args: (_ for _ in ()).throw(ValueError("no such layout")))
+    problem = LowbitProblem(rows, 4096, 4096, 4, 128, "integer", "float16", "float16", True, True)
+    planned = plan_lowbit(problem, device_named("h100"))
+    assert planned.path in ("rows", "hopper")
+    x, weight = lowbit_launch.example_tensors(planned)
+    with pytest.warns(
+        RuntimeWarning, match="^the low-bit matrix product kernel for this GPU cannot be used, a portable"
+    ):
+        bound, plan = lowbit_launch.bound_of(x, weight, None, planned, False)
+    assert plan == plan_lowbit(problem, device_named("h100"), portable=True)
+    assert plan.path in ("tile", "dequantise")
+    assert (bound is None) == (plan.path == "dequantise")
+    if why == "refused":
+        chosen, same = lowbit_launch.bound_of(x, weight, None, planned, True)  # the caller's own plan is followed
+        assert chosen is not None and same is planned

@@ -165,6 +165,7 @@ def _prepare(x: Any, weight: QuantizedTensor, bias: Any, deterministic: bool, pl
             raise PlanError(f"plan is for {plan.device.name}, the call is on {title}")
         return by_float if weight.perm is None else functools.partial(_permuted, by_float)
     example = x if weight.perm is None else x.index_select(x.dim() - 1, weight.perm)
+    chosen = plan is not None
     if plan is None:
         plan = plan_of(example, weight, deterministic, fixed)
     elif plan.problem != problem_of(example, weight, deterministic):
@@ -173,11 +174,35 @@ def _prepare(x: Any, weight: QuantizedTensor, bias: Any, deterministic: bool, pl
         raise PlanError(f"plan is for {plan.device.name}, the call is on {device_of(x.device).name}")
     if fixed:
         plan.require_invariant()
-    if plan.path == "dequantise" or plan.problem.m == 0:
+    if plan.problem.m == 0:
         made = by_float
     else:
-        made = functools.partial(_multiplied, _BINDERS[plan.path](example, weight, plan), plan)
+        bound, plan = bound_of(example, weight, bias, plan, chosen)
+        made = by_float if bound is None else functools.partial(_multiplied, bound, plan)
     return made if weight.perm is None else functools.partial(_permuted, made)
+
+
+def bound_of(
+    x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None, plan: "LowbitPlan", chosen: bool
+) -> tuple[Bound | None, "LowbitPlan"]:
+    """The launch of a plan, None for "dequantise", and the plan that is followed.
+
+    Where this Triton does not compile a kernel for sm_90 that the caller has not chosen, a portable one, after a warning."""
+    from ...plan.matrix.lowbit import plan_lowbit
+    from ..hopper import bound_or_none
+
+    if plan.path in ("rows", "hopper") and not chosen:
+
+        def compile(bound: Bound) -> None:
+            row = meta(plan.problem.m, plan.problem.k, dtype=x.dtype)
+            out = meta(plan.problem.m, plan.problem.n, dtype=x.dtype)
+            bound.compile((_flat(x), *_parts(weight), bias, out, *_room(plan, row)))
+
+        bound = bound_or_none("low-bit matrix product", lambda: _BINDERS[plan.path](x, weight, plan), compile)
+        if bound is not None:
+            return bound, plan
+        plan = plan_lowbit(plan.problem, plan.device, portable=True)
+    return None if plan.path == "dequantise" else _BINDERS[plan.path](x, weight, plan), plan
 
 
 def _dequantised(x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -360,10 +385,20 @@ _BINDERS = {"tile": _bind_tile, "rows": _bind_rows, "hopper": _bind_hopper}
 
 def example_launch(plan: "LowbitPlan") -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """(kernel, args, kwargs) of a planned call on tensors without memory: to compile ahead of time."""
+    x, weight = example_tensors(plan)
+    if plan.path == "dequantise":
+        out = meta(*weight.shape, dtype=x.dtype)
+        return _bind_dequantise(weight, out).example((*_parts(weight), out))
+    bound = _BINDERS[plan.path](x, weight, plan)
+    return bound.example((x, *_parts(weight), None, x.new_empty(plan.problem.m, plan.problem.n), *_room(plan, x)))
+
+
+def example_tensors(plan: "LowbitPlan") -> tuple[torch.Tensor, QuantizedTensor]:
+    """x and the weight of such a call, without memory."""
     from ...quant.packing import packed_shapes
 
     p = plan.problem
-    dtype, of_scales = getattr(torch, p.dtype), getattr(torch, p.scales)
+    of_scales = getattr(torch, p.scales)
     groups = -(-p.k // p.group)
     planes = [meta(*shape, dtype=torch.int32) for shape in packed_shapes(p.bits, (p.n, p.k))]
     zeros = {"integer": torch.uint8, "float": of_scales}.get(p.zeros)
@@ -379,9 +414,4 @@ def example_launch(plan: "LowbitPlan") -> tuple[Any, tuple[Any, ...], dict[str, 
         scheme={"none": "symmetric", "table": "table"}.get(p.zeros, "asymmetric"),
         dtype=of_scales,
     )
-    x = meta(p.m, p.k, dtype=dtype)
-    if plan.path == "dequantise":
-        out = meta(p.n, p.k, dtype=dtype)
-        return _bind_dequantise(weight, out).example((*_parts(weight), out))
-    bound = _BINDERS[plan.path](x, weight, plan)
-    return bound.example((x, *_parts(weight), None, x.new_empty(p.m, p.n), *_room(plan, x)))
+    return meta(p.m, p.k, dtype=getattr(torch, p.dtype)), weight
