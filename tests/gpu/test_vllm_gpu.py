@@ -1,9 +1,12 @@
 """The backend of vLLM on a GPU: the batches of its CPU tests, and a captured decoding step."""
 
+import sys
+
 import pytest
 import torch
 
 import vllm_stub
+from cases import vllm_determinism as determinism
 from cases.device import DEVICE, captured
 from cases.vllm_batch import HEADS, Batch
 
@@ -60,3 +63,22 @@ def test_a_captured_step_follows_the_batch():
     eager = torch.empty_like(output)
     impl.forward(None, first.query, first.key, first.value, first.cache, batch, eager)
     assert torch.equal(output, eager)
+
+
+@pytest.fixture
+def invariant(monkeypatch):
+    vllm_stub.install(monkeypatch, invariant=True)
+    sys.modules.pop("tilefold.integrations.vllm_backend", None)
+    yield
+    sys.modules.pop("tilefold.integrations.vllm_backend", None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.usefixtures("invariant")
+def test_determinism(dtype):
+    """What vLLM's tests of determinism ask, at sizes nearer to theirs."""
+    determinism.needle(dtype, DEVICE, trials=4, seats=48, most=120, new=12)
+    assert determinism.alone_and_together(dtype, DEVICE, count=24, most=200, new=8) == 24
+    determinism.chunks(dtype, DEVICE, sizes=(1, 2, 3, 5, 8), tokens=400, budget=333, new=8)
+    determinism.prefixes(dtype, DEVICE, count=8, shared=320, budget=500, new=6)
+    determinism.decoding_and_prompts(dtype, DEVICE, tokens=200, new=12)

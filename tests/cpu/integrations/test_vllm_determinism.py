@@ -1,0 +1,50 @@
+"""A small engine around the vLLM backend, with vLLM's switch of batch invariance: a request's bits follow from its tokens."""
+
+import sys
+
+import pytest
+import torch
+
+import vllm_stub
+from cases import vllm_determinism as cases
+from cases.invariant import products_in_order  # noqa: F401
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def backend(monkeypatch):
+    vllm_stub.install(monkeypatch, invariant=True)
+    yield
+    sys.modules.pop("tilefold.integrations.vllm_backend", None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_needle_among_others(dtype, device):
+    cases.needle(dtype, device, trials=2, seats=6, most=50, new=3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_alone_and_together(dtype, device):
+    assert cases.alone_and_together(dtype, device, count=5, most=40, new=3) == 5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_prompts_in_chunks(dtype, device):
+    cases.chunks(dtype, device, sizes=(1, 2, 3), tokens=70, budget=33, new=3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_shared_prefixes(dtype, device):
+    cases.prefixes(dtype, device, count=3, shared=64, budget=48, new=2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_decoding_and_prompts(dtype, device):
+    cases.decoding_and_prompts(dtype, device, tokens=30, new=4)
+
+
+def test_bits_differ_without_the_switch(monkeypatch, device):
+    """test_logprobs_without_batch_invariance_should_fail: the tests above could fail."""
+    vllm_stub.install(monkeypatch, invariant=False)
+    assert cases.alone_and_together(torch.float32, device, count=5, most=40, new=3) < 5
