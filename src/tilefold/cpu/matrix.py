@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from . import ordered
 
-__all__ = ["ACTIVATIONS", "activation_gradient", "dequantise", "product"]
+__all__ = ["ACTIVATIONS", "activation_gradient", "dequantise", "product", "rms_norm", "rms_norm_gradient"]
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "none": lambda x: x,
@@ -53,6 +53,34 @@ def activation_gradient(dout: torch.Tensor, saved: torch.Tensor, dz: torch.Tenso
     else:
         made = torch.ops.aten.gelu_backward(do, x, approximate="tanh" if activation == "gelu_tanh" else "none")
     dz.copy_(made)
+
+
+def rms_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor, summed: torch.Tensor | None,
+    rstd: torch.Tensor, eps: float,
+) -> None:  # fmt: skip
+    """Write x, or x + residual (to summed, too), over the root of each row's mean square, times the weight; rstd: one over it."""
+    if residual is not None and summed is not None:
+        x = torch.add(x, residual, out=summed)
+    wide = x.float()
+    rstd.copy_(wide.square().mean(-1).add_(eps).rsqrt_())
+    out.copy_(wide * rstd[..., None] * weight.float())
+
+
+def rms_norm_gradient(
+    dout: torch.Tensor, dsum: torch.Tensor | None, s: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor,
+    dx: torch.Tensor, dw: torch.Tensor,
+) -> None:  # fmt: skip
+    """Write the gradients of s, what was normalised, and of the weight, fp32 [1, columns]; dsum: the gradient of s beside."""
+    rows = rstd.reshape(-1, 1)
+    do, normed = (t.reshape(-1, t.shape[-1]).float() for t in (dout, s))
+    normed = normed * rows
+    dw.copy_((do * normed).sum(0, keepdim=True))
+    do = do * weight.float()
+    made = (do - normed * (do * normed).mean(-1, keepdim=True)) * rows
+    if dsum is not None:
+        made += dsum.reshape(made.shape)
+    dx.copy_(made.view(dx.shape))
 
 
 def dequantise(weight: Any, out: torch.Tensor) -> None:

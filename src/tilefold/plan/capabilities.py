@@ -87,6 +87,8 @@ CAPABILITIES = (
     _torch("matmul", "matrix:product"),
     _torch("activation_gradient", "matrix:activation_gradient"),
     _torch("lowbit_matmul", "matrix:dequantise"),
+    _torch("rms_norm", "matrix:rms_norm"),
+    _torch("rms_norm_backward", "matrix:rms_norm_gradient"),
 )
 
 

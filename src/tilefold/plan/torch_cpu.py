@@ -104,9 +104,8 @@ class TorchPlan:
                 "  why         torch's products follow shapes; single elements' additions and products do not.",
             ]
             return "\n".join(lines)
-        lines.append(
-            "  why         Batched products of plain torch; dead tiles are skipped, only edge tiles are masked."
-        )
+        how = "Batched products of plain torch; dead tiles are skipped, only edge tiles are masked."
+        lines.append(f"  why         {how if self.cut else 'Plain torch, in fp32.'}")
         return "\n".join(lines)
 
 

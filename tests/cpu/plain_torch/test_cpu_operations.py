@@ -43,7 +43,7 @@ AGAIN = {
     "test_select": """kinds_of_rows lengths_of_rows bounds forced forced_by_a_map the_mass_of_forced_blocks_counts
         empty_blocks_have_no_score settings_per_head_and_row the_smallest_shares_are_shares ties_go_to_the_lower_block
         infinite_scores_come_first_and_have_no_mass minus_zero_is_zero gini nothing_to_do
-        the_record_goes_on_to_attention""",
+        logits the_record_goes_on_to_attention""",
     "test_fuse": """gates gates_in_the_branches_dtype heads_first one_branch strides in_place nothing_to_compute
         only_what_is_wanted refusals""",
     "test_video_module": """output_and_gradients_against_fp64 lists_that_are_given one_module_on_several_grids""",
@@ -53,6 +53,8 @@ AGAIN = {
         the_same_bits_every_run compile_fullgraph""",
     "test_lowbit": """the_dequantised_path_recovers_the_weight groups the_order_of_columns_is_undone against_fp64
         gradients strided_and_odd_activations""",
+    "test_rms_norm": """against_the_oracle strides_and_a_wider_weight gradients_of_one_result
+        the_same_bits_and_nothing compiled""",
     "test_invariant_products": """matmul bmm lowbit what_is_refused""",
     "test_decode": """equal_sequences rows pages masks window_sequences_shorter_than_queries scores padding
         packed_queries low_precision bytes all_bytes_and_large_queries values_are_part_of_keys many_rows

@@ -190,3 +190,11 @@ def test_without_triton_everything_works():
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Attention plan for torch (CPU)")
+
+
+@pytest.mark.usefixtures("torch_cpu")
+def test_a_plan_without_tiles():
+    plan = ops.rms_norm_plan(torch.zeros(3, 5), torch.zeros(5))
+    assert str(plan).splitlines() == [
+        "Rms norm plan for torch (CPU)", "  kernel      torch_rms_norm", "  why         Plain torch, in fp32."
+    ]  # fmt: skip

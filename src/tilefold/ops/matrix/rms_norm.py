@@ -7,17 +7,20 @@ import torch
 from ...check import FLOATS, TensorSpec, bind, check_number
 from ...errors import LayoutError
 from ...plan.matrix.rms_norm import RMSNormPlan, RMSNormProblem, plan_rms_norm
+from ...plan.torch_cpu import TorchPlan
 from ..device import device_of, interpreting
 from ..operator import Operator
 from ..records import recorded
+from ..serve import function_at
 
 
 class Prepared(NamedTuple):
     """What follows from a call's key; launch None: there is nothing to do."""
 
-    plan: RMSNormPlan
+    plan: Any
     launch: Any
     scalars: tuple[Any, ...]
+    parts: int = 1  # that the weight's gradient is summed from
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None, *, eps: float = 1e-6) -> Any:
@@ -37,9 +40,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | Non
     return out if residual is None else (out, summed)
 
 
-def rms_norm_plan(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None) -> RMSNormPlan:
+def rms_norm_plan(
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None
+) -> RMSNormPlan | TorchPlan:
     """The plan that `rms_norm(x, weight, residual)` follows; `print` it to read the decision."""
-    return _prepare(x, weight, residual, 1e-6).plan
+    plan: RMSNormPlan | TorchPlan = _prepare(x, weight, residual, 1e-6).plan
+    return plan
 
 
 # ---------------------------------------------------------------- forward
@@ -75,6 +81,9 @@ def _prepare(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | Non
     _check(x, weight, residual)
     rows = _rows("x", x)
     problem = RMSNormProblem(rows.shape[0], rows.shape[1], x.element_size(), residual is not None)
+    if (own := function_at("rms_norm", x.device)) is not None:
+        plan = TorchPlan("rms_norm", problem, device_of(x.device, "rms_norm"))
+        return Prepared(plan, own if x.numel() else None, (eps,))
     return _bind(x, weight, residual, eps, plan_rms_norm(problem, device_of(x.device)))
 
 
@@ -145,7 +154,7 @@ def _gradient(
     dsum = None if dsum is None else dsum.contiguous()
     found = _bind_gradient(dout, dsum, s, weight)
     dx = torch.empty(s.shape, dtype=s.dtype, device=s.device)
-    parts = torch.empty((found.plan.backward_programs, weight.shape[0]), dtype=torch.float32, device=s.device)
+    parts = torch.empty((found.parts, weight.shape[0]), dtype=torch.float32, device=s.device)
     if found.launch is None:
         return dx, torch.zeros_like(weight)
     found.launch((dout, dsum, s, weight, rstd, dx, parts, *found.scalars))
@@ -160,11 +169,13 @@ def _bind_gradient(
     weight: torch.Tensor,
     plan: RMSNormPlan | None = None,
 ) -> Prepared:
+    rows = _rows("x", s)
+    problem = RMSNormProblem(rows.shape[0], rows.shape[1], s.element_size(), dsum is not None)
+    if plan is None and (own := function_at("rms_norm_backward", s.device)) is not None:
+        return Prepared(None, own if s.numel() else None, ())
     from ...kernels.matrix.rms_norm import rms_norm_backward
     from ..launch import Launch
 
-    rows = _rows("x", s)
-    problem = RMSNormProblem(rows.shape[0], rows.shape[1], s.element_size(), dsum is not None)
     plan = plan or plan_rms_norm(problem, device_of(s.device))
     if s.numel() == 0:
         return Prepared(plan, None, ())
@@ -172,7 +183,7 @@ def _bind_gradient(
     constants = _constants(plan, (s, weight), max(stride, columns))
     launch = Launch(rms_norm_backward, (plan.backward_programs, 1, 1), constants, _options(plan), _at(s))
     tiles = -(-plan.tiles // plan.backward_programs)
-    return Prepared(plan, launch, (problem.rows, tiles, columns, columns, stride))
+    return Prepared(plan, launch, (problem.rows, tiles, columns, columns, stride), plan.backward_programs)
 
 
 def _gradient_fake(
@@ -215,8 +226,8 @@ def example_launch(plan: RMSNormPlan, dtype: str, part: str = "forward") -> tupl
     weight, rstd = x[0], torch.empty(n.rows, device="meta")
     residual = x if n.residual else None
     if part == "forward":
-        launch, scalars = _bind(x, weight, residual, 1e-6, plan)[1:]
+        launch, scalars = _bind(x, weight, residual, 1e-6, plan)[1:3]
         return launch.fn, (x, residual, weight, x, residual, rstd, *scalars), launch.keywords
-    launch, scalars = _bind_gradient(x, residual, x, weight, plan)[1:]
+    launch, scalars = _bind_gradient(x, residual, x, weight, plan)[1:3]
     parts = torch.empty((plan.backward_programs, n.columns), device="meta")
     return launch.fn, (x, residual, x, weight, rstd, x, parts, *scalars), launch.keywords
