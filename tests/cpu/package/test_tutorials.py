@@ -54,7 +54,7 @@ def test_the_program_of_two_processes_runs(tmp_path: Path) -> None:
     (program,) = (code for code, _ in BLOCK.findall(TEXTS["several_gpus.md"]) if code.startswith(PROGRAM))
     (tmp_path / "program.py").write_text(program)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py"]
-    environ = environment(interpreter=True) | {"OMP_NUM_THREADS": "1"}
+    environ = environment(interpreter=False) | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=tmp_path, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"\(1, 30, 4, 32\) \(1, 60, 4, 32\)\nTrue\n", done.stdout)
