@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 
 from .device import device_of
-from .faults import WORDS, Mode, Watch, note_of, watch_of
+from .faults import WORDS, Mode, Watch, note_of, require_kernels, watch_of
 from .places import check_packed
 from .records import recorded
 from .source import Packed, facts_of_values
@@ -108,6 +108,9 @@ def _places(
 @recorded("checked places", lambda places, numbers: facts_of_values(*places, *numbers))
 def _bind_places(places: Places, numbers: Sequence[int]) -> tuple[Any, tuple[int, ...]]:
     """The launch, None for no sequence, and the scalars."""
+    for given in places:
+        if given is not None:
+            require_kernels(given.device)
     from ..kernels.cache.check_places import check_places
     from .launch import Launch
 
@@ -163,6 +166,7 @@ def _list_shapes(
 def _bind_lists(
     indices: torch.Tensor, counts: torch.Tensor, sizes: tuple[torch.Tensor | None, ...], numbers: Sequence[int]
 ) -> tuple[Any, tuple[int, ...]]:
+    require_kernels(counts.device)
     from ..kernels.sparse.check_lists import check_lists
     from .launch import Launch
 

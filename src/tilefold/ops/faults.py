@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import DtypeError, Unsupported, ValueRangeError
+from ..errors import DeviceError, DtypeError, Unsupported, ValueRangeError
 from .device import interpreting
 from .watch import is_transformed, is_watched
 
@@ -25,6 +25,7 @@ __all__ = [
     "mode_of",
     "name_in",
     "note_of",
+    "require_kernels",
     "too_long",
     "watch_of",
 ]
@@ -157,6 +158,18 @@ def asked(check: object, operation: str) -> bool | Watch:
         return False
     mode = mode_of(check)
     return watch_of(operation) if mode == "device" else bool(mode)
+
+
+def require_kernels(device: torch.device) -> None:
+    """DeviceError where functions of torch serve a device instead of kernels: these leave no notes."""
+    from ..plan.architecture import architecture_at
+
+    found = architecture_at(device.type, interpreting())
+    if found is not None and found.planner:
+        raise DeviceError(
+            f"check='device' has kernels look, on a GPU or in Triton's interpreter, but tensors are on {device}: check=True "
+            "looks at them there"
+        )
 
 
 def note_of(device: torch.device) -> torch.Tensor:

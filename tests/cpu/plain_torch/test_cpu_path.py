@@ -12,7 +12,7 @@ import triton
 
 import tilefold
 from cases.refusals import refuses
-from tilefold import DeviceError, PlanError, Unsupported, ops
+from tilefold import DeviceError, PlanError, Unsupported, ops, sparse
 from tilefold.cpu import calls
 from tilefold.plan import DEVICES, AttentionProblem, TorchPlan, architecture, capabilities, device_named, plan_attention
 from tilefold.plan import device as devices
@@ -198,3 +198,33 @@ def test_a_plan_without_tiles():
     assert str(plan).splitlines() == [
         "Rms norm plan for torch (CPU)", "  kernel      torch_rms_norm", "  why         Plain torch, in fp32."
     ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("torch_cpu")
+def test_only_kernels_look_at_the_device():
+    """check="device" is refused wherever it is taken, for right values too, and before anything is written."""
+
+    def ints(*values):
+        return torch.tensor(values, dtype=torch.int32)
+
+    q, k, cos = torch.randn(1, 1, 4, 32), torch.randn(1, 64, 4, 32), torch.randn(80, 16)
+    pages, table, before = k.view(4, 16, 4, 32), ints(0, 1, 2, 3)[None], k.clone()
+    index = sparse.BlockIndex.from_map(torch.ones(1, 1, 1, 1, dtype=torch.bool), seq_q=1, seq_k=64)
+    packed = {"cu_seqlens_q": ints(0, 1), "cu_seqlens_k": ints(0, 64), "max_seqlen_q": 1, "max_seqlen_k": 64}
+    for call in (
+        lambda **c: tilefold.attention_kvcache(q, k, k, cache_seqlens=ints(9), **c),
+        lambda **c: tilefold.attention_kvcache(q, k, k, cache_seqlens=ints(69), **c),
+        lambda **c: tilefold.attention_kvcache(q[0], pages, pages, cache_seqlens=ints(9), block_table=table,
+                                               cu_seqlens_q=ints(0, 1), max_seqlen_q=1, **c),
+        lambda **c: tilefold.kvcache_append(q, q, k, k, cache_seqlens=ints(6), **c),
+        lambda **c: tilefold.attention_shared_prefix(q, pages, pages, cache_seqlens=ints(60), block_table=table,
+                                                     prefix_length=16, **c),
+        lambda **c: tilefold.apply_rotary(q[0], cos, cos, cu_seqlens=ints(0, 1), max_seqlen=1, **c),
+        lambda **c: tilefold.attention_varlen(q[0], k[0], k[0], **packed, **c),
+        lambda **c: tilefold.sparse_attention(q, k, k, index, **c),
+    ):  # fmt: skip
+        with pytest.raises(
+            DeviceError, match="^check='device' has kernels look, .* but tensors are on cpu: check=True"
+        ):
+            call(check="device")
+    assert torch.equal(k, before)

@@ -12,7 +12,7 @@ from ..bound import Bound, Launched, meta, strides_named
 from ..call import check_integer
 from ..checked import checked_places
 from ..device import device_of, interpreting, on_host
-from ..faults import WORDS, Watch, note_of
+from ..faults import WORDS, Watch, note_of, require_kernels
 from ..places import check_side
 from ..records import recorded
 from ..serve import function_at
@@ -238,6 +238,8 @@ def _code(k_cache: torch.Tensor, native: bool) -> int:
 def _prepare(call: Append) -> Launched:
     """What follows from a call's key: sizes, the launch, and whether the device itself converts to e4m3."""
     n = _sizes(call)
+    if call.operation:
+        require_kernels(call.k_cache.device)
     if (own := function_at("kvcache_append", call.k_cache.device, call.interleaved)) is not None:
         return Launched(n, own, True)
     if call.k_cache.device.type == "meta":

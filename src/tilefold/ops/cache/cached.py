@@ -11,7 +11,7 @@ from ..call import Call, check_options, window_of
 from ..dense.attention_parts import head_strides, kind_of, option_values, problem_of, shared_values
 from ..dense.split import Both, Split, bind_merge
 from ..device import device_of, interpreting, on_host
-from ..faults import Watch
+from ..faults import Watch, require_kernels
 from ..operator import Operation
 from ..places import check_side
 from ..records import recorded
@@ -92,6 +92,8 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, chec
     """The record of this call's shapes and options, which checks everything; check: of `attention_cached`, None for none."""
     sizes, cache = cached_sizes(q, k, v, call), cache_of(call)
     shapes = cached_shapes(sizes, cache)
+    if isinstance(check, Watch):
+        require_kernels(q.device)
     device = device_of(q.device, "attention_cached")
     if 0 in (*shapes[1], sizes["batch"], sizes["seq_q"]):
         return Prepared(None, *shapes, sizes=sizes)

@@ -14,7 +14,7 @@ from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
 from ..bound import Prepared, new_results, run
 from ..call import MAX_HEAD_DIM, Call, check_options
 from ..device import device_of, on_host
-from ..faults import Watch
+from ..faults import Watch, require_kernels
 from ..numerics import is_invariant
 from ..operator import Operation
 from ..records import recorded
@@ -158,6 +158,7 @@ def _prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, che
     sizes, shared = _checked(q, k, v, call)
     shapes = cached_shapes(sizes, cache_of(call))
     if watched:
+        require_kernels(q.device)
         check_room(sizes)
     device = device_of(q.device, "attention_kvcache")
     if 0 in (*shapes[1], sizes["batch"], sizes["seq_q"]):
