@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import PlanError
+from ..errors import PlanError, Unsupported
 from ..types import Rules
 from .device import device_of
 from .numerics import is_invariant
@@ -70,6 +70,11 @@ def plan_at(operation: str, problem: Any, device: "Device", call: Any, given: An
     if found is not None and found.rules and isinstance(mask, Rules):
         functions = (rule.function for rule in mask.rules)
         arguments["mask_mod"] = next((one for one in functions if not isinstance(one, str)), None)
+    elif isinstance(mask, Rules):
+        raise Unsupported(
+            f"mask is not served by {architecture.title} in {operation}, but for causal(); to run the kernels in Triton's "
+            f"interpreter set TRITON_INTERPRET=1 before triton is imported"
+        )
     refuse_arguments(operation, architecture, arguments)
     if given is None:
         return plan

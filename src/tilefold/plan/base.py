@@ -57,9 +57,10 @@ class Plan:
                 object.__setattr__(self, field, value)
             return object.__getattribute__(self, name)
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What a notebook shows."""
-        printer.text(str(self))
+    def __init_subclass__(cls) -> None:
+        cls._repr_pretty_ = _pretty  # IPython takes it from where `__repr__` is
+
+    _repr_pretty_: Any
 
     def to_json(self) -> str:
         """The plan, with its problem and device, as JSON; `from_json` gives an equal plan."""
@@ -69,6 +70,11 @@ class Plan:
     def from_json(cls: type[Own], text: str) -> Own:
         """The plan that `to_json` wrote. PlanError names a missing, unknown, mistyped or contradictory field."""
         return serialise.from_json(cls, text)
+
+
+def _pretty(self: Plan, printer: Any, cycle: bool) -> None:
+    """What a notebook shows."""
+    printer.text(str(self))
 
 
 @cache

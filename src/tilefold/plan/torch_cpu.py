@@ -86,6 +86,10 @@ class TorchPlan:
         if problem != self.problem:
             raise PlanError(f"plan is for {self.problem}, the call is {problem}")
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What a notebook shows."""
+        printer.text(str(self))
+
     def __str__(self) -> str:
         lines = [
             f"{self.operation.replace('_', ' ').capitalize()} plan for {self.device.title}",

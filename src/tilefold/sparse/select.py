@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from ..check import check_number
-from ..errors import ValueRangeError
+from ..errors import DtypeError, ValueRangeError
 from ..ops.sparse import select as _select
 from ..ops.sparse.select import SelectCall, Selected
 from ..ops.sparse.select_library import GINI, select_dispatched
@@ -91,7 +91,8 @@ def select(
             top_k; only capacity is stronger: the lowest-numbered forced blocks stay.
         block_q, block_k, seq_q, seq_k, block_sizes, query_sizes: the record's, see `BlockIndex`; lengths by default whole blocks.
             A block of size 0 has no score, whatever its number says.
-        softmax_scale: None, or scores are logits, finite or -inf, and softmax(softmax_scale * scores) over a row is what selects.
+        softmax_scale: None, or above 0: scores are logits, finite or -inf, and softmax(softmax_scale * scores) over a row is
+            what selects.
         return_gini: False: `Selection.gini` is None, and rows are not sorted for it; lists are the same.  Not with "gini".
 
     tau_min, tau_max, top_p, top_k, sparsity, min_blocks and max_blocks are numbers, or real tensors on the device of scores
@@ -114,8 +115,12 @@ def select(
     2025, arXiv:2505.13389).  The map from Gini coefficient to tau is our own definition.
     """
     bind_scores(scores)
+    if not isinstance(return_gini, bool):
+        raise DtypeError(f"return_gini must be a bool, got {return_gini!r}")
     if not return_gini and method == "gini":
-        raise ValueRangeError("return_gini is False, but method 'gini' keeps blocks by the Gini coefficients")
+        raise ValueRangeError(
+            "return_gini is False, but method 'gini' keeps blocks by the Gini coefficients, accepted: 'top_p', 'top_k'"
+        )
     seq_q = scores.shape[2] * block_q if seq_q is None else seq_q
     seq_k = scores.shape[3] * block_k if seq_k is None else seq_k
     geometry = (block_q, block_k, seq_q, seq_k)
@@ -126,7 +131,7 @@ def select(
     call = make_call(scores, method, numbers, bounds, capacity, window, geometry, sizes)
     found = None
     if softmax_scale is not None:
-        call = call._replace(softmax=check_number("softmax_scale", softmax_scale))
+        call = call._replace(softmax=check_number("softmax_scale", softmax_scale, above=0.0))
     if tau is not None:
         scores, call = _select.scores_of(scores.detach(), sizes, call.softmax), call._replace(softmax=None)
         found = gini(scores, block_sizes=block_sizes)

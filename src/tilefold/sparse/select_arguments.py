@@ -82,7 +82,7 @@ def make_call(
     _check_method(method, numbers)
     amount = _amount(method, numbers, scores)
     least, blocks = bounds[0], scores.shape[3]
-    most = float(blocks) if bounds[1] is None else blocks_setting("max_blocks", bounds[1], scores, 1)
+    most = LARGEST_COUNT if bounds[1] is None else blocks_setting("max_blocks", bounds[1], scores, 1)
     if (
         not isinstance(least, torch.Tensor)
         and not isinstance(most, torch.Tensor)
@@ -119,7 +119,8 @@ def _check_method(method: str, numbers: dict[str, Any]) -> None:
             raise ValueRangeError(f"tau takes the place of tau_min and tau_max, got {', '.join(given)}")
     elif len(given) != 1:
         wanted = " or ".join(METHODS[method])
-        raise ValueRangeError(f"method {method!r} needs {wanted}, got {' and '.join(given) or 'neither'}")
+        none = "neither" if len(METHODS[method]) > 1 else "none"
+        raise ValueRangeError(f"method {method!r} needs {wanted}, got {' and '.join(given) or none}")
 
 
 def _amount(method: str, numbers: dict[str, Any], scores: torch.Tensor) -> tuple[Setting, ...]:

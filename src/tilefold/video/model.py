@@ -60,6 +60,8 @@ def sparsify(
     Source: block-sparse attention over cubes of a video (Zhang et al. 2025, arXiv:2502.04507 and arXiv:2505.13389)."""
     chosen: Policy = Pooled(sparsity=0.8) if policy is None else policy
     for name, value in (("policy", chosen), ("observe", observe)):
+        if isinstance(value, type):
+            raise DtypeError(f"{name} must be a function, got the class {value.__name__}: call it")
         if value is not None and not callable(value):
             raise DtypeError(f"{name} must be a function, got {value!r}")
     if adapter is not None and not isinstance(adapter, Adapter):
@@ -96,11 +98,12 @@ def fitting_cube(grid: Sequence[int], tokens: int = 64) -> tuple[int, int, int]:
     powers = [1 << i for i in range(tokens.bit_length()) if 1 << i <= longest]
     cubes = [(t, h, tokens // (t * h)) for t in powers for h in powers if tokens // (t * h) in powers]
 
-    def cost(cube: tuple[int, int, int]) -> tuple[int, int, tuple[int, int, int]]:
-        t, h, w = cube
-        return GridTiling(sizes, cube).padded, t * h + t * w + h * w, cube
-
-    return min(cubes, key=cost)
+    best, least, surface = cubes[0], 0, 0
+    for t, h, w in cubes:  # no min(.., key=): compilers do not take it of symbolic sizes
+        padded, sides = GridTiling(sizes, (t, h, w)).padded, t * h + t * w + h * w
+        if least == 0 or padded < least or (padded == least and sides < surface):
+            best, least, surface = (t, h, w), padded, sides
+    return best
 
 
 class Sparse:

@@ -301,6 +301,8 @@ class ByLayer:
     otherwise: Policy = Dense()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.policies, Mapping):
+            raise DtypeError(f"policies must be a mapping from layers' numbers to policies, got {self.policies!r}")
         for number, one in self.policies.items():
             check_whole("policies", number)
             _check_policy(f"policies[{number}]", one)
@@ -317,6 +319,8 @@ class ByHead:
     policies: tuple[Policy, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.policies, Sequence) or not self.policies:
+            raise DtypeError(f"policies must be a sequence of policies, one for each head, got {self.policies!r}")
         object.__setattr__(self, "policies", tuple(self.policies))
         for number, one in enumerate(self.policies):
             _check_policy(f"policies[{number}]", one)
@@ -424,5 +428,7 @@ def _step(policy: object, site: Site) -> int:
 
 
 def _check_policy(name: str, given: object) -> None:
+    if isinstance(given, type):
+        raise DtypeError(f"{name} must be a policy, got its class: call {given.__name__}(..)")
     if not isinstance(given, Callable):  # type: ignore[arg-type]
         raise DtypeError(f"{name} must be a policy, a function of (q, k, site), got {given!r}")

@@ -269,6 +269,8 @@ def test_bad_varlen(device):
     good = (cu, cu, 20, 20)
     for error, text, tensors, where, options in (
         (ShapeError, "q has 4 dimensions", (q[None], k, v), good, {}),
+        (ShapeError, "k has 4 dimensions", (q, k[None], v[None]), good, {}),
+        (ShapeError, "q has 4 dimensions", (q[None], k[None], v[None]), good, {}),
         (DtypeError, "cu_seqlens_q has dtype int64, accepted: int32", (q, k, v), (cu.long(), cu, 20, 20), {}),
         (ShapeError, "cu_seqlens_k has shape (2,), expected [batch+1]", (q, k, v), (cu, cu[:2], 20, 20), {}),
         (DtypeError, "cu_seqlens_q must be a torch.Tensor, got list", (q, k, v), ([0, 30], cu, 20, 20), {}),

@@ -12,7 +12,7 @@ import triton
 
 import tilefold
 from cases.refusals import refuses
-from tilefold import DeviceError, PlanError, Unsupported, ops, sparse
+from tilefold import DeviceError, PlanError, Unsupported, masks, ops, sparse
 from tilefold.cpu import calls
 from tilefold.plan import DEVICES, AttentionProblem, TorchPlan, architecture, capabilities, device_named, plan_attention
 from tilefold.plan import device as devices
@@ -228,3 +228,26 @@ def test_only_kernels_look_at_the_device():
         ):
             call(check="device")
     assert torch.equal(k, before)
+
+
+@pytest.mark.usefixtures("torch_cpu")
+def test_a_notebook_shows_the_text_of_a_plan():
+    pretty = pytest.importorskip("IPython.lib.pretty").pretty
+    x = torch.zeros(1, 70, 2, 16)
+    h200 = plan_attention(AttentionProblem(1, 70, 70, 2, 2, 16, 16), device_named("h200"))
+    for plan in (tilefold.attention_plan(x, x, x), h200):
+        assert pretty(plan) == str(plan)
+
+
+@pytest.mark.usefixtures("torch_cpu")
+def test_masks_with_block_lists():
+    """Only causal: the refusal names the mask, not the function that it would become."""
+    x = torch.randn(1, 64, 2, 16)
+    index = sparse.BlockIndex.from_map(torch.ones(1, 1, 1, 1, dtype=torch.bool), seq_q=64, seq_k=64)
+    whole = tilefold.attention(x, x, x, causal=True)
+    torch.testing.assert_close(tilefold.sparse_attention(x, x, x, index, mask=masks.causal()), whole)
+    for mask in (masks.window(3, 0), masks.keys(torch.tensor([40], dtype=torch.int32))):
+        with pytest.raises(
+            Unsupported, match=r"^mask is not served by torch \(CPU\) in sparse_attention, but for causal\(\);"
+        ):
+            tilefold.sparse_attention(x, x, x, index, mask=mask)

@@ -344,6 +344,11 @@ SCORES = torch.rand(2, 3, 4, 8)
 HEADS = torch.rand(3)
 
 REFUSED = {
+    "coefficients of gini": ((SCORES,), {"return_gini": False}, ValueRangeError,
+                             "return_gini is False, but method 'gini' keeps blocks by the Gini coefficients, accepted: 'top_p', "
+                             "'top_k'"),
+    "return_gini": ((SCORES,), {"return_gini": 1}, DtypeError, "return_gini must be a bool, got 1"),
+    "softmax_scale": ((SCORES,), {"softmax_scale": 0.0}, ValueRangeError, "softmax_scale must be greater than 0, got 0.0"),
     "no tensor": ((7,), {}, DtypeError, "scores must be a torch.Tensor, got int"),
     "dtype": ((SCORES.double(),), {}, DtypeError, "scores has dtype float64, accepted: float16, bfloat16, float32"),
     "rank": ((SCORES[0],), {}, ShapeError,
@@ -355,7 +360,7 @@ REFUSED = {
     "another method's": ((SCORES,), {"top_k": 3}, ValueRangeError, "top_k is for method 'top_k', got method 'gini'"),
     "tau for top_p": ((SCORES,), {"method": "top_p", "top_p": 0.5, "tau_min": 0.1}, ValueRangeError,
                       "tau_min is for method 'gini', got method 'top_p'"),
-    "no top_p": ((SCORES,), {"method": "top_p"}, ValueRangeError, "method 'top_p' needs top_p, got neither"),
+    "no top_p": ((SCORES,), {"method": "top_p"}, ValueRangeError, "method 'top_p' needs top_p, got none"),
     "no top_k": ((SCORES,), {"method": "top_k"}, ValueRangeError, "method 'top_k' needs top_k or sparsity, got neither"),
     "both top_k": ((SCORES,), {"method": "top_k", "top_k": 2, "sparsity": 0.5}, ValueRangeError,
                    "method 'top_k' needs top_k or sparsity, got top_k and sparsity"),

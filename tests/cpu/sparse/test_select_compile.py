@@ -160,3 +160,22 @@ def test_index_does_not_walk_rows(path_of_index, monkeypatch):
                 sparse.select(scores)
         seen.append(count.seen)
     assert seen[0] == seen[1]
+
+
+def test_lengths_share_a_graph(device):
+    """But for sparsity, whose number of blocks follows from the length."""
+    made = []
+
+    def backend(graph, _):
+        made.append(graph)
+        return graph
+
+    def choose(scores):
+        return [sparse.select(scores, **METHODS[name]).index.counts for name in ("gini", "top_p", "top_k")]
+
+    METHODS = {"gini": {}, "top_p": {"method": "top_p", "top_p": 0.7}, "top_k": {"method": "top_k", "top_k": 3}}
+    compiled = torch.compile(choose, fullgraph=True, dynamic=True, backend=backend)
+    for blocks in (5, 9, 17, 30):
+        scores = rows("random", 1, 2, blocks, blocks).to(device)
+        assert all(map(torch.equal, compiled(scores), choose(scores)))
+    assert len(made) == 1

@@ -234,6 +234,17 @@ def test_refusals():
         video.ByHead((video.Dense(),))(q, k, site_of(tiling))
     for make in (lambda: video.DenseFirst(3), lambda: video.KeepFor(3, 1), lambda: video.ByLayer({0: 3})):
         refuses(DtypeError, "must be a policy, a function of", make)
+    for name, make in (
+        ("policy must be a policy, got its class: call Pooled", lambda: video.DenseFirst(video.Pooled)),
+        ("policies must be a mapping", lambda: video.ByLayer([video.Dense()])),
+        ("policies must be a sequence of policies", lambda: video.ByHead(video.Dense())),
+        ("policies must be a sequence of policies", lambda: video.ByHead(())),
+        (
+            "policy must be a function, got the class Pooled: call it",
+            lambda: video.sparsify(torch.nn.Identity(), video.Pooled),
+        ),
+    ):
+        refuses(DtypeError, name, make)
     refuses(ValueRangeError, "steps", video.KeepFor, video.Dense(), 0)
     with pytest.raises(ValueRangeError, match=r"KeepFor\(.*\) needs the denoising step"):
         video.KeepFor(video.Dense(), 1)(q, k, site_of(tiling))

@@ -114,7 +114,7 @@ def _keys_of_lengths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Ca
         lengths = _key_of_lengths(q, k, v, call, key)
         family = None if lengths is not None else _key_of_any_length(key, call)
         return lengths, family, _key_of_tiles(family, q, k, call)
-    except (AttributeError, IndexError, RuntimeError, TypeError):  # the checks say which argument is wrong
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # the checks say which argument is wrong
         return None, None, None
 
 
