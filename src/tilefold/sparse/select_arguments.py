@@ -79,7 +79,7 @@ def make_call(
 ) -> SelectCall:
     """numbers: the settings of all methods by name; bounds: min_blocks, already a setting, and max_blocks; window: force_self,
     force_first, local_window, force; sizes: as `bind_sizes` gives them."""
-    _check_method(method, numbers)
+    check_method(method, numbers)
     amount = _amount(method, numbers, scores)
     least, blocks = bounds[0], scores.shape[3]
     most = LARGEST_COUNT if bounds[1] is None else blocks_setting("max_blocks", bounds[1], scores, 1)
@@ -106,7 +106,7 @@ def make_call(
     return SelectCall(kind, amount, least, most, min(room, blocks), geometry, first, reach, force, sizes)
 
 
-def _check_method(method: str, numbers: dict[str, Any]) -> None:
+def check_method(method: str, numbers: dict[str, Any]) -> None:
     if method not in METHODS:
         raise ValueRangeError(f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}")
     for owner, names in METHODS.items():

@@ -6,8 +6,10 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from ..check import check_share
 from ..errors import ValueRangeError
 from .index import BlockIndex
+from .select_arguments import METHODS, check_method
 
 CoarseKind = Literal["block", "dense", "pooled"]
 Setting: TypeAlias = float | torch.Tensor
@@ -35,7 +37,9 @@ class SelectOptions:
 
     method: "gini" (as much of a row's mass as tau, which follows from how concentrated the row is), "top_p" (mass top_p) or
     "top_k" (top_k blocks, or what `sparsity`, 0 to 1, leaves).  Settings are numbers, or tensors on the device: [heads]
-    gives each head its own."""
+    gives each head its own.
+
+    Raises ValueRangeError for settings of another method, for a method without its own, and for shares out of range."""
 
     method: Literal["gini", "top_p", "top_k"] = "gini"
     tau_min: Setting | None = None
@@ -53,8 +57,10 @@ class SelectOptions:
     force: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.method not in ("gini", "top_p", "top_k"):
-            raise ValueRangeError(f"method must be one of gini, top_p, top_k, got {self.method!r}")
+        check_method(self.method, {name: getattr(self, name) for names in METHODS.values() for name in names})
+        for name in ("tau_min", "tau_max", "top_p", "sparsity"):
+            if isinstance(getattr(self, name), int | float):
+                check_share(name, getattr(self, name))
 
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments of `select`."""

@@ -137,6 +137,9 @@ class Sparse:
         self._handles += adapter.hooks(model, self._present)
         model.__dict__[_NAME] = self
 
+    def __repr__(self) -> str:
+        return f"Sparse({type(self.model).__name__}, {self.policy!r}, {len(self.layers)} layers)"
+
     @property
     def step(self) -> int | None:
         if self._step is None and self.scheduler is not None:

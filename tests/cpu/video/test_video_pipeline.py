@@ -189,7 +189,18 @@ def test_records_refuse_unknown_names():
         CoarseOptions("mean")
     with pytest.raises(ValueRangeError, match="reduction must be one of mean, max, got 'sum'"):
         CoarseOptions(reduction="sum")
-    with pytest.raises(ValueRangeError, match="method must be one of gini, top_p, top_k, got 'top'"):
+    for options, text in (
+        ({"method": "top_k"}, "method 'top_k' needs top_k or sparsity, got neither"),
+        (
+            {"method": "top_k", "top_k": 3, "sparsity": 0.8},
+            "method 'top_k' needs top_k or sparsity, got top_k and sparsity",
+        ),
+        ({"top_k": 3}, "top_k is for method 'top_k', got method 'gini'"),
+        ({"method": "top_k", "sparsity": 80}, "sparsity must be at most 1, got 80"),
+    ):
+        with pytest.raises(ValueRangeError, match=f"^{text}$"):
+            SelectOptions(**options)
+    with pytest.raises(ValueRangeError, match="method must be one of 'gini', 'top_p', 'top_k', got 'top'"):
         SelectOptions("top")
 
 

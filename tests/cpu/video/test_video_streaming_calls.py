@@ -37,8 +37,8 @@ def test_a_sparsity_is_a_share_of_what_the_cache_holds(sparsity):
 
 
 @pytest.mark.parametrize("mistake", [
-    {"gate_fine": torch.rand(3)}, {"gate_fine": 0.5}, {"scale": -1.0}, {"select": sparse.SelectOptions(method="top_k")},
-    {"query_sizes": torch.ones(7, dtype=torch.int32)},
+    {"gate_fine": torch.rand(3)}, {"gate_fine": 0.5}, {"scale": -1.0},
+    {"select": sparse.SelectOptions(method="top_k", top_k=torch.ones(7))}, {"query_sizes": torch.ones(7, dtype=torch.int32)},
 ], ids=["gate", "number", "scale", "select", "sizes"])  # fmt: skip
 def test_a_failed_call_appends_nothing(mistake):
     cache, clean = cache_of(), cache_of()
