@@ -33,7 +33,7 @@ class TensorSpec:
 
     dims: its dimensions by name, separated by spaces (alternatives for a different rank separated by " / ");
     dtypes: what is accepted; same_dtype_as: an earlier argument whose dtype it must have; contiguous_last: the last dimension
-    has stride 1."""
+    has stride 1; besides: what else the public function takes, for its message."""
 
     name: str
     dims: str
@@ -41,6 +41,7 @@ class TensorSpec:
     optional: bool = False
     same_dtype_as: str | None = None
     contiguous_last: bool = False
+    besides: str = ""
     forms: dict[int, tuple[tuple[str, str], ...]] = field(init=False, hash=False)
 
     def __post_init__(self) -> None:
@@ -135,7 +136,7 @@ def _real(name: str, value: object) -> Any:
 
 
 def _or_none(spec: TensorSpec) -> str:
-    return " or None" if spec.optional else ""
+    return (f", {spec.besides}" if spec.besides else "") + (" or None" if spec.optional else "")
 
 
 def _check_dtype(spec: TensorSpec, value: torch.Tensor, tensors: Mapping[str, object]) -> None:

@@ -44,7 +44,9 @@ UNBOUNDED = (1 << 30) - 1  # a window side that never cuts; its sum with two pos
 _OPTIONS = (
     TensorSpec("alibi_slopes", "heads / batch heads", (torch.float32,), optional=True),
     TensorSpec("bias", "batch|1 heads|1 seq_q|1 seq_k", FLOATS, optional=True),
-    TensorSpec("mask", "batch|1 heads|1 seq_q|1 seq_k", (torch.bool,), optional=True),
+    TensorSpec(
+        "mask", "batch|1 heads|1 seq_q|1 seq_k", (torch.bool,), optional=True, besides="a value of tilefold.masks"
+    ),
     TensorSpec("sinks", "heads", FLOATS, optional=True),
     TensorSpec("dropout_seed", "seeds", (torch.int64,), optional=True),
 )

@@ -255,7 +255,5 @@ def _device(device: torch.device | str) -> torch.device:
     if found.type not in ("cuda", "cpu"):
         raise DeviceError(f"device must be cuda or, for Triton's interpreter, cpu, got {found}")
     if found.type == "cuda" and not torch.cuda.is_available():
-        raise DeviceError(
-            f"device is {found}, but torch sees no GPU; in Triton's interpreter (TRITON_INTERPRET=1) give device='cpu'"
-        )
+        raise DeviceError(f"device is {found}, but torch sees no GPU; on a CPU give device='cpu'")
     return torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found

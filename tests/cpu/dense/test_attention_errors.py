@@ -10,7 +10,17 @@ import triton
 import tilefold
 from cases import dilated, looped, qkv, relative
 from cases.refusals import refuses
-from tilefold import DeviceError, DtypeError, LayoutError, PlanError, ShapeError, Unsupported, ValueRangeError
+from tilefold import (
+    DeviceError,
+    DtypeError,
+    LayoutError,
+    PlanError,
+    ShapeError,
+    Unsupported,
+    ValueRangeError,
+    masks,
+    scores,
+)
 from tilefold.ops import launch
 from tilefold.ops.device import device_of
 
@@ -211,7 +221,7 @@ def bad_calls(device):
     for name in ("bias", "mask", "sinks", "alibi_slopes"):
         yield (
             DtypeError,
-            f"{name} must be a torch.Tensor or None, got ndarray",
+            f"{name} must be a torch.Tensor{', a value of tilefold.masks' * (name == 'mask')} or None, got ndarray",
             (q, k, v),
             {name: np.ones((1, 1, 20, 33))},
         )
@@ -261,6 +271,14 @@ def test_forward_mode_gradients_are_refused(device):
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
         refuses(Unsupported, "q carries a forward-mode tangent", tilefold.attention, dual, k, v)
+
+
+@pytest.mark.parametrize("wrong", ["causal", masks.causal, scores.softcap(3.0)], ids=["word", "function", "score"])
+def test_what_a_mask_may_be(wrong, device):
+    q = torch.randn(1, 30, 2, 16, device=device)
+    text = f"mask must be a torch.Tensor, a value of tilefold.masks or None, got {type(wrong).__name__}"
+    refuses(DtypeError, text, tilefold.attention, q, q, q, mask=wrong)
+    refuses(DtypeError, text, tilefold.attention_kvcache, q, q, q, mask=wrong)
 
 
 def test_bad_varlen(device):

@@ -138,7 +138,9 @@ def cached_sizes(
     return sizes
 
 
-_MASK = TensorSpec("mask", "batch|1 heads|1 seq_q|1 capacity", (torch.bool,), optional=True)
+_MASK = TensorSpec(
+    "mask", "batch|1 heads|1 seq_q|1 capacity", (torch.bool,), optional=True, besides="a value of tilefold.masks"
+)
 
 
 def check_longest(q: torch.Tensor, cache: Cache) -> None:
