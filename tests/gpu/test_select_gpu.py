@@ -6,7 +6,7 @@ import torch
 import tilefold
 from cases.device import DEVICE, captured, no_waiting
 from cases.select import KINDS, held, kept, rows
-from tilefold import reference, sparse
+from tilefold import reference, sparse, video
 
 METHODS = {
     "gini": {},
@@ -30,6 +30,33 @@ def test_lengths_of_rows(blocks, forced):
     options = {"local_window": 1, "force": torch.rand(5, blocks, device=DEVICE) < 0.05} if forced else {}
     held(scores, **options)
     held(rows("tied", 1, 2, 5, blocks).to(DEVICE), method="top_p", top_p=0.6, **options)
+
+
+@pytest.mark.parametrize("blocks", [33, 364, 1260, 4096, 4097])
+def test_logits(blocks):
+    """Their lists are those of their softmax, but where a score is next to the last one kept."""
+    logits = 3 * torch.randn(1, 2, 20, blocks, device=DEVICE)
+    scores = (logits.double() * 0.4).softmax(-1).float()
+    for options in ({"method": "top_k", "top_k": 20}, {"method": "top_p", "top_p": 0.7}, {}):
+        found, wanted = sparse.select(logits, softmax_scale=0.4, **options), sparse.select(scores, **options)
+        same = (kept(found) == kept(wanted)).all(-1).to(DEVICE)
+        assert same.float().mean() > 0.9
+        assert bool(((found.mass - wanted.mass).abs()[same] <= 1e-5).all())
+        torch.testing.assert_close(found.gini, wanted.gini, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_products_of_means(dtype):
+    """16-bit means are multiplied as such, with sums in fp32; two sequences, KV heads that are shared."""
+    tiling = sparse.GridTiling((6, 9, 13), (4, 4, 4))
+    site = video.Site(0, 1, 4, None, tiling, 0.2, {})
+    q, k = (torch.randn(2, tiling.padded, heads, 64, device=DEVICE, dtype=dtype) for heads in (4, 2))
+    found = video.Pooled(sparsity=0.5).logits(q, k, site)
+    sizes = tiling.sizes(q.device)
+    rows_q, rows_k = (sparse.project(x, block=64, block_sizes=sizes).double().transpose(1, 2) for x in (q, k))
+    wanted = rows_q @ rows_k.repeat_interleave(2, 1).transpose(-1, -2)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -17,7 +17,21 @@ Fault = tuple[str, str] | None
 """(field, sentence) of the first limit that is broken, or None."""
 
 
-class Plan:
+class Shown:
+    """What a notebook shows as its text."""
+
+    __slots__ = ()
+    _repr_pretty_: Any
+
+    def __init_subclass__(cls) -> None:
+        cls._repr_pretty_ = _pretty  # IPython takes it from the class that has `__repr__`
+
+
+def _pretty(self: object, printer: Any, cycle: bool) -> None:
+    printer.text(str(self))
+
+
+class Plan(Shown):
     """A frozen record: `print` it, keep it as JSON.  What no launch needs of it is made when somebody asks: see `decided`."""
 
     __slots__ = ("_rest",)
@@ -57,11 +71,6 @@ class Plan:
                 object.__setattr__(self, field, value)
             return object.__getattribute__(self, name)
 
-    def __init_subclass__(cls) -> None:
-        cls._repr_pretty_ = _pretty  # IPython takes it from where `__repr__` is
-
-    _repr_pretty_: Any
-
     def to_json(self) -> str:
         """The plan, with its problem and device, as JSON; `from_json` gives an equal plan."""
         return serialise.to_json(self)
@@ -70,11 +79,6 @@ class Plan:
     def from_json(cls: type[Own], text: str) -> Own:
         """The plan that `to_json` wrote. PlanError names a missing, unknown, mistyped or contradictory field."""
         return serialise.from_json(cls, text)
-
-
-def _pretty(self: Plan, printer: Any, cycle: bool) -> None:
-    """What a notebook shows."""
-    printer.text(str(self))
 
 
 @cache

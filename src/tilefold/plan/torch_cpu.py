@@ -5,6 +5,7 @@ from functools import lru_cache
 from typing import Any
 
 from tilefold.errors import PlanError, Unsupported
+from tilefold.plan.base import Shown
 from tilefold.plan.cache.invariant import invariant_refusal
 from tilefold.plan.capabilities import capability
 from tilefold.plan.device import Device
@@ -36,7 +37,7 @@ def cut_of(batch: int, kv_heads: int, group: int, seq_q: int, seq_k: int) -> Cut
 
 
 @dataclass(frozen=True, slots=True)
-class TorchPlan:
+class TorchPlan(Shown):
     """The decision for one call of a function.  `print` it.
 
     operation: as in the capabilities; problem: of the operation; cut: None where nothing is folded in tiles, and with
@@ -85,10 +86,6 @@ class TorchPlan:
             raise PlanError(f"plan is for {self.device.title}, the call is on {device.title}")
         if problem != self.problem:
             raise PlanError(f"plan is for {self.problem}, the call is {problem}")
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What a notebook shows."""
-        printer.text(str(self))
 
     def __str__(self) -> str:
         lines = [

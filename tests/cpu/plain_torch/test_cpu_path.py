@@ -1,7 +1,9 @@
 """CPU tensors without Triton: who serves them, what plans and refusals say, and a process that has no Triton at all."""
 
 import dataclasses
+import importlib
 import os
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ import triton
 import tilefold
 from cases.refusals import refuses
 from tilefold import DeviceError, PlanError, Unsupported, masks, ops, sparse
+from tilefold import plan as plans
 from tilefold.cpu import calls
 from tilefold.plan import DEVICES, AttentionProblem, TorchPlan, architecture, capabilities, device_named, plan_attention
 from tilefold.plan import device as devices
@@ -237,6 +240,16 @@ def test_a_notebook_shows_the_text_of_a_plan():
     h200 = plan_attention(AttentionProblem(1, 70, 70, 2, 2, 16, 16), device_named("h200"))
     for plan in (tilefold.attention_plan(x, x, x), h200):
         assert pretty(plan) == str(plan)
+
+
+def test_each_plan_with_a_text_of_its_own_shows_it():
+    found = set()
+    for module in pkgutil.walk_packages(plans.__path__, "tilefold.plan."):
+        for name, made in vars(importlib.import_module(module.name)).items():
+            if isinstance(made, type) and name.endswith("Plan") and "__str__" in vars(made):
+                assert "_repr_pretty_" in vars(made), name
+                found.add(name)
+    assert len(found) >= 14
 
 
 @pytest.mark.usefixtures("torch_cpu")

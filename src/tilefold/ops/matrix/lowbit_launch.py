@@ -188,10 +188,10 @@ def bound_of(
     """The launch of a plan, None for "dequantise", and the plan that is followed.
 
     Where this Triton does not compile a kernel for sm_90 that the caller has not chosen, a portable one, after a warning."""
-    from ...plan.matrix.lowbit import plan_lowbit
+    from ...plan.matrix.lowbit import OF_SM_90, plan_lowbit
     from ..hopper import bound_or_none
 
-    if plan.path in ("rows", "hopper") and not chosen:
+    if plan.path in OF_SM_90 and not chosen:
 
         def compile(bound: Bound) -> None:
             row = meta(plan.problem.m, plan.problem.k, dtype=x.dtype)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from tilefold.errors import PlanError, Unsupported, ValueRangeError
+from tilefold.plan.base import Shown
 from tilefold.plan.device import Device
 from tilefold.plan.limits import MAX_GRID
 from tilefold.plan.matrix.conv_layout import FEW, copied, copied_bytes, copy_pays, padded
@@ -130,7 +131,7 @@ class ConvTile:
 
 
 @dataclass(frozen=True, slots=True)
-class ConvPlan:
+class ConvPlan(Shown):
     """The decision; `print` it.  method: "implicit" (reads x as it lies), "relayout" (implicit, after channels-first tensors were
     copied to channels-last), "im2col" or "direct" (no tensor cores; narrow groups), of the forward pass: the gradients are
     implicit, relaid or direct.  reason, rejected: why, and the methods not taken with why not."""

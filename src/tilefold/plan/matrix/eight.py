@@ -5,6 +5,7 @@ from functools import lru_cache
 
 from tilefold.errors import PlanError, Unsupported
 from tilefold.plan.architecture import SM_90
+from tilefold.plan.base import Shown
 from tilefold.plan.capabilities import architecture_refusal
 from tilefold.plan.dense.attention import Rejected
 from tilefold.plan.device import Device
@@ -37,7 +38,7 @@ class EightProblem:
 
 
 @dataclass(frozen=True, slots=True)
-class EightPlan:
+class EightPlan(Shown):
     """Kernel, tile, warps, stages and parts of K of a product; group: rows of tiles that programs make together.
 
     kernel: "matmul_eight" (portable), "matmul_eight_rows" (sm_90, few rows of x: block_n rows of the weight and block_m of x a

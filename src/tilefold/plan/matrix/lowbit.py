@@ -17,6 +17,7 @@ BITS = (8, 4, 3, 2)
 ZEROS = ("none", "integer", "float", "table")
 HALVES = ("float16", "bfloat16")
 PATHS = ("rows", "hopper", "tile", "dequantise")
+OF_SM_90 = PATHS[:2]
 SLAB = 32  # columns
 SHARED = 232448  # bytes that a program can have on sm_90
 FEW_ROWS = 16  # of x that the "rows" path takes
@@ -284,7 +285,7 @@ def plan_lowbit(problem: LowbitProblem, device: Device, portable: bool = False) 
     """The plan for a product on a device: pure, the same every time.  portable: without the kernels for sm_90."""
     refusals = {path: refused(problem, device, path) for path in PATHS}
     if portable:
-        for path in ("rows", "hopper"):
+        for path in OF_SM_90:
             refusals[path] = refusals[path] or "is left out: portable kernels were asked for"
     rejected = tuple(f"{path} {refusal}" for path, refusal in refusals.items() if refusal)
     if device.architecture is SM_90:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from tilefold.errors import Unsupported
+from tilefold.plan.base import Shown
 from tilefold.plan.device import Device
 from tilefold.plan.problem import next_power_of_two
 
@@ -23,7 +24,7 @@ class RMSNormProblem:
 
 
 @dataclass(frozen=True, slots=True)
-class RMSNormPlan:
+class RMSNormPlan(Shown):
     """The decision: rows and (padded) columns of a tile, warps, programs of the backward pass; reason."""
 
     problem: RMSNormProblem

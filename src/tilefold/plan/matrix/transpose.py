@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from tilefold.errors import Unsupported, ValueRangeError
+from tilefold.plan.base import Shown
 from tilefold.plan.device import Device
 
 REGISTERS, STRIDES, DESCRIPTORS = METHODS = ("registers", "strides", "descriptors")
@@ -36,7 +37,7 @@ class TransposeProblem:
 
 
 @dataclass(frozen=True, slots=True)
-class TransposePlan:
+class TransposePlan(Shown):
     """The decision: kernel, tile (rows x columns of the input), warps; reason; rejected: (kernel, why not)."""
 
     problem: TransposeProblem

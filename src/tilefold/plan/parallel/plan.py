@@ -5,6 +5,7 @@ from functools import lru_cache
 
 from tilefold.errors import DtypeError, PlanError, Unsupported, ValueRangeError
 
+from ..base import Shown
 from ..words import counted
 from .cost import COSTS
 from .problem import Links, ParallelProblem, SchemeCost, size_text
@@ -16,7 +17,7 @@ CLOSE = 1.005  # of the fastest's time: as fast
 
 
 @dataclass(frozen=True, slots=True)
-class ParallelPlan:
+class ParallelPlan(Shown):
     """The decision; `print` it.  heads: ranks that share out heads; ring: ranks round which, or from which, K and V come."""
 
     problem: ParallelProblem

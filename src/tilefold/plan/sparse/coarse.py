@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from tilefold.errors import PlanError, Unsupported, ValueRangeError
 from tilefold.plan.architecture import SM_90
+from tilefold.plan.base import Shown
 from tilefold.plan.device import Device
 from tilefold.plan.limits import (
     BOX,
@@ -57,7 +58,7 @@ class CoarseProblem:
 
 
 @dataclass(frozen=True, slots=True)
-class CoarsePlan:
+class CoarsePlan(Shown):
     """The decision for one coarse problem on one device; `print` it.
 
     forward: tile of coarse_forward, queries and keys: of the backward kernels, rows of Q x rows of K.  boxes: which of the three
