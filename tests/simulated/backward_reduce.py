@@ -204,10 +204,10 @@ class Run(Backward):
         self.entries = Offsets(entries)
 
     def offsets_of_lists(self):
-        """For each block: how many tiles see it, which, and for each how many blocks see that before."""
+        """For each block: how many tiles see it, which, up or down, and for each how many blocks see that before."""
         made = []
         for block in range(self.blocks):
-            tiles = [t for t in range(self.q_tiles) if self.sees(t, block)]
+            tiles = [t for t in range(self.q_tiles) if self.sees(t, block)][:: self.memory.random.choice((1, -1))]
             before = [sum(self.sees(t, b) for b in range(block)) for t in tiles] or [0]
             entries = [2 * t + t % 2 for t in tiles] or [2 * self.q_tiles + 1]
             blank = [-1] * self.q_tiles

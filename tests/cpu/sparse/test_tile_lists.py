@@ -53,6 +53,11 @@ def of_sequence(score, batch, head, q_index, kv_index, args):
 
 
 @triton.jit
+def of_all(score, batch, head, q_index, kv_index, args):
+    return (kv_index < 20) | (q_index < 10) | (tl.abs(2 * q_index - kv_index) < 10)
+
+
+@triton.jit
 def of_score(score, batch, head, q_index, kv_index, args):
     return score > 0
 
@@ -328,11 +333,14 @@ def test_plans_of_gradients_say_whether_lists_are_kept(anew):
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
-@pytest.mark.parametrize("name", ["same", "of_head", "of_sequence"])
+@pytest.mark.parametrize("name", ["same", "of_head", "of_sequence", "of_all"])
 def test_entries_of_keys_are_those_of_queries_turned(name, window):
-    """And each says how many KV tiles its query tile sees before; KV heads share what one of their group sees."""
+    """And each says how many KV tiles its query tile sees before; KV heads share what one of their group sees.  Keys that are
+    seen by far later queries than those behind them have the last query tile first."""
     batch, heads, kv_heads = 2, 4, 2
-    mod, args = {"same": (same, (numbers_of(),)), "of_head": (of_head, ()), "of_sequence": (of_sequence, ())}[name]
+    mod, args = {
+        "same": (same, (numbers_of(),)), "of_head": (of_head, ()), "of_sequence": (of_sequence, ()), "of_all": (of_all, ()),
+    }[name]  # fmt: skip
     sizes = batch, heads, *LENGTHS
     call = Call(mask_mod=mod, mask_args=args)
     lists = TileLists(call, sizes, TILE, window, torch.device("cpu"), False)
@@ -341,7 +349,9 @@ def test_entries_of_keys_are_those_of_queries_turned(name, window):
     rows = entries_of(lists.of(call))
     kinds = lists._classified(call).flatten(0, 1)
     each = heads // kv_heads if shared > 1 else 1
-    for at, row in enumerate(got.flatten(0, 2).tolist()):
+    last: dict[tuple[int, int], int] = {}
+    descended = False
+    for at, row in reversed([*enumerate(got.flatten(0, 2).tolist())]):
         which, kv_block = divmod(at, got.shape[2])
         seen = {}
         for i in range(q_blocks):
@@ -351,11 +361,17 @@ def test_entries_of_keys_are_those_of_queries_turned(name, window):
             if bool((group[:, kv_block] > 0).any()):
                 seen[i] = bool((group[:, kv_block] == 2).all()), int((group[:, :kv_block] > 0).any(0).sum())
                 assert any(kv_block in [entry >> 1 for entry in entries] for entries in of_group)
+        last[which, kv_block] = max(seen, default=-1)
+        following = (last[which, other] for n in range(6) if (other := kv_block + 2**n) < got.shape[2])
+        after = next((tile for tile in following if 0 <= tile < max(seen, default=-1)), None)
+        if after is not None and 4 * sum(i > after for i in seen) > 3 * len(seen):
+            seen, descended = dict(reversed(seen.items())), True
         assert row[0] == len(seen)
         assert row[1 : 1 + len(seen)] == [2 * i + whole for i, (whole, _) in seen.items()]
         assert row[1 + q_blocks : 1 + q_blocks + len(seen)] == [before for _, before in seen.values()]
         if not seen:
             assert (row[1] >> 1, row[1 + q_blocks]) == (q_blocks, 0)
+    assert descended or name != "of_all" or window != (-1, -1)
 
 
 @pytest.mark.interpreter

@@ -107,15 +107,15 @@ class BlockScheduler:
     there.  Else they begin STAGGER tiles apart and go around.  A walk ends a query head before it begins the next.
 
     Lists [B or 1, KV heads or 1, blocks, 1 + 2 q_tiles] int32 by strides of batch entry and KV head, or None: for each block of
-    keys how many query tiles see it, and, ascending, which: entries, twice a tile's number, plus 1 where no mask_mod hides any of
-    it; behind q_tiles of these, for each how many blocks add to it before (kernels.sparse.classify.list_queries).
+    keys how many query tiles see it, and which, the walk's last first: entries, twice a tile's number, plus 1 where no mask_mod
+    hides any of it; behind q_tiles of these, for each how many blocks add to it before (kernels.sparse.classify.list_queries).
 
     ORDERED: the blocks of keys that see a query tile add to it one after the other, the first block first.  All walks go down
-    from the last tile that sees the block, so under any mask each follows the one before it: its own last tile is never before
-    that one's.  Short blocks that come together wait for one another at their first tile; so where the mask has a diagonal, the
-    later half of a segment's blocks alternates with the earlier half of the next one's.  A walk meets a tile of each of its
-    query heads before the next tile: else a shorter block would be ahead of the longer one before it, at the next head, and
-    wait.
+    from the last tile that sees the block (or up, if its list says so), so under any mask each follows the one before it: its own
+    last tile is never before that one's.  Short blocks that come together wait for one another at their first tile; so where
+    the mask has a diagonal, the later half of a segment's blocks alternates with the earlier half of the next one's.  A walk
+    meets a tile of each of its query heads before the next tile: else a shorter block would be ahead of the longer one before
+    it, at the next head, and wait.
 
     Blocks [blocks, 8] int32 of a packed batch, or None: what kernels.backward.backward_packed_blocks has written of each block of
     keys of all sequences; q_tiles are then places of query tiles of a head, and `lengths` are nobody's."""

@@ -85,16 +85,29 @@ def list_blocks(
 def list_queries(Kinds, Counts, Lists, q_blocks, kv_blocks, ENTRIES: tl.constexpr):
     """The other way round: Lists [rows, 1 + 2 q_blocks] int32 contiguous, rows = batch * heads * kv_blocks, of Kinds [batch *
     heads, q_blocks, kv_blocks] and Counts, of these how many up to each are not empty: how many Q blocks see the KV block; which,
-    ascending, as entries of MARKED `list_blocks`; and behind q_blocks of these, for each how many KV blocks before this one it
-    sees.  A row without any has an entry behind the last Q block.  Grid (rows,)."""
+    as entries of MARKED `list_blocks`; and behind q_blocks of these, for each how many KV blocks before this one it sees.  A row
+    without any has an entry behind the last Q block.  Grid (rows,).
+
+    Q blocks ascend.  They descend where three in four of them are behind the last Q block of the KV blocks that follow: the keys
+    are seen by all, like global tokens, and those that follow are not.  attention_backward_reduce walks a list from its end, and
+    KV blocks add to a Q block one after the other: so such a block begins with the Q blocks that others wait for."""
     row = tl.program_id(0).to(tl.int64)
-    begin = row // kv_blocks * q_blocks * kv_blocks + row % kv_blocks
+    column = row % kv_blocks
+    begin = row // kv_blocks * q_blocks * kv_blocks
     entries = Lists + row * (1 + 2 * q_blocks) + 1
+    last, _, _ = last_seen(Kinds + begin + column, q_blocks, kv_blocks, 0, ENTRIES)
+    after, step = last, 1
+    while (column + step < kv_blocks) & ((after < 0) | (after >= last)):
+        after, _, _ = last_seen(Kinds + begin + column + step, q_blocks, kv_blocks, 0, ENTRIES)
+        step *= 2
+    _, seen_by, behind = last_seen(Kinds + begin + column, q_blocks, kv_blocks, after, ENTRIES)
+    descends = (after >= 0) & (4 * behind > 3 * seen_by)
     count = 0
     for start in range(0, q_blocks, ENTRIES):
         block = start + tl.arange(0, ENTRIES)
-        at = begin + block.to(tl.int64) * kv_blocks
-        kind = tl.load(Kinds + at, mask=block < q_blocks, other=EMPTY)
+        block = tl.where(descends, q_blocks - 1 - block, block)
+        at = begin + column + block.to(tl.int64) * kv_blocks
+        kind = tl.load(Kinds + at, mask=(block >= 0) & (block < q_blocks), other=EMPTY)
         seen = (kind != EMPTY).to(tl.int32)
         place = count + tl.cumsum(seen, 0) - seen
         tl.store(entries + place, block * 2 + (kind == FULL).to(tl.int32), mask=seen > 0)
@@ -105,3 +118,18 @@ def list_queries(Kinds, Counts, Lists, q_blocks, kv_blocks, ENTRIES: tl.constexp
         tl.store(entries, q_blocks * 2 + 1)
         tl.store(entries + q_blocks, 0)
     tl.store(entries - 1, count)
+
+
+@triton.jit
+def last_seen(kinds, q_blocks, kv_blocks, than, ENTRIES: tl.constexpr):
+    """Of kinds [q_blocks] by kv_blocks -> the last Q block that is not empty, or -1; how many are not; how many of these are
+    behind block `than`."""
+    last, seen, behind = -1, 0, 0
+    for start in range(0, q_blocks, ENTRIES):
+        block = start + tl.arange(0, ENTRIES)
+        kind = tl.load(kinds + block.to(tl.int64) * kv_blocks, mask=block < q_blocks, other=EMPTY)
+        block = tl.where(kind != EMPTY, block, -1)
+        last = tl.maximum(last, tl.max(block, 0))
+        seen += tl.sum((block >= 0).to(tl.int32), 0)
+        behind += tl.sum((block > than).to(tl.int32), 0)
+    return last, seen, behind
