@@ -116,6 +116,9 @@ def score_codes(Scores, Sizes, p_row, p_sizes, column, inside, stride_sk, scale)
 
     scale: None; or of logits, whose score is exp(scale * (x - the row's largest)): softmax but for its sum."""
     x = tl.load(Scores + p_row + column, mask=inside, other=-1.0).to(tl.float32)
+    if scale is None and column.shape[1] * column.shape[2] > 512:
+        # Changes no code, but asks for all loads first: else compilers wait for each.  Short rows would lose registers.
+        x = tl.where(tl.max(x, 1, keep_dims=True) > float("-inf"), x, -1.0)
     some = inside
     if Sizes is not None:
         some = some & (load_flat(Sizes, p_sizes + column.to(tl.int64) * stride_sk, inside) > 0)
