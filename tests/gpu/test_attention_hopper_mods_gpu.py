@@ -1,6 +1,7 @@
 """Biases, ALiBi, boolean masks and users' functions in the Gluon kernel for dense attention on sm_90, against the fp64 oracle."""
 
 import math
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -278,14 +279,20 @@ MASK_MODS = ["numbered", "dilated", "sliding", "alone", "by_head"]
 @pytest.mark.parametrize("name", MASK_MODS)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_lists_first(name, dim):
-    """One call of each over lists of tiles, in which every kind of tile is: hidden, partial, whole."""
-    held_lists([name], *qkv(1, 1024, 1280, 4, 2, dim, dtype=BF, device=DEVICE))
+    """Over lists of tiles, in which every kind of tile is: hidden, partial, whole; one program an SM and two."""
+    for tile in (
+        {},
+        {"block_m": 64, "block_n": 64, "num_stages": 2},
+        {"block_m": 128, "block_n": 128, "num_stages": 2},
+    ):
+        held_lists([name], *qkv(1, 1024, 1280, 4, 2, dim, dtype=BF, device=DEVICE), tile=tile)
 
 
-def held_lists(names, q, k, v, **options):
+def held_lists(names, q, k, v, tile=MappingProxyType({}), **options):
     given = {**options, **users(names[0], q.shape[1], k.shape[1], q.shape[0], q.shape[2])[0]}
     versions = hopper_plan(tilefold.attention_plan(q, k, v, **given)).options
-    held_user(names, q, k, v, {"options": tuple(dict.fromkeys((*versions, "lists")))}, **options)
+    versions = tuple(one for one in dict.fromkeys((*versions, "lists")) if one != "turns" or tile.get("block_m") != 64)
+    held_user(names, q, k, v, {**tile, "options": versions}, **options)
 
 
 @pytest.mark.parametrize("name", MASK_MODS)

@@ -8,7 +8,7 @@ import pytest
 
 from aot_cases import DEVICES, Results, compiled, job, problem
 from tilefold.plan import AttentionPlan, AttentionProblem, device_named, plan_attention
-from tilefold.plan.dense.attention_hopper import KERNEL, consumers_of, hopper_tile
+from tilefold.plan.dense.attention_hopper import KERNEL, PREFETCH_BYTES, consumers_of, hopper_tile
 
 PROBLEMS = {
     "d64": problem(64),
@@ -95,7 +95,7 @@ ALL = {"score_mods": ("softcap", "alibi", "bias"), "bias_descriptors": "tiles"}
 USER = {"score_mods": ("user",), "mask_mods": ("user",)}
 VERSIONS: dict[str, tuple[AttentionProblem, dict[str, object]]] = {
     "d64 three warpgroups": (problem(64), {"block_m": 192, "options": ("turns", "skip", "polynomial 4")}),
-    "d64 one warpgroup": (problem(64, causal=True), {"block_m": 64, "options": ("polynomial 2",)}),
+    "d64 one warpgroup": (problem(64, causal=True), {"block_m": 64, "num_stages": 3, "options": ("polynomial 2",)}),
     "d64 pairs": (problem(64, causal=True, seq_q=1024, seq_k=1024), {"options": ("skip",)}),
     "d128 pairs": (problem(128, causal=True, seq_q=512, seq_k=512), {"options": ("fence", "skip", "late")}),
     "d128 bias": (problem(128, **BIAS), {}),
@@ -122,6 +122,8 @@ VERSIONS: dict[str, tuple[AttentionProblem, dict[str, object]]] = {
     "d256 mods": (problem(256, **USER), {}),
     "d128 causal lists": (problem(128, causal=True, mask_mods=("user",), mask_by_place=True), {}),
     "d128 lists of a mask": (problem(128, **MASK, mask_by_place=True), {}),
+    "d128 lists short": (problem(128, seq_q=1024, seq_k=1024, mask_mods=("user",), mask_by_place=True), {}),
+    "d64 lists short": (problem(64, seq_q=1024, seq_k=1024, mask_mods=("user",), mask_by_place=True), {}),
     "d64 lists and mods": (problem(64, **USER, mask_by_place=True), {}),
     "d128 softcap bias mods": (
         problem(
@@ -189,4 +191,5 @@ def test_hopper(results: Results, name: str) -> None:
     # LAZY: where a tile is masked, one or two tiles of a block; mods that load, under 3.9: one number a tile
     assert table or report.loop_spills <= (name == LAZY or name in READS)
     assert report.occupancy.programs == plan.programs_per_sm == (2 if plan.block_m == 64 else 1)
-    assert 0 <= plan.shared_bytes - report.shared_bytes < 512
+    spare = 512 + PREFETCH_BYTES * ("prefetch" in plan.options)
+    assert 0 <= plan.shared_bytes - report.shared_bytes < spare

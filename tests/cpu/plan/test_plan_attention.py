@@ -23,6 +23,7 @@ from tilefold.plan.rules import RULES
 from tilefold.plan.tuned import TUNED
 
 H200 = device_named("h200")
+H100 = device_named("h100")
 LONG = AttentionProblem(1, 16384, 16384, 16, 16, 128, 128)
 
 
@@ -383,6 +384,44 @@ def test_two_programs_an_sm_where_blocks_are_short(problem: AttentionProblem, ro
     if rows == 64:
         assert plan.kernel == HOPPER and plan.tile == Tile(64, 128 if problem.dim_qk == 64 else 64, 4, 3)
         assert hopper_programs(problem, plan.tile, H200) == 2 * H200.sms
+
+
+LISTED = {"mask_mods": ("user",), "mask_by_place": True}
+MASKED = {"mask_mods": ("mask",), "mask_by_place": True, "mask_descriptors": "tiles"}
+
+
+@pytest.mark.parametrize(
+    ("problem", "tile"),
+    [
+        (short(64, 1024, 16, **LISTED), (64, 64, 6)),
+        (short(64, 2048, 8, **LISTED), (64, 128, 3)),
+        (short(64, 16384, 1, **LISTED), (64, 128, 3)),
+        (short(64, 16384, 1, window=(4096, 0), **LISTED), (64, 128, 3)),
+        (short(64, 512, 32, **LISTED), (128, 128, 4)),  # too few scores for lists
+        (short(64, 1024, 16, **MASKED), (64, 128, 2)),
+        (short(128, 1024, 16, **LISTED), (64, 64, 2)),
+        (short(128, 4096, 4, **LISTED), (128, 128, 2)),
+        (short(128, 1024, 16, **MASKED), (128, 128, 2)),
+        (replace(short(64, 1024, 16, **LISTED), dim_v=128), (128, 128, 4)),
+        (replace(short(64, 1024, 16, **LISTED), dim_qk=72, dim_v=72), (128, 128, 3)),
+        (short(64, 1024, 16, score_mods=("user",)), (64, 128, 3)),
+        (short(64, 4096, 4, causal=True, score_mods=("alibi",)), (64, 128, 3)),
+        (short(64, 4096, 4, score_mods=("alibi", "user")), (64, 128, 3)),
+        (short(64, 4096, 4, score_mods=("softcap", "user")), (128, 128, 4)),
+        (short(64, 4096, 4, score_mods=("bias",), bias_descriptors="tiles"), (128, 128, 4)),
+        (short(64, 4096, 4, varlen=True, score_mods=("user",)), (128, 128, 4)),
+        (short(128, 1024, 16, score_mods=("user",)), (128, 128, 2)),
+    ],
+    ids=str,
+)
+def test_two_programs_an_sm_where_scores_change(problem: AttentionProblem, tile: tuple[int, int, int]) -> None:
+    """As they were measured beside each other on an H100 (docs/performance/attention_hopper.md)."""
+    plan = plan_attention(problem, H100)
+    rows, keys, stages = tile
+    assert plan.kernel == HOPPER
+    assert plan.tile == Tile(rows, keys, 4, stages)
+    assert hopper_programs(problem, plan.tile, H100, plan.options) == (2 if rows == 64 else 1) * H100.sms
+    assert rows > 64 or "prefetch" in plan.options
 
 
 @pytest.mark.parametrize(

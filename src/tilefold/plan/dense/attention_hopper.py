@@ -80,6 +80,11 @@ PACKED_PAIRS_UNTIL = {
 PREFETCH_UNTIL = (
     2048  # keys a query sees up to which a second buffer for Q gains more than a fourth for K and V, at a width of 96
 )
+LISTED_PAIRS_UNTIL = {64: 1 << 31, 128: 1024}
+"""Keys up to which pairs win over lists of tiles, by width: one program's masks are made beside the other's products."""
+NARROW_UNTIL = (
+    1024  # keys up to which a mask_mod's lists of tiles of 64 keys are faster than those of 128, at a width of 64
+)
 RATE = {64: {64: 0.92, 128: 0.86, 192: 1.0}, 128: {64: 0.90, 128: 1.0}}
 """Scores an SM makes in a second beside its fastest version, by head dim and queries a block: 512 to 2048 keys, all seen."""
 LAZY_FROM = {64: {"full": 2048, "causal": 2048, "window": 1536}, 128: {"full": 2048, "causal": 4096, "window": 3072}}
@@ -228,6 +233,8 @@ def hopper_tile(problem: AttentionProblem, device: Device) -> Tile:
         and _three_fill(problem, device)
     ):
         return Tile(block_m=192, block_n=64, num_warps=4, num_stages=4)
+    if keys := _keys_of_changed_pair(problem):
+        return _changed_pair(problem, device, keys)
     three = widths == (64, 64) and _three_pay(problem, device)
     if _pairs_pay(problem, device, 192 if three else 128):
         return Tile(block_m=64, block_n=PAIR_KEYS[widths[0]], num_warps=4, num_stages=3)
@@ -356,10 +363,12 @@ def _lazy_pays(problem: AttentionProblem) -> bool:
 
 
 def _prefetch_pays(problem: AttentionProblem, tile: Tile, device: Device) -> bool:
-    """Whether a second buffer for Q makes the kernel faster: where there is room for it.  ALiBi, lists of tiles, and packed
-    batches of heads wider than 64 gain nothing."""
+    """Whether a second buffer for Q makes the kernel faster: where there is room for it.  ALiBi and lists of tiles gain nothing,
+    but for pairs; nor do packed batches of heads wider than 64."""
     n = problem
-    if "alibi" in n.score_mods or _lists_pay(n) or (n.varlen and width_of(max(n.dim_qk, n.dim_v)) > 64):
+    if consumers_of(tile) > 1 and ("alibi" in n.score_mods or _lists_pay(n)):
+        return False
+    if n.varlen and width_of(max(n.dim_qk, n.dim_v)) > 64:
         return False
     room = _room_of_pair(device) if consumers_of(tile) == 1 else device.smem_per_block
     return hopper_shared_bytes(n, tile, ("prefetch",)) <= room
@@ -491,6 +500,35 @@ def _pairs_pay(problem: AttentionProblem, device: Device, rows: int) -> bool:
         return False
     keys = PAIR_KEYS[width]
     return _seconds(n, 64, keys, 2 * device.sms) < _seconds(n, rows, 128, device.sms)
+
+
+def _keys_of_changed_pair(problem: AttentionProblem) -> int:
+    """Keys of a tile where two programs an SM are faster for what changes scores or lists tiles; 0 where they are not or were not
+    measured: with softcap and a bias they lose, at a width of 128 with changed scores, too."""
+    n = problem
+    width = width_of(n.dim_qk)
+    if (
+        width != width_of(n.dim_v)
+        or n.varlen
+        or n.seq_q <= 64
+        or splits_sectors(n)
+        or {*n.score_mods} - {"user", "alibi"}
+    ):
+        return 0
+    if _lists_pay(n):
+        asked = {*n.mask_mods} == {"user"}
+        fits = (asked or width == 64) and n.seq_k <= LISTED_PAIRS_UNTIL.get(width, 0)
+        return (64 if width == 128 or (asked and n.seq_k <= NARROW_UNTIL) else 128) if fits else 0
+    return PAIR_KEYS[64] if width == 64 and n.score_mods and not n.mask_mods else 0
+
+
+def _changed_pair(problem: AttentionProblem, device: Device, keys: int) -> Tile:
+    """Its tile: as many buffers as an SM has room for beside second ones of Q."""
+    for stages in (6, 4, 3, 2):
+        tile = Tile(block_m=64, block_n=keys, num_warps=4, num_stages=stages)
+        if hopper_shared_bytes(problem, tile, ("prefetch",)) <= _room_of_pair(device):
+            break
+    return tile
 
 
 def _seconds(problem: AttentionProblem, rows: int, keys: int, programs: int) -> float:
