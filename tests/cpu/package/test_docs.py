@@ -250,6 +250,22 @@ def test_records_stay_short() -> None:
     assert prose("# One two\n\n| a | b |\n\n```\nc d\n```\n\n* three `four`: 5 %") == 5
 
 
+SUMMARY = re.compile(r"# [^\n]+\n\n((?:\* \*\*[^*\n]+\*\*[^\n]*\n)+)(?:\n|\Z)")
+
+
+def test_records_begin_with_a_summary_and_have_a_table() -> None:
+    """All but the list of them: three to five lines below the title, what each is about in bold; figures stand in tables."""
+    pages = [page for page in sorted((ROOT / "docs" / "performance").glob("*.md")) if page.stem != "index"]
+    assert len(pages) > 30
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        found = SUMMARY.match(text)
+        assert found and 3 <= found[1].count("\n") <= 5, page.name
+        assert re.search(r"^\|[ :|-]*-[ :|-]*\|$", FENCE.sub("", text), re.MULTILINE), page.name
+    for wrong in ("# A\n\nText.\n", "# A\n\n* **B.** c\n* d\n"):
+        assert not SUMMARY.match(wrong)
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     """What the source says, read without importing it, is what a user gets, and each name has its place on one page."""
     pytest.importorskip("griffe")
