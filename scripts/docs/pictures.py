@@ -13,6 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import bars
 import charts
 from svg import EDGE, FULL, OTHERS, OURS_TOO, arrow, box, svg, text
 
@@ -338,7 +339,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "pages": pages,
     "packed": packed,
     "shards": shards,
-}
+} | bars.PICTURES
 
 
 def pictures() -> dict[str, str]:
