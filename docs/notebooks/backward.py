@@ -79,7 +79,7 @@ print("largest |dS|:", round(ds.abs().max().item(), 4))
 # %% [markdown]
 # ## In tiles
 #
-# In tiles: probabilities come again from lse, in base 2. A sum over tiles of keys makes dq, one over tiles of queries dk and
+# Probabilities come again from lse, in base 2. A sum over tiles of keys makes dq, one over tiles of queries dk and
 # dv. No tile needs another.
 
 # %%
@@ -104,7 +104,7 @@ assert close((dq * scale, want["q"]), (dk * scale, want["k"]), (dv, want["v"]))
 # %% [markdown]
 # ## Rows without a live key
 #
-# A row without a live key: `-inf - (-inf)` is NaN. An lse of `+inf` in the place of `-inf` makes every probability 0.
+# `-inf - (-inf)` is NaN. An lse of `+inf` in the place of `-inf` makes every probability 0.
 
 # %%
 dead = torch.full((keys,), -torch.inf)

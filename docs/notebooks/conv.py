@@ -23,7 +23,7 @@ bias = torch.randn(8)
 # %% [markdown]
 # ## The left matrix
 #
-# The left matrix: one row for each pixel of the result, one column for each channel and tap. It has 9 times the input's
+# One row for each pixel of the result, one column for each channel and tap. It has 9 times the input's
 # elements, but for the border.
 
 # %%
@@ -49,7 +49,7 @@ assert implicit.is_contiguous(memory_format=torch.channels_last)
 # %% [markdown]
 # ## Stride, dilation, activation
 #
-# Stride, dilation and an activation, in the same pass:
+# In the same pass:
 
 # %%
 y = ops.conv2d(x_last, weight, bias, stride=2, padding=2, dilation=2, activation="relu")

@@ -44,7 +44,7 @@ assert first * 4 >= 0.8 * 264 > (first - 1) * 4
 # %% [markdown]
 # ## A whole generation
 #
-# A whole generation: a prompt of 40 tokens and 512 new ones.
+# A prompt of 40 tokens and 512 new ones.
 
 # %%
 trace = trace_generation(Generation(**qwen, dim=128, prompt=40, new=512), h200, "flash-attn")

@@ -62,7 +62,7 @@ for axis, values, name in zip(axes, zip(*seen, strict=True), ("m", "l", "acc / l
 # %% [markdown]
 # ## The same through the library
 #
-# The same through the library. Tensors are [batch, seq, heads, dim].
+# Tensors are [batch, seq, heads, dim].
 
 # %%
 ours, our_lse = tilefold.attention(q[None, :, None], k[None, :, None], v[None, :, None], return_lse=True)

@@ -28,7 +28,7 @@ def show(mask):
 # %% [markdown]
 # ## Prefix-LM
 #
-# Prefix-LM: all queries see the first keys, the others see what lies before them.
+# All queries see the first keys, the others see what lies before them.
 
 # %%
 seen = show(masks.prefix(4))
@@ -60,7 +60,7 @@ for mask in (masks.prefix(4), near, sink, ~masks.window(1, 0) & masks.causal()):
     print(f"{mask!s:60} {'rows without a key: ' + str(int((lse == -torch.inf).sum()))}")
 
 # %% [markdown]
-# ## Keywords are shorthands
+# ## Keywords
 #
 # Keywords are shorthands, to the last bit.
 

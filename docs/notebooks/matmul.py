@@ -57,7 +57,7 @@ assert verdict.ok
 # %% [markdown]
 # ## Batches
 #
-# Batches: one matrix may serve the whole batch. Its gradient is summed over the batch inside the product.
+# One matrix may serve the whole batch. Its gradient is summed over the batch inside the product.
 
 # %%
 batch = torch.randn(3, 5, 40)

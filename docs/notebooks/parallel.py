@@ -23,7 +23,7 @@ whole = tilefold.attention(q, k, v, causal=True)
 # %% [markdown]
 # ## Contiguous shards
 #
-# Contiguous shards: 50 tokens over 4 ranks are 12 or 13 each.
+# 50 tokens over 4 ranks are 12 or 13 each.
 
 # %%
 sharding = tp.shard(tokens, ranks)
@@ -34,7 +34,7 @@ assert torch.equal(tp.unshard_sequence([part[0] for part in parts], sharding), q
 # %% [markdown]
 # ## The ring
 #
-# The ring: in step s a rank meets the keys of the rank that lies s before it. Its own keys have the causal mask, keys of
+# In step s a rank meets the keys of the rank that lies s before it. Its own keys have the causal mask, keys of
 # earlier ranks are seen by all its queries, keys of later ranks by none.
 
 # %%

@@ -59,7 +59,7 @@ _ = axis.set(xlabel="best blocks", ylabel="their mass", title="where each row's 
 # %% [markdown]
 # ## Other rules
 #
-# Other rules: a fixed mass, or a fixed number.
+# A fixed mass, or a fixed number.
 
 # %%
 top_p = sparse.select(scores, method="top_p", top_p=0.8, block_q=16, block_k=16)

@@ -163,7 +163,7 @@ def served() -> str:
         title = re.sub(r", (?:23296 tokens|65 % left out|batch 1|32 heads on 8|D=128)", "", title)
         above, unit = title, ours.split()[-1]
         title, *formats = (part.strip().removeprefix("in ") for part in title.split(";"))
-        names = ["in bfloat16", *formats] if formats else ["tilefold"]
+        names = ["tilefold", *(f"tilefold, {one}" for one in formats)]
         group = [
             (name, value, OURS_TOO if n else OURS)
             for n, (name, value) in enumerate(zip(names, figures(ours), strict=True))
@@ -173,7 +173,7 @@ def served() -> str:
         times = [
             Bar(name, 1 / value if "/s" in unit else value, f"{value:g} {unit}", fill) for name, value, fill in group
         ]
-        groups.append((title, times))
+        groups.append((title[0].upper() + title[1:], times))
     return bars("Pipelines, decoding: shorter is faster", groups, "One H200.", together=False)
 
 
