@@ -316,6 +316,22 @@ def test_the_reference_begins_with_what_matters(monkeypatch: pytest.MonkeyPatch)
     site_api._ranks.cache_clear()
 
 
+def test_types_of_signatures_have_their_place() -> None:
+    """Those of tilefold.types that a signature of tilefold names, so that the signature links to them."""
+    pytest.importorskip("griffe")
+    import site_api
+
+    from tilefold import types
+
+    source = (ROOT / "src/tilefold/api.py").read_text(encoding="utf-8") + (
+        ROOT / "src/tilefold/sparse_api.py"
+    ).read_text(encoding="utf-8")
+    named = {name for name in types.__all__ if re.search(rf": {name}\b|\| {name}\b", source)}
+    assert named == set(site_api.IN_SIGNATURES)
+    page = site_api.pages()["api/tilefold.md"]
+    assert all(f"\n::: tilefold.types.{name}\n" in page for name in named)
+
+
 def test_every_public_module_is_in_the_reference() -> None:
     """The parts that `import tilefold` leads to, and those that are public by themselves."""
     pytest.importorskip("griffe")
