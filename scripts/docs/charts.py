@@ -131,7 +131,7 @@ def panel(x: float, y: float, title: str, points: Points, most: float, ticks: Se
         parts.append(f'<path d="M{x:g} {at:g}h{wide:g}" stroke="currentColor" stroke-opacity="0.25"/>')
         parts.append(text(x - 4, at + 4, str(value), 12, "end"))
     for place, said in ticks:
-        parts.append(text(x + wide * place, y + high + 16, said, 12, "middle"))
+        parts.append(text(x + wide * place, y + high + 16, said, 12, "end" if place == 1 else "middle"))
     for name in reversed(points):
         _, fill, dash = LINES[name]
         marks = [(x + wide * place, y + high * (1 - value / most)) for place, value in points[name]]
