@@ -23,7 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "out" / "site"
-# A page of each kind: home, the one for a lost address, a tutorial, a guide, the API, a page to look things up, formulas, a notebook, records.
+# A page of each kind: home, the one for a lost address, a tutorial, a guide, the API, pages to look things up, formulas, records.
 PAGES = (
     "index.html",
     "404.html",
