@@ -134,6 +134,16 @@ def ladder() -> str:
     return bars("Rungs of the ladder, TFLOP/s", groups, "bfloat16, 16 heads of 128, H200.")
 
 
+def roofline() -> str:
+    """The least time of each rung, what its model predicts and what was measured, from their table."""
+    groups = []
+    for rung, *_, least, by, predicted, measured in table("tutorials/ladder/README.md", "| N=4096 | GFLOP |"):
+        times = (("at least", least, OTHERS), ("predicted", predicted, OURS_TOO), ("measured", measured, OURS))
+        groups.append((f"{rung}: {by}", [Bar(name, float(one), f"{one} ms", fill) for name, one, fill in times]))
+    below = "4096 tokens, 16 heads of 128, bfloat16, H200.\nEach group has its own scale."
+    return bars("Rungs of the ladder, ms", groups, below, together=False)
+
+
 def errors() -> str:
     """Errors of a model's weights by bits and schemes, from their table."""
     groups, schemes = [], (("symmetric", OTHERS), ("asymmetric", OURS_TOO), ("refined", OURS))
@@ -182,6 +192,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "mods": mods,
     "pipeline": pipeline,
     "ladder": ladder,
+    "roofline": roofline,
     "errors": errors,
     "one_side": one_side,
     "served": served,
