@@ -86,8 +86,10 @@ def notebook_files() -> dict[str, str]:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links that lead to where a file lies in the checkout lead to its page; formulas are set."""
+    """Links that lead to where a file lies in the checkout lead to its page; formulas are set.  Records are found last."""
     place = page.file.src_uri
+    if place.startswith("performance/"):
+        page.meta.setdefault("search", {"boost": 0.4})
     if place == "versions.md":
         markdown = markdown.replace("| VERSION | DATE |", f"| {version()} | {released()} |")
     return set_formulas(relink(markdown, place))
