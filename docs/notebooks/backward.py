@@ -28,6 +28,8 @@ def close(*pairs):
 
 
 # %% [markdown]
+# ## What autograd says
+#
 # The forward pass, and what autograd says of the loss `(o * do).sum() + (lse * dl).sum()`.
 
 
@@ -49,6 +51,8 @@ s, lse, p, o = (t.detach() for t in (s, lse, p, o))
 assert close((p.sum(-1), torch.ones(queries, dtype=torch.float64)))
 
 # %% [markdown]
+# ## The softmax of one row
+#
 # The softmax of one row: its matrix of derivatives is `P_k (delta_jk - P_j)`, and with it the chain rule gives
 # `P (dP - sum(P dP))`.
 
@@ -59,6 +63,8 @@ dp = do @ v.T
 assert close((dp[0] @ jacobian, p[0] * (dp[0] - (p[0] * dp[0]).sum())))
 
 # %% [markdown]
+# ## Delta
+#
 # The sum over the row is `do . o`: one number a row, from what is in memory anyway. The gradient of the lse comes off it.
 
 # %%
@@ -71,7 +77,9 @@ assert not close((p * (dp - (do * o).sum(-1)[:, None]), want["s"]))  # without t
 print("largest |dS|:", round(ds.abs().max().item(), 4))
 
 # %% [markdown]
-# In tiles: probabilities come again from lse, in base 2. A sum over tiles of keys makes dq, one over tiles of queries dk and
+# ## In tiles
+#
+# Probabilities come again from lse, in base 2. A sum over tiles of keys makes dq, one over tiles of queries dk and
 # dv. No tile needs another.
 
 # %%
@@ -94,7 +102,9 @@ for cols in torch.arange(keys).split(4):
 assert close((dq * scale, want["q"]), (dk * scale, want["k"]), (dv, want["v"]))
 
 # %% [markdown]
-# A row without a live key: `-inf - (-inf)` is NaN. An lse of `+inf` in the place of `-inf` makes every probability 0.
+# ## Rows without a live key
+#
+# `-inf - (-inf)` is NaN. An lse of `+inf` in the place of `-inf` makes every probability 0.
 
 # %%
 dead = torch.full((keys,), -torch.inf)
@@ -102,6 +112,8 @@ assert torch.exp2(dead - dead.logsumexp(0)).isnan().all()
 assert not torch.exp2(dead - torch.inf).any()
 
 # %% [markdown]
+# ## Softcap and sinks
+#
 # Softcap is a factor, the slope of the tanh. A sink is a key without a value: only delta is left of its ds.
 
 # %%
@@ -119,6 +131,8 @@ with torch.no_grad():
     assert close((-(torch.exp(sink - total) * delta_cap).sum(), sink.grad))
 
 # %% [markdown]
+# ## Dropout
+#
 # Dropout multiplies normalised weights. `do . o` stays the right sum, because `o` has the same factors.
 
 # %%
@@ -130,6 +144,8 @@ delta_drop = (do * dropped.detach()).sum(-1)
 assert close((p * (factor * dp - delta_drop[:, None]), scores.grad), ((p * factor).T @ do, values.grad))
 
 # %% [markdown]
+# ## The library's kernels
+#
 # The library's kernels, with two query heads on one KV head: dk and dv of the heads add up. In fp32, so to fp32's rounding.
 
 # %%

@@ -19,6 +19,8 @@ table = torch.tensor([[3, 1, 0], [5, 2, 4]], dtype=torch.int32)  # whose pages a
 history_k, history_v = torch.randn(2, 24, 2, 16), torch.randn(2, 24, 2, 16)  # what the two sequences will write
 
 # %% [markdown]
+# ## Append prompts
+#
 # Prompts of 10 and 7 tokens, packed one after the other. `lengths` counts the keys that are there before.
 
 # %%
@@ -29,6 +31,8 @@ tilefold.kvcache_append(*packed, pages_k, pages_v, cache_seqlens=lengths, block_
 lengths = torch.tensor([10, 7], dtype=torch.int32)
 
 # %% [markdown]
+# ## Where a key lies
+#
 # Key 9 of the first sequence is row 1 of its second page, page 1.
 
 # %%
@@ -37,6 +41,8 @@ assert torch.equal(pages_v[5, 6], history_v[1, 6])
 assert not pages_k[[0, 2, 4]].any()  # pages that nobody reached yet
 
 # %% [markdown]
+# ## Append a token and attend
+#
 # One more token each, then one query each over all its keys. `cache_seqlens` now counts the new tokens, too.
 
 # %%
@@ -50,6 +56,8 @@ for b, n in enumerate(after.tolist()):
     assert torch.allclose(out[b : b + 1], alone, atol=1e-5)
 
 # %% [markdown]
+# ## Caches in 8 bits
+#
 # Caches in 8 bits hold twice the tokens. A stored number times its head's factor is the key; the error is at most half a step.
 
 # %%
@@ -59,6 +67,8 @@ print("factor by head:", factor.tolist(), " largest error:", (back - history_k).
 assert ((back - history_k).abs() <= factor[:, None] / 2 * 1.0001).all()
 
 # %% [markdown]
+# ## A shared page
+#
 # Both sequences begin with the same page now. Attending to it once and merging gives the same as attending twice.
 
 # %%

@@ -21,7 +21,9 @@ weight = torch.randn(8, 16, 3, 3)  # [K, C, R, S]
 bias = torch.randn(8)
 
 # %% [markdown]
-# The left matrix: one row for each pixel of the result, one column for each channel and tap. It has 9 times the input's
+# ## The left matrix
+#
+# One row for each pixel of the result, one column for each channel and tap. It has 9 times the input's
 # elements, but for the border.
 
 # %%
@@ -32,6 +34,8 @@ by_hand = ops.matmul(left, right, bias=bias).view(2, 7, 6, 8).permute(0, 3, 1, 2
 assert torch.allclose(by_hand, F.conv2d(x, weight, bias, padding=1), atol=1e-4)
 
 # %% [markdown]
+# ## Without writing it
+#
 # The implicit product reads its tiles straight from the input. `method="im2col"` writes the matrix. Both give the same numbers.
 
 # %%
@@ -43,13 +47,17 @@ assert torch.allclose(columns, by_hand, atol=1e-4)
 assert implicit.is_contiguous(memory_format=torch.channels_last)
 
 # %% [markdown]
-# Stride, dilation and an activation, in the same pass:
+# ## Stride, dilation, activation
+#
+# In the same pass:
 
 # %%
 y = ops.conv2d(x_last, weight, bias, stride=2, padding=2, dilation=2, activation="relu")
 assert torch.allclose(y, F.conv2d(x, weight, bias, stride=2, padding=2, dilation=2).relu(), atol=1e-4)
 
 # %% [markdown]
+# ## The gradient of the input
+#
 # The gradient of the input with stride 2: pixels fall into 2 x 2 phases, each met by its own taps. With a 3 x 3 filter the four
 # phases are met by 4, 2, 2 and 1 taps: 9 together, so nothing is multiplied by zero.
 

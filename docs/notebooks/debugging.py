@@ -16,6 +16,8 @@ import triton.language as tl
 from tilefold import debug
 
 # %% [markdown]
+# ## Conditions on programs
+#
 # A condition is a text with one part for each axis of the grid.
 
 # %%
@@ -23,6 +25,8 @@ chosen = debug.parse_condition("0,>1")
 print(chosen)
 
 # %% [markdown]
+# ## Print inside a kernel
+#
 # It works inside kernels: here only program 1 prints.
 
 
@@ -41,6 +45,8 @@ row_sums[(3,)](x, sums, 6, BLOCK=8)
 assert torch.equal(sums, x.sum(1))
 
 # %% [markdown]
+# ## Check tensors before a launch
+#
 # Before a launch: a kernel believes what it is told about addresses. This output is a part of its input.
 
 # %%
@@ -52,6 +58,8 @@ else:
     raise AssertionError("the overlap was not seen")
 
 # %% [markdown]
+# ## An element nobody wrote
+#
 # A kernel whose mask is off by one. `check_kernel` runs it on copies that start as NaN, sees every load and store, and says
 # which element nobody wrote.
 
@@ -71,6 +79,8 @@ assert [fault.kind for fault in report.faults] == ["unwritten"]
 assert report.faults[0].index == (69,)
 
 # %% [markdown]
+# ## A race
+#
 # Two programs that write different values to one element: a race, even though the interpreter runs one after the other.
 
 
@@ -87,6 +97,8 @@ print(report)
 assert "race" in {fault.kind for fault in report.faults}
 
 # %% [markdown]
+# ## Every launch, checked
+#
 # As a decorator, every launch is checked, and a wrong one raises.
 
 

@@ -21,6 +21,8 @@ def step(keys, batch=1):
 print(step(8192))
 
 # %% [markdown]
+# ## Blocks of 128 keys
+#
 # Keys are cut between blocks of 128 only. One block cannot be cut, two can.
 
 # %%
@@ -29,6 +31,8 @@ assert step(129).splits == 2
 assert step(129).combine == "flash_fwd_splitkv_combine_kernel"
 
 # %% [markdown]
+# ## From which batch on
+#
 # With one query, the 7 query heads of a KV head are rows of one tile. So one sequence is 4 tiles, for 264 slots (two an SM).
 # From 80 % of the slots on, nothing is split: here, from 53 sequences on.
 
@@ -38,7 +42,9 @@ print("not split from a batch of", first)
 assert first * 4 >= 0.8 * 264 > (first - 1) * 4
 
 # %% [markdown]
-# A whole generation: a prompt of 40 tokens and 512 new ones.
+# ## A whole generation
+#
+# A prompt of 40 tokens and 512 new ones.
 
 # %%
 trace = trace_generation(Generation(**qwen, dim=128, prompt=40, new=512), h200, "flash-attn")
@@ -60,9 +66,11 @@ axis.plot(
     label="flash-attn, cache that grows",
 )
 axis.legend()
-_ = axis.set(xlabel="step", ylabel="splits", yscale="log")
+_ = axis.set(title="28 heads on 4, D=128, on an H200", xlabel="step", ylabel="splits", yscale="log")
 
 # %% [markdown]
+# ## A cache of fixed capacity
+#
 # With a cache of fixed capacity flash-attention decides by the capacity, since the lengths lie on the device: most of its
 # programs find no keys there.
 

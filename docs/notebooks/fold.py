@@ -21,6 +21,8 @@ q, k, v = torch.randn(1, 16), torch.randn(48, 16), torch.randn(48, 16)  # one qu
 scale = 16**-0.5
 
 # %% [markdown]
+# ## One step
+#
 # One step takes in a tile of keys and values. What was there is rescaled, because the maximum may have grown.
 
 
@@ -46,17 +48,21 @@ assert torch.allclose(out.double(), exact, atol=1e-6)
 print("largest difference from softmax over all keys:", (out - exact).abs().max().item())
 
 # %% [markdown]
+# ## Exact after every tile
+#
 # After every tile, `acc / l` is the exact attention over the keys seen so far. It is not an approximation that gets better:
 # it is the right answer to a smaller question.
 
 # %%
 fig, axes = plt.subplots(1, 3, figsize=(9, 2.4), layout="constrained")
-for axis, values, name in zip(axes, zip(*seen, strict=True), ("m", "l", "first element of acc / l"), strict=True):
+for axis, values, name in zip(axes, zip(*seen, strict=True), ("m", "l", "acc / l, first element"), strict=True):
     axis.plot(range(8, 49, 8), values, marker="o")
-    axis.set(title=name, xlabel="keys seen")
+    axis.set(title=name, xlabel="keys seen", ylabel="value, one row")
 
 # %% [markdown]
-# The same through the library. Tensors are [batch, seq, heads, dim].
+# ## The same through the library
+#
+# Tensors are [batch, seq, heads, dim].
 
 # %%
 ours, our_lse = tilefold.attention(q[None, :, None], k[None, :, None], v[None, :, None], return_lse=True)
@@ -64,6 +70,8 @@ assert torch.allclose(ours[0, :, 0], out, atol=1e-5)
 assert torch.allclose(our_lse.flatten(), lse, atol=1e-5)
 
 # %% [markdown]
+# ## A mask
+#
 # A mask is a choice of what happens to a score. Your own rule is a function that is compiled into the loop; this one lets a
 # query see keys of its own document only.
 
@@ -82,6 +90,8 @@ apart = torch.cat([tilefold.attention(part, part, part, causal=True) for part in
 assert torch.allclose(together, apart, atol=1e-6)
 
 # %% [markdown]
+# ## A row without a key
+#
 # A row that sees no key keeps the empty state: its output is 0 and its lse is -inf. There is no NaN.
 
 # %%

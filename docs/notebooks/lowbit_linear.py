@@ -28,6 +28,8 @@ report = tilefold.quantize(model, bits=4, group=32, inputs=x, progress=False)
 print(report)
 
 # %% [markdown]
+# ## What was replaced
+#
 # The layers are others now, and the whole is less than a third of what it was. (Scales of groups of 32 in fp32 cost a bit a
 # weight.)
 
@@ -36,6 +38,8 @@ assert isinstance(model[0], tilefold.nn.LowBitLinear)
 assert report.after < report.before / 3
 
 # %% [markdown]
+# ## The product
+#
 # The product reads the codes as they are kept. It is the product with the dequantised weight:
 
 # %%
@@ -47,6 +51,8 @@ print("relative error of the model's output:", round(error.item(), 3))
 assert error < 0.2
 
 # %% [markdown]
+# ## What is left alone
+#
 # What is left alone is named, with the reason. Here the head is skipped by its name, and an embedding's weight is tied to it.
 
 # %%
@@ -65,6 +71,8 @@ assert [layer.name for layer in found.layers] == ["body"]
 assert [skipped.name for skipped in found.skipped] == ["head"]
 
 # %% [markdown]
+# ## Several calls
+#
 # Calls add up: what a first call skips, a second one can round to other bits.
 
 # %%
@@ -74,6 +82,8 @@ tilefold.quantize(mixed, bits=8, group=32, progress=False)
 assert (mixed[0].weight.bits, mixed[2].weight.bits) == (4, 8)
 
 # %% [markdown]
+# ## Save and load
+#
 # Save, build afresh, load: the same bits.
 
 # %%
@@ -84,6 +94,8 @@ with tempfile.TemporaryDirectory() as folder:
 assert torch.equal(fresh(x), model(x))
 
 # %% [markdown]
+# ## Gradients
+#
 # Activations get gradients, codes have none.
 
 # %%

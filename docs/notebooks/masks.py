@@ -26,7 +26,9 @@ def show(mask):
 
 
 # %% [markdown]
-# Prefix-LM: all queries see the first keys, the others see what lies before them.
+# ## Prefix-LM
+#
+# All queries see the first keys, the others see what lies before them.
 
 # %%
 seen = show(masks.prefix(4))
@@ -34,6 +36,8 @@ assert seen[:, :4].all()
 assert torch.equal(seen[4:, 4:], torch.ones(8, 8, dtype=torch.bool).tril())
 
 # %% [markdown]
+# ## Combine parts
+#
 # Parts that all have to hold, one of which is enough, and what must not be.
 
 # %%
@@ -44,6 +48,8 @@ assert show(sink)[:, 0].all()
 assert not (show(~masks.causal()) & masks.causal().dense(2, 1, 12, 12)[0, 0]).any()
 
 # %% [markdown]
+# ## Held to the oracle
+#
 # A value goes into the call; the oracle takes it, too, and evaluates it densely.
 
 # %%
@@ -54,6 +60,8 @@ for mask in (masks.prefix(4), near, sink, ~masks.window(1, 0) & masks.causal()):
     print(f"{mask!s:60} {'rows without a key: ' + str(int((lse == -torch.inf).sum()))}")
 
 # %% [markdown]
+# ## Keywords
+#
 # Keywords are shorthands, to the last bit.
 
 # %%
@@ -61,6 +69,8 @@ by_value = tilefold.attention(q, k, v, mask=masks.causal() & masks.window(3, Non
 assert torch.equal(by_value, tilefold.attention(q, k, v, causal=True, window=(3, None)))
 
 # %% [markdown]
+# ## What the plan makes of it
+#
 # The plan says what a mask became: a prefix is a band, and skips tiles.
 
 # %%
@@ -69,6 +79,8 @@ assert plan.problem.mask_mods == ("prefix",)
 print(plan)
 
 # %% [markdown]
+# ## Scores
+#
 # Scores go step by step, in the kernels' order. Another order is refused.
 
 # %%

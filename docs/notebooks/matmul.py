@@ -20,6 +20,8 @@ torch.manual_seed(0)
 x, weight, bias = torch.randn(33, 40), torch.randn(24, 40), torch.randn(24)
 
 # %% [markdown]
+# ## Layouts
+#
 # A weight [N, K], as a linear layer keeps it, goes in transposed. Nothing is copied: the kernel reads it as it lies.
 
 # %%
@@ -27,6 +29,8 @@ y = ops.matmul(x, weight.t(), bias=bias, activation="gelu")
 assert torch.allclose(y, F.gelu(F.linear(x, weight, bias)), atol=1e-4)
 
 # %% [markdown]
+# ## Rounding once
+#
 # In 16 bits the sum, the bias and the activation are in fp32 and rounded once. Three separate operations round three times.
 
 # %%
@@ -39,6 +43,8 @@ print("relative error with one rounding:", error["1"], " with three:", error["3"
 assert error["1"] < error["3"]
 
 # %% [markdown]
+# ## The limit of an error
+#
 # The project judges a result by one function: the error against fp64 may be what rounding does in
 # that dtype. A reference in bfloat16 is one standard deviation of it off.
 
@@ -49,7 +55,9 @@ print(verdict)
 assert verdict.ok
 
 # %% [markdown]
-# Batches: one matrix may serve the whole batch. Its gradient is summed over the batch inside the product.
+# ## Batches
+#
+# One matrix may serve the whole batch. Its gradient is summed over the batch inside the product.
 
 # %%
 batch = torch.randn(3, 5, 40)
@@ -60,6 +68,8 @@ plain = weight.t().clone().requires_grad_()
 assert torch.allclose(shared.grad, plain.grad, atol=1e-2, rtol=1e-4)
 
 # %% [markdown]
+# ## What the plan says
+#
 # Where there is too little work for all SMs and a long sum, the plan shares the sum out. It says so:
 
 # %%

@@ -24,6 +24,8 @@ def attend(keys, **options):
 whole, whole_lse = attend(slice(None))
 
 # %% [markdown]
+# ## Cut anywhere
+#
 # Cut the keys anywhere, attend to each part, merge.
 
 # %%
@@ -34,6 +36,8 @@ for cut in (1, 13, 39):
     print(f"cut at {cut:2}: largest difference {(out - whole).abs().max().item():.1e}")
 
 # %% [markdown]
+# ## By hand
+#
 # What `merge_attention` does, by hand: each part counts as much as its share of the whole denominator.
 
 # %%
@@ -45,6 +49,8 @@ assert torch.allclose(share_a * a + share_b * b, whole, atol=1e-5)
 print("share of the first 13 of 40 keys, by query:", share_a[0, :, 0, 0].tolist())
 
 # %% [markdown]
+# ## Why not the mean
+#
 # A plain mean of the two is wrong, however natural it looks:
 
 # %%
@@ -53,6 +59,8 @@ print("error of the mean:", (mean - whole).abs().max().item())
 assert (mean - whole).abs().max() > 0.05
 
 # %% [markdown]
+# ## A part without keys
+#
 # A part without keys is the identity: it changes no bit. And the order of merging does not matter, up to rounding.
 
 # %%
@@ -71,6 +79,8 @@ pairs = tilefold.merge_attention(
 assert torch.allclose(left[0], pairs[0], atol=1e-5)
 
 # %% [markdown]
+# ## Sinks
+#
 # An attention sink is a key without a value. It belongs to one of the parts, like any key.
 
 # %%

@@ -32,6 +32,8 @@ def grow(sequence, tokens):
 
 
 # %% [markdown]
+# ## A prompt
+#
 # A prompt of 6 tokens takes two pages of 4.
 
 # %%
@@ -42,6 +44,8 @@ assert len(cache.pages(first)) == 2
 assert cache.free_pages == 6
 
 # %% [markdown]
+# ## Fork
+#
 # A fork shares both pages: no memory is taken.
 
 # %%
@@ -51,6 +55,8 @@ assert cache.pages(beam) == cache.pages(first)
 assert cache.free_pages == 6
 
 # %% [markdown]
+# ## Copy on write
+#
 # The second page is not full. When one of its owners writes, that page is copied first; the full page stays shared.
 
 # %%
@@ -60,6 +66,8 @@ assert cache.pages(beam)[0] == cache.pages(first)[0]
 assert cache.pages(beam)[1] != cache.pages(first)[1]
 
 # %% [markdown]
+# ## Attend
+#
 # Each still has its own keys: attention over the cache is attention over what was written.
 
 # %%
@@ -72,6 +80,8 @@ for sequence in (first, beam):
     assert torch.allclose(found, alone[0], atol=1e-5)
 
 # %% [markdown]
+# ## When pages run out
+#
 # Where pages run out, nothing has changed, and the error says what would help.
 
 # %%
@@ -86,6 +96,8 @@ else:
 assert (cache.free_pages, cache.length(first)) == (free, length)
 
 # %% [markdown]
+# ## Truncate and free
+#
 # A rejected draft is cut off; a sequence that ends gives its pages back, but for those that another one still owns.
 
 # %%

@@ -21,7 +21,9 @@ q, k, v = (torch.randn(1, tokens, 2, 16) for _ in range(3))
 whole = tilefold.attention(q, k, v, causal=True)
 
 # %% [markdown]
-# Contiguous shards: 50 tokens over 4 ranks are 12 or 13 each.
+# ## Contiguous shards
+#
+# 50 tokens over 4 ranks are 12 or 13 each.
 
 # %%
 sharding = tp.shard(tokens, ranks)
@@ -30,7 +32,9 @@ parts = [[tp.shard_sequence(x, sharding, rank) for x in (q, k, v)] for rank in r
 assert torch.equal(tp.unshard_sequence([part[0] for part in parts], sharding), q)
 
 # %% [markdown]
-# The ring: in step s a rank meets the keys of the rank that lies s before it. Its own keys have the causal mask, keys of
+# ## The ring
+#
+# In step s a rank meets the keys of the rank that lies s before it. Its own keys have the causal mask, keys of
 # earlier ranks are seen by all its queries, keys of later ranks by none.
 
 # %%
@@ -50,6 +54,8 @@ assert torch.allclose(tp.unshard_sequence(rows, sharding), whole, atol=1e-5)
 print("pieces folded by each rank:", folds)
 
 # %% [markdown]
+# ## Zigzag shards
+#
 # All wait for the last rank, which has the most to do. Zigzag shards give rank r the chunks r and 2 N - 1 - r, and then all
 # ranks have the same number of live pairs, up to a few tokens.
 
@@ -67,12 +73,14 @@ for made, at in ((sharding, -0.2), (zigzag, 0.2)):
     axis.bar([rank + at for rank in range(ranks)], work, 0.4, label=made.kind)
     print(made.kind, [made.spans(rank) for rank in range(ranks)], work)
 axis.legend()
-axis.set(xlabel="rank", ylabel="live pairs", xticks=range(ranks))
+axis.set(title="Causal, 50 tokens on 4 ranks", xlabel="rank", ylabel="live pairs", xticks=range(ranks))
 spread = [max(w) / min(w) for w in ([live_pairs(made, r) for r in range(ranks)] for made in (sharding, zigzag))]
 assert spread[0] > 3
 assert spread[1] < 1.2
 
 # %% [markdown]
+# ## Labels
+#
 # A trap: labels must be shifted before they are cut. The label of a shard's last token lies on another rank.
 
 # %%
@@ -81,6 +89,8 @@ labels = tp.next_tokens(text, sharding, 0)
 assert labels[0, -1] == 100 + sharding.length(0)
 
 # %% [markdown]
+# ## Ask for a scheme
+#
 # Which scheme is best for a machine is asked of a pure function. The links' rates are assumptions: give your own.
 
 # %%

@@ -18,6 +18,8 @@ plan = plan_attention(prefill, h200)
 print(plan)
 
 # %% [markdown]
+# ## The same question, the same answer
+#
 # The same question has the same answer, and every alternative that was rejected has its reason.
 
 # %%
@@ -26,6 +28,8 @@ assert plan.rejected
 assert all(one.why for one in plan.rejected)
 
 # %% [markdown]
+# ## One query
+#
 # One query instead of 4096: another rule decides, and another resource is the limit. A long prompt is bound by the tensor
 # cores, a single query by memory.
 
@@ -38,6 +42,8 @@ assert one.bound.resource == "DRAM"
 assert one.block_m < plan.block_m
 
 # %% [markdown]
+# ## The cost
+#
 # The cost is exact. `live_pairs` counts the pairs of query and key that the mask leaves, in closed form; for a small problem
 # we can count them one by one.
 
@@ -48,7 +54,9 @@ print(counted, "live pairs of", 5 * 9)
 assert live_pairs(small) == counted
 
 # %% [markdown]
-# Where the limit changes: the least time for more and more queries over 8192 keys, by resource.
+# ## Where the limit changes
+#
+# The least time for more and more queries over 8192 keys, by resource.
 
 # %%
 queries = [2**n for n in range(13)]
@@ -62,6 +70,8 @@ assert plans[0].bound.resource == "DRAM"
 assert plans[-1].bound.resource == "tensor pipe"
 
 # %% [markdown]
+# ## Change a plan
+#
 # A plan can be changed; everything that follows from the tile is computed anew. What breaks a limit of the device is refused,
 # naming the field.
 
@@ -76,6 +86,8 @@ else:
     raise AssertionError("a tile of 4096 rows was accepted")
 
 # %% [markdown]
+# ## Keep a plan
+#
 # And it can be kept as JSON. A text that contradicts itself does not load.
 
 # %%

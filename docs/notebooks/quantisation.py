@@ -16,6 +16,8 @@ q = quantize_weight(w, bits=4, group=64)
 print(q)
 
 # %% [markdown]
+# ## The largest error
+#
 # Without refinement no weight is more than half a step off.
 
 # %%
@@ -24,6 +26,8 @@ step = q.scales.t().repeat_interleave(64, 1)
 assert ((back - w).abs() <= step / 2 * 1.0001).all()
 
 # %% [markdown]
+# ## By hand
+#
 # By hand: smallest and largest weight of a group (0 among them) give the scale, and the zero point is a code, so 0 stays 0.
 
 # %%
@@ -34,6 +38,8 @@ codes = (group / scale + zero).round().clamp(0, 15)
 assert torch.allclose((codes - zero) * scale, back[3, 64:128], atol=1e-5)
 
 # %% [markdown]
+# ## Bits and groups
+#
 # Fewer bits, larger errors; smaller groups, smaller errors, and more bytes for scales.
 
 
@@ -48,11 +54,19 @@ fig, axis = plt.subplots(figsize=(5, 3), layout="constrained")
 for bits, values in errors.items():
     axis.plot((32, 64, 128, 256), values, marker="o", label=f"{bits} bits")
 axis.legend()
-axis.set(xlabel="weights that share a scale", ylabel="relative error", yscale="log", xscale="log")
+axis.set(
+    title="Error by bits and groups",
+    xlabel="weights that share a scale",
+    ylabel="relative error",
+    yscale="log",
+    xscale="log",
+)
 assert errors[8][1] < errors[4][1] < errors[3][1] < errors[2][1]
 assert all(values[0] < values[-1] for values in errors.values())
 
 # %% [markdown]
+# ## Refinement
+#
 # Refined zero points lie between codes. No group ends worse than it started.
 
 # %%
@@ -64,6 +78,8 @@ assert (squares[0] <= squares[1] * 1.0001).all()
 assert squares[0].sum() < squares[1].sum()
 
 # %% [markdown]
+# ## Read a GPTQ file
+#
 # A GPTQ file keeps eight codes of 4 bits in a word, down the columns, and (version 1) zero points minus one. We write such a
 # file by hand and read it.
 
@@ -83,6 +99,8 @@ by_hand = (codes - zeros.repeat_interleave(8, 0)) * scales.repeat_interleave(8, 
 assert torch.equal(read.dequantize(), by_hand.t())
 
 # %% [markdown]
+# ## Save
+#
 # A record is plain tensors by name, for safetensors or a state_dict.
 
 # %%

@@ -23,6 +23,8 @@ print("lists: ", index.indices[0, 0].tolist())
 print("counts:", index.counts[0, 0].tolist())
 
 # %% [markdown]
+# ## The same as a dense mask
+#
 # The same mask for single tokens, given to dense attention:
 
 # %%
@@ -32,6 +34,8 @@ dense = tilefold.attention(q, k, v, mask=mask[None, None])
 assert torch.allclose(out, dense, atol=1e-5)
 
 # %% [markdown]
+# ## Order and counts
+#
 # The order of a list does not matter (the fold is commutative, up to rounding), and what stands behind the count is not read.
 
 # %%
@@ -41,6 +45,8 @@ other = tilefold.BlockIndex(lists, counts, 32, 32, 64, 96)
 assert torch.allclose(tilefold.sparse_attention(q, k, v, other), out, atol=1e-5)
 
 # %% [markdown]
+# ## Empty lists
+#
 # A block with an empty list gets 0, and lse -inf.
 
 # %%
@@ -50,6 +56,8 @@ assert not out[:, :32].any()
 assert (lse[..., :32] == -torch.inf).all()
 
 # %% [markdown]
+# ## Patterns
+#
 # Lists come from many places: scores, patterns, functions of block numbers. Three patterns of 12 blocks:
 
 # %%
@@ -64,10 +72,12 @@ for axis, (name, predicate) in zip(axes, patterns.items(), strict=True):
     made = tilefold.BlockIndex.from_predicate(predicate, seq_q=12 * 16, seq_k=12 * 16, block_q=16, block_k=16)
     maps[name] = made.to_map()[0, 0]
     axis.imshow(maps[name].numpy(), cmap="Blues")
-    axis.set(title=name, xlabel="block of keys")
+    axis.set(title=name, xlabel="block of keys", ylabel="block of queries")
 assert torch.equal(maps["any of both"], maps["sliding_tile(2)"] | maps["dilated(3)"])
 
 # %% [markdown]
+# ## Gradients
+#
 # Gradients go to the listed blocks only.
 
 # %%

@@ -26,7 +26,9 @@ keep_half = sparse.SelectOptions(method="top_k", top_k=2)
 out, stages = sparse.sparse_video_attention(q, k, v, select=keep_half, return_stages=True, **gates)
 
 # %% [markdown]
-# **Coarse.** Each block of keys becomes one row, its mean, and every query attends these 4 rows. The score of a pair of blocks
+# ## Coarse
+#
+# Each block of keys becomes one row, its mean, and every query attends these 4 rows. The score of a pair of blocks
 # is the mean probability that the queries of the one put on the row of the other.
 
 # %%
@@ -38,7 +40,9 @@ assert torch.allclose(stages.coarse_out, torch.einsum("bhtj,bjhd->bthd", p, rows
 assert torch.allclose(scores.sum(-1), torch.ones(1, 2, 4), atol=1e-5)
 
 # %% [markdown]
-# **Select** and **index.** Two of four blocks are kept, those of the highest scores.
+# ## Select and index
+#
+# Two of four blocks are kept, those of the highest scores.
 
 # %%
 listed = stages.index.to_map()
@@ -54,7 +58,9 @@ for axis, image, title in zip(axes, (scores[0, 0], listed[0, 0]), ("scores, head
 print("mass that is listed, by block of queries:", [round(x, 2) for x in stages.mass[0, 0].tolist()])
 
 # %% [markdown]
-# **Fine.** Attention over the tokens of the listed blocks, and **fuse**: a gate times each branch.
+# ## Fine and fuse
+#
+# Attention over the tokens of the listed blocks, then a gate times each branch.
 
 # %%
 mask = listed.repeat_interleave(64, 2).repeat_interleave(64, 3)
@@ -63,6 +69,8 @@ assert torch.allclose(stages.fine_out, fine, atol=1e-4)
 assert torch.allclose(out, 0.25 * stages.coarse_out + 1.0 * fine, atol=1e-4)
 
 # %% [markdown]
+# ## What half of the blocks costs
+#
 # What half of the blocks costs here, against dense attention, beside the same number of other blocks:
 
 # %%

@@ -17,6 +17,8 @@ torch.manual_seed(0)
 x = torch.randn(1, 40, 1, 16)  # 40 tokens in blocks of 16: the last block has 8
 
 # %% [markdown]
+# ## Rows without a weight
+#
 # Without a weight a row is the mean over the tokens that are there, 8 in the last block.
 
 # %%
@@ -26,6 +28,8 @@ assert rows.shape == (1, 3, 1, 16)
 assert torch.allclose(rows, means, atol=1e-6)
 
 # %% [markdown]
+# ## Rows with a weight
+#
 # With a weight, one number for each place in a block, there is a factor 16 / n for a block with n tokens. So equal weights of
 # 1 / 16 are the mean in every block, the short one too.
 
@@ -37,6 +41,8 @@ last = sparse.project(x, weight, block=16)[0, 2, 0]
 assert torch.allclose(last, (16 / 8) * (weight[:8, None] * x[0, 32:, 0]).sum(0), atol=1e-5)
 
 # %% [markdown]
+# ## Scores
+#
 # Every query attends the three rows. A score is the mean of its block's probabilities, so the scores of a row sum to 1.
 
 # %%
@@ -49,6 +55,8 @@ assert torch.allclose(rough.scores[0], by_block, atol=1e-5)
 print(rough.scores[0, 0])
 
 # %% [markdown]
+# ## The maximum instead
+#
 # The maximum instead of the mean: for blocks in which one query cares much and the others do not.
 
 # %%
@@ -59,6 +67,8 @@ for reduction in ("mean", "max"):
 assert scores[0, 0, 0, 2] > 0.9
 
 # %% [markdown]
+# ## Gates
+#
 # A gate multiplies a finished branch. That is no merge: coarse and fine see the same tokens twice, and nothing is normalised.
 
 # %%

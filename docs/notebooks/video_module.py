@@ -17,6 +17,8 @@ from tilefold.sparse import GridTiling, SelectOptions
 _ = torch.manual_seed(0)
 
 # %% [markdown]
+# ## The grid in cubes
+#
 # A grid of 2 x 6 x 4 tokens in cubes of 2 x 4 x 2. Six rows are one and a half cubes: those at the edge are cut, and their
 # blocks hold 8 tokens instead of 16.
 
@@ -28,6 +30,8 @@ x = torch.randn(1, 48, 8)
 assert torch.equal(tiling.untile(tiling.tile(x)), x)
 
 # %% [markdown]
+# ## Tokens of a block
+#
 # The tokens of a block are neighbours in time, height and width:
 
 # %%
@@ -37,6 +41,8 @@ assert first.amax(0).tolist() == [1, 3, 1]
 assert first.amin(0).tolist() == [0, 0, 0]
 
 # %% [markdown]
+# ## The start
+#
 # At the start the coarse gate is 0 and the fine gate 1. With lists that hold every block, the module is dense attention: the
 # same as one without a coarse branch.
 
@@ -48,6 +54,8 @@ print(dense.load_state_dict(module.state_dict(), strict=False))
 assert torch.allclose(module(x), dense(x), atol=1e-5)
 
 # %% [markdown]
+# ## Half of the blocks
+#
 # Keep half of the blocks, and look at what the stages made.
 
 # %%
@@ -57,6 +65,8 @@ assert (stages.index.counts == 2).all()
 print("mass of the listed blocks, in the mean:", round(stages.mass.mean().item(), 2))
 
 # %% [markdown]
+# ## The first step
+#
 # A closed gate has a gradient, so it opens with the first step. The projections behind it learn from the second one on.
 
 # %%

@@ -17,6 +17,8 @@ from tilefold import sparse
 _ = torch.manual_seed(0)
 
 # %% [markdown]
+# ## Rows, flat and sharp
+#
 # Rows between flat (all 16 blocks alike) and sharp (one block has everything).
 
 # %%
@@ -32,6 +34,8 @@ assert gini[0] < 1e-6
 assert abs(gini[-1] - 15 / 16) < 1e-3
 
 # %% [markdown]
+# ## The fewest blocks
+#
 # tau goes from `tau_max` for a flat row to `tau_min` for a sharp one, and a list gets the fewest blocks that reach it.
 
 # %%
@@ -53,7 +57,9 @@ axis.legend()
 _ = axis.set(xlabel="best blocks", ylabel="their mass", title="where each row's list ends")
 
 # %% [markdown]
-# Other rules: a fixed mass, or a fixed number.
+# ## Other rules
+#
+# A fixed mass, or a fixed number.
 
 # %%
 top_p = sparse.select(scores, method="top_p", top_p=0.8, block_q=16, block_k=16)
@@ -62,6 +68,8 @@ top_k = sparse.select(scores, method="top_k", sparsity=0.75, block_q=16, block_k
 assert (top_k.index.counts == 4).all()
 
 # %% [markdown]
+# ## Forced blocks
+#
 # Blocks can be forced. `force_self` keeps each query block's own tokens, whatever their score.
 
 # %%

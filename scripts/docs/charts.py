@@ -29,18 +29,20 @@ class Bars:
     shown: tuple[tuple[str, str], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """A group of dense gradients on an H200: of one case of backward_versions.jsonl, (B, N, heads, KV heads, D, causal)."""
+
+    title: str
+    case: tuple[Any, ...]
+
+
 FORWARD = (("tilefold", "tilefold"), ("fa4", "FA4"), ("cudnn", "cuDNN"), ("flash", "FA2"))
-BACKWARD = (
-    ("tilefold", "tilefold"),
-    ("non-deterministic", "tilefold \N{DAGGER}"),
-    ("fa4", "FA4 \N{DAGGER}"),
-    ("cudnn", "cuDNN"),
-)
-CHART = (
+CHART: tuple[Bars | Gradients, ...] = (
     Bars("Forward, head dim 128, causal", "dense", "d128_h16_n16384x1_causal", FORWARD),
     Bars("Forward, head dim 64, causal", "dense", "d64_h32_n16384x1_causal", FORWARD),
-    Bars("Backward, head dim 128, causal", "dense", "d128_h16_n16384x1_causal_backward", BACKWARD),
-    Bars("Backward, head dim 64, causal", "dense", "d64_h32_n16384x1_causal_backward", BACKWARD),
+    Gradients("Backward, head dim 128, causal", (1, 16384, 16, 16, 128, True)),
+    Gradients("Backward, head dim 64, causal", (1, 16384, 32, 32, 64, True)),
     Bars(
         "Block-sparse forward, 80 % left out",
         "sparse",
@@ -66,35 +68,42 @@ def newest(group: Bars, results: Path = RESULTS) -> tuple[dict[str, float], dict
     return {name: rows[name]["tflops"] for name, _ in group.shown}, rows[group.shown[0][0]]
 
 
+def measured(group: Bars | Gradients, results: Path = RESULTS) -> tuple[dict[str, float], dict[str, Any]]:
+    """TFLOP/s of a group by the names in the chart, and a row of its run."""
+    if isinstance(group, Bars):
+        rates, row = newest(group, results)
+        return {said: rates[name] for name, said in group.shown}, row
+    rows = [json.loads(line) for line in (results / "backward_versions.jsonl").read_text(encoding="utf-8").splitlines()]
+    mine = [row for row in rows if row["device"] == "NVIDIA H200" and row["case"] == list(group.case)]
+    return gradients(group.case, mine, {"FA4 det.": "FA4 deterministic", "FA4 \N{DAGGER}": "FA4"}), mine[0]
+
+
 def speed(results: Path = RESULTS) -> str:
     """Bars of TFLOP/s, a group a case; the longest bar of all is as long as there is room."""
-    found = [(group, *newest(group, results)) for group in CHART]
+    found = [(group.title, *measured(group, results)) for group in CHART]
     most = max(rate for _, rates, _ in found for rate in rates.values())
     left, room, bar, step = 122, 226, 17, 21
     parts = [text(16, 30, "Attention, TFLOP/s: longer is faster", 17, weight="600")]
     y = 46
-    for group, rates, _ in found:
+    for title, rates, _ in found:
         y += 22
-        parts.append(text(16, y, group.title, 15, weight="600"))
+        parts.append(text(16, y, title, 15, weight="600"))
         y += 9
-        for name, shown in group.shown:
-            fill = OURS if name == "tilefold" else OURS_TOO if name == "non-deterministic" else OTHERS
-            parts.append(text(left - 8, y + 13, shown, 14, "end"))
-            parts.append(box(left, y, round(room * rates[name] / most, 1), bar, fill, ' rx="2"'))
-            weight = "600" if name == "tilefold" else ""
-            parts.append(
-                text(left + round(room * rates[name] / most, 1) + 6, y + 13, f"{rates[name]:.0f}", 14, weight=weight)
-            )
+        for name, rate in rates.items():
+            long = round(room * rate / most, 1)
+            fill = OURS if name == "tilefold" else OURS_TOO if name.startswith("tilefold") else OTHERS
+            parts.append(text(left - 8, y + 13, name, 14, "end"))
+            parts.append(box(left, y, long, bar, fill, ' rx="2"'))
+            parts.append(text(left + long + 6, y + 13, f"{rate:.0f}", 14, weight="600" if name == "tilefold" else ""))
             y += step
     days, devices = (sorted({row[key][:size] for *_, row in found}) for key, size in (("date", 10), ("device", 40)))
     said = [f"{', '.join(devices)}, bfloat16; {', '.join(days)}."]
     said += ["16384 tokens; sparse: 23296."]
-    said += ["\N{DAGGER} non-deterministic; tilefold's default is deterministic."]
+    said += ["\N{DAGGER} non-deterministic; tilefold is deterministic."]
     for turn, line in enumerate(said):
         parts.append(text(16, y + 24 + 18 * turn, line, 13))
     told = "; ".join(
-        f"{group.title}: " + ", ".join(f"{shown} {rates[name]:.0f}" for name, shown in group.shown)
-        for group, rates, _ in found
+        f"{title}: " + ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items()) for title, rates, _ in found
     )
     return svg(396, y + 24 + 18 * len(said), "Attention in TFLOP/s", parts, told)
 
@@ -122,7 +131,7 @@ def panel(x: float, y: float, title: str, points: Points, most: float, ticks: Se
         parts.append(f'<path d="M{x:g} {at:g}h{wide:g}" stroke="currentColor" stroke-opacity="0.25"/>')
         parts.append(text(x - 4, at + 4, str(value), 12, "end"))
     for place, said in ticks:
-        parts.append(text(x + wide * place, y + high + 16, said, 12, "middle"))
+        parts.append(text(x + wide * place, y + high + 16, said, 12, "end" if place == 1 else "middle"))
     for name in reversed(points):
         _, fill, dash = LINES[name]
         marks = [(x + wide * place, y + high * (1 - value / most)) for place, value in points[name]]
@@ -232,6 +241,15 @@ def planned(case: Sequence[Any], device: str) -> str:
     return VERSIONS[plan_attention_backward(problem, device_named(device.lower())).kernel]
 
 
+def gradients(case: Sequence[Any], rows: Sequence[dict[str, Any]], peers: dict[str, str]) -> dict[str, float]:
+    """TFLOP/s of a case: of the version that a call takes, then of the peers, by the names in the chart."""
+    took = {row["version"]: row["ms"] for row in rows}
+    batch, length, heads, _, dim, causal = case
+    work = 10 * batch * length**2 * heads * dim / (2 if causal else 1) * 1e-9
+    names = {"tilefold": planned(case, rows[0]["device"].removeprefix("NVIDIA ").split()[0]), **peers}
+    return {name: work / took[version] for name, version in names.items()}
+
+
 def backward(results: Path = RESULTS) -> str:
     """Dense gradients beside FlashAttention-4, deterministic and not, on each device that was measured."""
     rows = [json.loads(line) for line in (results / "backward_versions.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -241,15 +259,8 @@ def backward(results: Path = RESULTS) -> str:
     for device in devices:
         short = device.removeprefix("NVIDIA ").split()[0]
         for title, case in GRADIENTS:
-            took = {row["version"]: row["ms"] for row in rows if row["device"] == device and row["case"] == case}
-            batch, length, heads, _, dim, causal = case
-            work = 10 * batch * length**2 * heads * dim / (2 if causal else 1) * 1e-9
-            names = {
-                "tilefold": planned(case, short),
-                "FA4 deterministic": "FA4 deterministic",
-                "FA4 \N{DAGGER}": "FA4",
-            }
-            shown = {name: work / took[version] for name, version in names.items()}
+            mine = [row for row in rows if row["device"] == device and row["case"] == case]
+            shown = gradients(case, mine, {"FA4 deterministic": "FA4 deterministic", "FA4 \N{DAGGER}": "FA4"})
             y += 22
             parts.append(text(12, y, f"{short}, {title}", 14, weight="600"))
             y += 8

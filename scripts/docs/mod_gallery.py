@@ -241,17 +241,28 @@ def page(path: Path = RESULTS) -> str:
     head = ("mod", *(f"D={dim}, {tokens}" for tokens, dim in SIZES))
     beside = {
         "Times as fast as FlexAttention compiled, forward / backward:": ("flex", [mod.name for mod in MODS]),
-        "As our own kernel:": ("own", [mod.name for mod in MODS if mod.own]),
-        "As SDPA:": ("sdpa", TENSORS),
+        "Times as fast as our own kernel:": ("own", [mod.name for mod in MODS if mod.own]),
+        "Times as fast as SDPA:": ("sdpa", TENSORS),
     }
     tables = []
     for title, (other, names) in beside.items():
         rows = [(name, *(pair(found, name, size, other) for size in SIZES)) for name in names]
         tables.append(f"{title}\n\n{table(head, rows)}\n")
     where = table(
-        ("measured", "by"), [(settings(found), "`benchmarks/mods.py`, bfloat16, 16384 tokens in all, 16 heads")]
+        ("measured", "by"),
+        [
+            (settings(found), "`benchmarks/mods.py`, bfloat16, 16384 tokens in all, 16 heads"),
+            ("-", "not measured, or FlexAttention does not compile there"),
+            (
+                "of an older version",
+                "forward but D=64, 1024; gradients: [D=64, and 1024](../performance/attention_hopper.md#changes-of-scores) and"
+                " [global tokens, sinks](../performance/attention_backward_hopper.md#changes-of-scores) are faster now",
+            ),
+        ],
     )
-    return "\n".join([BEGIN, *(section(mod, found, known) for mod in MODS), f"## Speed\n\n{where}\n", *tables])
+    chart = "![Speed beside FlexAttention, by mod](../assets/mods.svg)"
+    speeds = [f"## Speed\n\n{where}\n", f"{chart}\n", *tables]
+    return "\n".join([BEGIN, *(section(mod, found, known) for mod in MODS), *speeds])
 
 
 TENSORS = ("boolean mask", "boolean mask of documents")

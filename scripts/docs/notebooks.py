@@ -114,9 +114,18 @@ def _figures() -> Iterator[str]:
         return
     for number in plt.get_fignums():
         drawn = io.StringIO()
-        plt.figure(number).savefig(drawn, format="svg", bbox_inches="tight")
+        figure = plt.figure(number)
+        figure.savefig(drawn, format="svg", bbox_inches="tight", metadata={"Title": _told(figure)})
         plt.close(number)
         yield drawn.getvalue()
+
+
+def _told(figure: Any) -> str:
+    """What a figure shows, in words: its axes' titles and labels.  ValueError: an axis has none."""
+    said = [(axis.get_title(), axis.get_ylabel(), axis.get_xlabel()) for axis in figure.axes]
+    if not all(all(names) for names in said):
+        raise ValueError(f"a figure's axes need a title and two labels, got {said}")
+    return "; ".join(f"{title}: {y} over {x}" for title, y, x in said)
 
 
 def as_ipynb(path: Path, outputs: list[Output] | None = None) -> str:
@@ -156,7 +165,8 @@ def as_page(path: Path, outputs: list[Output]) -> tuple[str, dict[str, str]]:
         for figure in output.figures:
             name = f"{path.stem}-{len(figures) + 1}.svg"
             figures[name] = figure
-            parts.append(f"![figure {len(figures)}]({name})")
+            told = re.search(r"<dc:title>(.*?)</dc:title>", figure, re.DOTALL)
+            parts.append(f"![{told[1] if told else f'figure {len(figures)}'}]({name})")
     parts.append(f"[As a Jupyter notebook]({path.stem}.ipynb)")
     return "\n\n".join(parts) + "\n", figures
 

@@ -13,6 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import bars
 import charts
 from svg import EDGE, FULL, OTHERS, OURS_TOO, arrow, box, svg, text
 
@@ -41,9 +42,9 @@ def fold() -> str:
         parts.append(text(x + 38, 48, "K, V", 13, "middle", mono=True))
         parts.append(arrow(x + 38, 56, x + 38, 90))
         stage(x, "step", "(acc, m, l)", FULL)
-    parts.append(text(215, 117, "…", 17, "middle"))
+    parts.append(text(216, 117, "…", 17, "middle"))
     stage(358, "finish", "out, lse", OTHERS)
-    for x, to in ((88, 114), (192, 208), (224, 252), (330, 356)):
+    for x, to in ((88, 114), (192, 205), (227, 252), (330, 356)):
         parts.append(arrow(x, 112, to, 112))
     told = "The fold: an empty state takes in one tile of keys and values after the other, then is finished"
     return svg(446, 166, told, parts)
@@ -338,7 +339,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "pages": pages,
     "packed": packed,
     "shards": shards,
-}
+} | bars.PICTURES
 
 
 def pictures() -> dict[str, str]:

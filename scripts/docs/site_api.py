@@ -133,11 +133,21 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "CommunicationError",
     ),
 }
+# Types of tilefold.types that are no names of tilefold, but stand in its signatures, which link to them.
+IN_SIGNATURES = ("Window", "Layout", "Numerics", "ModFunction", "ModArgs", "Constant")
 HEADLESS = """
     options:
       show_root_heading: false
       show_root_toc_entry: false
       members: false"""
+
+
+_TYPE = """
+    options:
+      heading: {name}
+      toc_label: {name}
+      members: false
+      show_attribute_values: true"""
 
 
 @dataclass(frozen=True)
@@ -232,6 +242,9 @@ def page(path: str) -> str:
         parts.append(f"Also here, documented with the part that defines them: {', '.join(links)}.")
     for one in by_importance(own):
         parts.append(f"::: {one.anchor}" + _options(one))
+    if path == "tilefold":
+        parts.append("Types in signatures:")
+        parts += [f"::: tilefold.types.{name}" + _TYPE.format(name=name) for name in IN_SIGNATURES]
     return "\n\n".join(parts) + "\n"
 
 

@@ -23,9 +23,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "out" / "site"
-# A page of each kind: home, a tutorial, a guide, the API, a page to look things up, formulas, a notebook, records.
+# A page of each kind: home, the one for a lost address, a tutorial, a guide, the API, pages to look things up, formulas, records.
 PAGES = (
     "index.html",
+    "404.html",
     "tutorials/first_call.html",
     "guides/video_models.html",
     "api/tilefold.html",
@@ -34,9 +35,11 @@ PAGES = (
     "explanation/masks.html",
     "explanation/paged_cache.html",
     "explanation/hopper.html",
+    "explanation/limits.html",
     "explanation/sparse.html",
     "explanation/parallel.html",
     "explanation/quantisation.html",
+    "notebooks/fold.html",
     "notebooks/plan.html",
     "performance/overview.html",
     "performance/attention_hopper.html",

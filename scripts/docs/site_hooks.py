@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
 FENCE = re.compile(r"^(```.*?^```[ \t]*$)", re.MULTILINE | re.DOTALL)
 PICTURE = re.compile(rf'<img[^>]* src="[^"]*assets/({"|".join(pictures.PICTURES)}|gallery/\w+)\.svg"[^>]*>')
-LEAST = 10  # pixels that the smallest text of a picture has on a narrow screen
+LEAST = 9.6  # pixels that the smallest text of a picture has on a narrow screen: most pictures then fit 390 pixels
 LEVEL = re.compile(
     r'(<nav class="md-nav" data-md-level="\d" )aria-labelledby="\w+"([^>]*>\s*<label class="md-nav__title".*?</label>)',
     re.DOTALL,
@@ -86,8 +86,10 @@ def notebook_files() -> dict[str, str]:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links that lead to where a file lies in the checkout lead to its page; formulas are set."""
+    """Links that lead to where a file lies in the checkout lead to its page; formulas are set.  Records are found last."""
     place = page.file.src_uri
+    if place.startswith("performance/"):
+        page.meta.setdefault("search", {"boost": 0.4})
     if place == "versions.md":
         markdown = markdown.replace("| VERSION | DATE |", f"| {version()} | {released()} |")
     return set_formulas(relink(markdown, place))
@@ -98,13 +100,24 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     return PICTURE.sub(lambda found: inlined(found[1]), re.sub(r"<th([^>]*)></th>", r"<td\1></td>", html))
 
 
+def on_post_template(output: str, template_name: str, config: MkDocsConfig) -> str:
+    """The page for an address without a page, which is no Page."""
+    return _named(output) if template_name == "404.html" else output
+
+
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """Names for parts that the theme leaves without one."""
+    """Names, and on the page of versions the version, as scripts/docs/site_versions.py reads it."""
+    output = _named(output)
+    if page.file.src_uri == "versions.md":
+        output = output.replace("</head>", f'<meta name="release" content="{version()}, {released()}"></head>', 1)
+    return output
+
+
+def _named(output: str) -> str:
+    """A page with names for the parts that the theme leaves without one."""
     output = output.replace(
         'data-md-component="search" role="dialog"', 'data-md-component="search" role="dialog" aria-label="Search"'
     )
-    if page.file.src_uri == "versions.md":  # what scripts/docs/site_versions.py goes by
-        output = output.replace("</head>", f'<meta name="release" content="{version()}, {released()}"></head>', 1)
     return LEVEL.sub(lambda found: f'{found[1]}aria-label="{_title(found[2])}"{found[2]}', output)
 
 

@@ -50,6 +50,15 @@ class Calibration:
     gini: torch.Tensor
     outputs: tuple[torch.Tensor, ...]
 
+    def __str__(self) -> str:
+        """A line for each candidate: what it lists and holds in the mean, and its worst head's error."""
+        steps, layers, _, heads = self.error.shape
+        lines = [f"{steps} steps, {layers} layers of {heads} heads; of pairs listed, mass held, worst error of a head:"]
+        rows = (x.movedim(2, 0).flatten(1) for x in (self.listed, self.mass, self.error))
+        for one, listed, mass, error in zip(self.candidates, *rows, strict=True):
+            lines.append(f"  {listed.mean():.2f}  {mass.mean():.3f}  {error.max():.3f}  {one}")
+        return "\n".join(lines)
+
     @property
     def layer_error(self) -> torch.Tensor:
         """[layers, candidates, heads]: the share of its layer's squared norm that a head's error has, over all steps."""

@@ -250,6 +250,22 @@ def test_records_stay_short() -> None:
     assert prose("# One two\n\n| a | b |\n\n```\nc d\n```\n\n* three `four`: 5 %") == 5
 
 
+SUMMARY = re.compile(r"# [^\n]+\n\n((?:\* \*\*[^*\n]+\*\*[^\n]*\n)+)(?:\n|\Z)")
+
+
+def test_records_begin_with_a_summary_and_have_a_table() -> None:
+    """All but the list of them: three to five lines below the title, what each is about in bold; figures stand in tables."""
+    pages = [page for page in sorted((ROOT / "docs" / "performance").glob("*.md")) if page.stem != "index"]
+    assert len(pages) > 30
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        found = SUMMARY.match(text)
+        assert found and 3 <= found[1].count("\n") <= 5, page.name
+        assert re.search(r"^\|[ :|-]*-[ :|-]*\|$", FENCE.sub("", text), re.MULTILINE), page.name
+    for wrong in ("# A\n\nText.\n", "# A\n\n* **B.** c\n* d\n"):
+        assert not SUMMARY.match(wrong)
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     """What the source says, read without importing it, is what a user gets, and each name has its place on one page."""
     pytest.importorskip("griffe")
@@ -298,6 +314,22 @@ def test_the_reference_begins_with_what_matters(monkeypatch: pytest.MonkeyPatch)
             site_api.pages()
     monkeypatch.undo()
     site_api._ranks.cache_clear()
+
+
+def test_types_of_signatures_have_their_place() -> None:
+    """Those of tilefold.types that a signature of tilefold names, so that the signature links to them."""
+    pytest.importorskip("griffe")
+    import site_api
+
+    from tilefold import types
+
+    source = (ROOT / "src/tilefold/api.py").read_text(encoding="utf-8") + (
+        ROOT / "src/tilefold/sparse_api.py"
+    ).read_text(encoding="utf-8")
+    named = {name for name in types.__all__ if re.search(rf": {name}\b|\| {name}\b", source)}
+    assert named == set(site_api.IN_SIGNATURES)
+    page = site_api.pages()["api/tilefold.md"]
+    assert all(f"\n::: tilefold.types.{name}\n" in page for name in named)
 
 
 def test_every_public_module_is_in_the_reference() -> None:

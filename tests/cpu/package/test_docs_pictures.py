@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ElementTree
 from functools import cache
 from pathlib import Path
 
+import bars
 import charts
 import mod_gallery
 import pictures
@@ -65,6 +66,26 @@ def test_bars_are_as_long_as_the_rates(tmp_path: Path, monkeypatch: pytest.Monke
     bars = [float(one) for one in re.findall(r'width="([\d.]+)" height="17"', made)]
     assert bars[0] / bars[1] == pytest.approx(0.75, abs=1e-3)
     assert "tilefold 300, FA4 400" in made
+
+
+def test_every_picture_stands_on_a_page() -> None:
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in (pictures.ROOT / "docs").rglob("*.md"))
+    for name in pictures.PICTURES | mod_gallery.PICTURES:
+        assert f"assets/{name}.svg)" in pages, name
+
+
+def test_bars_beside_a_table_are_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bars, "DOCS", tmp_path)
+    (tmp_path / "page.md").write_text("| | ms |\n|---|---:|\n| one | **2.5** |\n| two | 5 |\n\n| other | x |\n")
+    rows = bars.table("page.md", "| | ms |")
+    assert rows == [["one", "2.5"], ["two", "5"]]
+    shown = [bars.Bar(name, float(value), f"{value} ms") for name, value in rows]
+    made = bars.bars("A title", [("group", shown)], "below")
+    long = [float(one) for one in re.findall(rf'width="([\d.]+)" height="{bars.HIGH}"', made)]
+    assert long[0] / long[1] == pytest.approx(0.5, abs=1e-2)
+    assert "group: one 2.5 ms, two 5 ms" in made
+    with pytest.raises(ValueError, match="0 tables that begin with '| none |'"):
+        bars.table("page.md", "| none |")
 
 
 def test_a_mask_cuts_tiles_at_its_edge() -> None:

@@ -33,6 +33,9 @@ def test_a_notebook_is_short_and_checks_what_it_says(path: Path) -> None:
     code = [cell for cell in cells if cell.code]
     assert 5 <= len(code) <= 12
     assert cells[0].text.startswith("# ")
+    texts = [cell.text for cell in cells[1:] if not cell.code]
+    assert len(texts) >= 3
+    assert all(text.startswith("## ") for text in texts), "each part has a heading, for the table of contents"
     assert all(a.code != b.code or a.code for a, b in pairwise(cells)), "two cells of text in a row"
     assert sum("assert " in cell.text or "AssertionError" in cell.text for cell in code) >= len(code) // 2
     if any(
@@ -55,6 +58,25 @@ def test_a_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(name in page for name in figures)
     assert len(figures) == page.count("](" + path.stem + "-")
     assert "object at 0x" not in page
+
+
+def test_figures_have_titles_and_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are what a reader who does not see the figure gets."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    path = tmp_path / "drawn.py"
+    lines = ["# %%", "import matplotlib.pyplot as plt", "", "fig, axis = plt.subplots()", "axis.plot([1, 2])"]
+    named = 'axis.set(title="T", xlabel="x <", ylabel="y")'
+    path.write_text("\n".join([*lines, named, ""]))
+    page, figures = notebooks.as_page(path, notebooks.execute(path))
+    assert page.count("![T: y over x &lt;](drawn-1.svg)") == len(figures) == 1
+    for lacks in ('axis.set(title="T", xlabel="x")', 'axis.set(xlabel="x", ylabel="y")'):
+        path.write_text("\n".join([*lines, lacks, ""]))
+        with pytest.raises(ValueError, match="a title and two labels"):
+            notebooks.execute(path)
+    import matplotlib.pyplot as plt
+
+    plt.close("all")
 
 
 CELLS = """# %% [markdown]

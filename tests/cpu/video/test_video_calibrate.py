@@ -80,6 +80,10 @@ def test_choices():
     policies = found.policy(choice)
     assert policies.policies == {0: kinds[0], 1: video.ByHead((kinds[1], video.Dense()))}
     assert policies.otherwise == video.Dense()
+    head, *lines = str(found).splitlines()
+    assert head.startswith("2 steps, 3 layers of 2 heads; ")
+    assert [line.split("  ")[-1] for line in lines] == [str(one) for one in found.candidates]
+    assert lines[1].split()[2] == f"{error[:, :, 1].max():.3f}"
 
 
 def test_a_failed_calibration_leaves_the_model_as_it_was():
