@@ -175,7 +175,7 @@ def explain(
             typer.echo(mode(asked, problem, _record(device)))
             return
     sparse = _sparse_problem(asked, problem)
-    record = _record(device)
+    record = _record(device, kernels=backward or as_json)
     made: Any = plan_of("attention" if sparse is None else "sparse_attention", sparse or problem, record)
     if made is not None and (backward or as_json):
         why = "plans no gradients apart" if backward else "has no JSON of its plans"
@@ -281,11 +281,11 @@ def _backward(problem: AttentionProblem | SparseProblem, record: Device, determi
     return plan_attention_backward(problem, record, deterministic=deterministic)
 
 
-def _record(device: str) -> Device:
-    """The device of that name, or this machine's for "here"."""
+def _record(device: str, kernels: bool = True) -> Device:
+    """The device of that name, or this machine's for "here".  kernels: without a GPU the interpreter, not plain torch."""
     from tilefold.plan import device_named
 
-    return prepare_runtime().record() if device == "here" else device_named(device)
+    return prepare_runtime(kernels).record() if device == "here" else device_named(device)
 
 
 def _sparse_problem(asked: SimpleNamespace, problem: AttentionProblem) -> SparseProblem | None:

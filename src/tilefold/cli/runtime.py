@@ -64,7 +64,9 @@ class Runtime:
 
     def record(self) -> Device:
         """What plans and bounds know of it."""
-        return device_of(torch.device("cuda", torch.cuda.current_device()) if self.gpu else torch.device("cpu"))
+        return device_of(
+            torch.device("cuda", torch.cuda.current_device()) if self.gpu else torch.device("cpu"), "attention"
+        )
 
 
 def prepare_runtime(kernels: bool = True) -> Runtime:

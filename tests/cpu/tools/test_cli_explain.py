@@ -45,6 +45,19 @@ def test_the_decode_step_of_the_readme():
     assert "33 shares of each of 4 items" in result.output and "Would be 28 tiles for 132 SMs" in result.output
 
 
+@pytest.mark.parametrize("blocks", ["", "--blocks 64,64 --listed 2"])
+def test_here_without_a_gpu_is_where_calls_run(blocks, monkeypatch):
+    """Plain torch, but for what only kernels have; the interpreter where it is asked for."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    sizes = f"--device here --heads 4 --q 512 --dim 64 {blocks}"
+    assert "for Triton interpreter" in run(sizes).output
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    kernel = "torch_sparse_attention" if blocks else "torch_attention"
+    assert f"plan for torch (CPU)\n  kernel      {kernel}\n" in run(sizes).output
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert "for Triton interpreter" in run(sizes, "--backward").output
+
+
 @pytest.mark.parametrize("device", sorted(DEVICES))
 def test_json_is_the_plan_on_every_device(device):
     result = run("--device", device, *DECODE, "--json")
