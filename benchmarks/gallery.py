@@ -235,7 +235,7 @@ def neighbourhood_twin(score, b, h, i, j, args):
 @triton.jit
 def alibi(score, batch, head, q_index, kv_index, args):
     slopes, seq_q, seq_k = args
-    return score - tl.load(slopes + head) * tl.abs(q_index - kv_index)
+    return score - tl.load(slopes + head) * tl.abs(q_index.to(tl.float32) - kv_index.to(tl.float32))
 
 
 def alibi_twin(score, b, h, i, j, args):

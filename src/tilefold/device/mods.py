@@ -119,7 +119,7 @@ def alibi(score, batch, head, q_index, kv_index, args):
     args = (slopes fp32, batch stride, head stride)."""
     slopes, stride_b, stride_h, seq_q, seq_k = args
     slope = tl.load(slopes + batch * stride_b + head * stride_h)
-    return score - slope * tl.abs(q_index + (seq_k - seq_q) - kv_index).to(tl.float32)
+    return score - slope * tl.abs((q_index + (seq_k - seq_q)).to(tl.float32) - kv_index.to(tl.float32))
 
 
 @triton.jit

@@ -134,6 +134,29 @@ def test_equal_mods_are_one_function_whatever_lengths_and_tensors():
     assert "tl.load" in inspect.getsource(one.fn)
 
 
+def test_distances_are_made_of_converted_indices():
+    """But not whole numbers that something else is made of, nor with more tokens than float32 counts."""
+    text = ("kv_index.to(tl.float32)", "q_index.to(tl.float32)")
+    slopes = rand(HEADS)
+    for mod in (lambda s, b, h, i, j: s + slopes[h] * (j - i), lambda s, b, h, i, j: s - (i - j).abs() * 0.5):
+        made = inspect.getsource(translated(mod, EXTENTS, CPU, "score_mod").function.fn)
+        assert all(each in made for each in text)
+        far = inspect.getsource(translated(mod, (1, HEADS, 8, (1 << 24) + 1), CPU, "score_mod").function.fn)
+        assert not any(each in far for each in text)
+    made = inspect.getsource(translated(lambda s, b, h, i, j: s + (i - j) // 2, EXTENTS, CPU, "score_mod").function.fn)
+    assert not any(each in made for each in text)
+    q, k, v = tensors(kv_heads=HEADS)
+
+    def mod(score, batch, head, i, j):
+        return score - (i - j).abs() * 0.25 + (j - i) * slopes[head]
+
+    out = flex_attention(q, k, v, mod)
+    want = torch.einsum("bhid,bhjd->bhij", q.double(), k.double()) * q.shape[-1] ** -0.5
+    i, j = torch.arange(SEQ)[:, None], torch.arange(k.shape[2])
+    want = want - (i - j).abs() * 0.25 + (j - i) * slopes.double()[:, None, None]
+    torch.testing.assert_close(out.double(), want.softmax(-1) @ v.double(), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.no_poison
 @pytest.mark.parametrize(
     ("mod", "error", "says"),

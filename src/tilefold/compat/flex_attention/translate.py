@@ -9,6 +9,7 @@ import functools
 import itertools
 import linecache
 import math
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
@@ -176,7 +177,21 @@ class _Trace:
             return value.text
         if dtype == torch.bool:
             return self.named(f"{value.text} != 0")
-        return self.named(f"{value.text}.to(tl.{NAMES[dtype]})")
+        distance = self.distance(value.text) if NAMES[dtype] == "float32" else ""
+        return distance or self.named(f"{value.text}.to(tl.{NAMES[dtype]})")
+
+    def distance(self, name: str) -> str:
+        """The variable that is an integer one's distance of the indices in float32, or "": converted before they are subtracted,
+        since a tile has fewer indices than distances.  Exact to 2 ** 24 tokens."""
+        expression = next((text for text, known in self.known.items() if known == name), "")
+        if found := re.fullmatch(r"tl\.abs\((\w+)\)", expression):
+            inner = self.distance(found[1])
+            return inner and self.named(f"tl.abs({inner})")
+        found = re.fullmatch(r"(q_index|kv_index) - (q_index|kv_index)", expression)
+        if not found or max(self.extents[2:]) > 1 << 24:
+            return ""
+        a, b = (self.named(f"{index}.to(tl.float32)") for index in found.groups())
+        return self.named(f"{a} - {b}")
 
     def taken(self, value: Any) -> Any:
         """A Python number or a _Number of what an operation is given."""
