@@ -255,8 +255,9 @@ def page(path: Path = RESULTS) -> str:
             ("-", "not measured, or FlexAttention does not compile there"),
             (
                 "of an older version",
-                "alibi, whose distances were integers; forward but D=64, 1024; gradients: [D=64, and 1024](../performance/attention_hopper.md#changes-of-scores) and"
-                " [global tokens, sinks](../performance/attention_backward_hopper.md#changes-of-scores) are faster now",
+                "alibi, whose distances were integers; forward but D=64, 1024; gradients: "
+                "[D=64, and 1024](../performance/attention_hopper.md#changes-of-scores) and "
+                "[global tokens, sinks](../performance/attention_backward_hopper.md#changes-of-scores) are faster now",
             ),
         ],
     )
