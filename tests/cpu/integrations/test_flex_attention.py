@@ -103,6 +103,23 @@ def test_results_and_layouts():
         assert torch.equal(out, flex_attention(q, k[:1], turned[:1], scale=0.3, kernel_options={"BLOCK_M": 64}))
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (1, 0, 2, 3), (2, 0, 1, 3), (0, 1, 3, 2)])
+@pytest.mark.parametrize("block", [None, 16, 128])
+def test_out_lies_as_the_query_does(order, block):
+    """So that view() and reshape() of it do what they do after torch's; with the same numbers and gradients."""
+    back = [order.index(dim) for dim in range(4)]
+    q, k, v = tensors(kv_heads=HEADS)
+    mask = blocks(flex.causal, size=block) if block else None
+    want = flex_attention(q, k, v, flex.alibi(), mask)
+    turned = [t.permute(order).contiguous().permute(back).requires_grad_() for t in (q, k, v)]
+    out = flex_attention(*turned, flex.alibi(), mask)
+    assert torch.equal(out, want) and out.stride() == turned[0].stride()
+    out.sum().backward()
+    given = [t.clone().requires_grad_() for t in (q, k, v)]
+    flex_attention(*given, flex.alibi(), mask).sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(turned, given, strict=True))
+
+
 def test_empty_inputs():
     q, k, v = tensors()
     assert flex_attention(q[:, :, :0], k, v, flex.alibi(), enable_gqa=True).shape == (BATCH, HEADS, 0, 16)

@@ -5,6 +5,7 @@ lists what passes, and what is refused.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar, cast
@@ -94,7 +95,8 @@ def flex_attention(
         return_aux: AuxRequest(lse=True) for (out, AuxOutput).
 
     Returns:
-        out [batch, heads, seq_q, dim_v]; (out, lse) or (out, AuxOutput) where asked for.  Differentiable once.
+        out [batch, heads, seq_q, dim_v], its dimensions in the order in memory that query's have; (out, lse) or (out,
+        AuxOutput) where asked for.  Differentiable once.
 
     Raises:
         As `tilefold.attention`; Unsupported, naming the mod and the operation, for what has no translation to Triton, and
@@ -107,6 +109,7 @@ def flex_attention(
         raise Unsupported("AuxRequest(max_scores=True): the largest scores are not kept; lse=True is served")
     done = _planned(query, key, value, score_mod, block_mask, scale, enable_gqa)
     out, lse = done.run(return_lse=True)
+    out = _in_order_of(query, out.transpose(1, 2) if done.options["layout"] == "bshd" else out)
     if return_aux is not None:
         return out, AuxOutput(lse=lse if return_aux.lse else None)
     return (out, lse) if return_lse else out
@@ -132,6 +135,15 @@ def flex_attention_plan(
         return attention_plan(q, k, v, **done.options)
     plan = sparse_plan(q, k, v, done.lists, **done.options)
     return replace(plan, reason=f"{plan.reason} The dense kernels over lists of tiles are not taken: {done.why}.")
+
+
+def _in_order_of(query: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """out with its dimensions in the order in memory that query's have: as it is, but for orders that no layout has."""
+    strides, own = query.stride(), out.stride()
+    order = sorted(range(4), key=lambda dim: -strides[dim])
+    if all(own[a] >= own[b] for a, b in itertools.pairwise(order)):
+        return out
+    return out.permute(order).contiguous().permute([order.index(dim) for dim in range(4)])
 
 
 class _Planned(NamedTuple):
@@ -165,6 +177,9 @@ def _planned(
     if k.shape[0] == v.shape[0] == 1 != batch:
         k, v = k.expand(batch, -1, -1, -1), v.expand(batch, -1, -1, -1)
     options: dict[str, Any] = {"scale": scale, "layout": "bhsd"}
+    if query.stride(1) < query.stride(2):  # heads lie within tokens, as those of out will
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        options["layout"] = "bshd"
     if score_mod is not None:
         made = translated(score_mod, extents, query.device, "score_mod")
         options |= {"score_mod": made.function, "score_args": made.args}
@@ -196,7 +211,7 @@ def _with_blocks(
         inner = (masks.rule(made.function, made.args),)
     block = (int(mask.BLOCK_SIZE[0]), int(mask.BLOCK_SIZE[1]))
     table = masks.blocks(_kept(mask, _kinds_of), block, *inner)
-    dense = named_terms({**options, "mask": table}, q, k, "bhsd")
+    dense = named_terms({**options, "mask": table}, q, k, options["layout"])
     by_args = [each for each in options.get("score_args", ()) if isinstance(each, torch.Tensor) and each.requires_grad]
     graded = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *by_args))
     if not _is_served(block) or (graded and by_args):  # lists of blocks give these no gradients
