@@ -31,6 +31,15 @@ def _pretty(self: object, printer: Any, cycle: bool) -> None:
     printer.text(str(self))
 
 
+def said_sizes(problem: Any) -> str:
+    """The sizes of a problem of attention, in words."""
+    n = problem
+    return (
+        f"{n.batch} x {n.seq_q} queries, {n.seq_k} keys, {n.heads} heads on {n.kv_heads} KV heads, D={n.dim_qk} (V {n.dim_v}), "
+        f"{n.dtype}"
+    )
+
+
 class Plan(Shown):
     """A frozen record: `print` it, keep it as JSON.  What no launch needs of it is made when somebody asks: see `decided`."""
 

@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import Any
 
 from tilefold.errors import PlanError, Unsupported
-from tilefold.plan.base import Shown
+from tilefold.plan.base import Shown, said_sizes
 from tilefold.plan.cache.invariant import invariant_refusal
 from tilefold.plan.capabilities import capability
 from tilefold.plan.device import Device
@@ -94,6 +94,7 @@ class TorchPlan(Shown):
         ]
         if self.cut is not None:
             c = self.cut
+            lines.insert(1, f"  problem     {said_sizes(getattr(self.problem, 'attention', self.problem))}")
             lines += [
                 f"  tiles       {c.block_m} queries of each head x {c.block_n} keys",
                 f"  at once     {c.sequences} sequences x {c.heads} KV heads, K and V of these in fp32",

@@ -106,7 +106,8 @@ def test_the_plan_is_printed_followed_and_refused():
     plan = tilefold.attention_plan(q, k, v, causal=True)
     assert isinstance(plan, TorchPlan)
     assert str(plan).startswith(
-        "Attention plan for torch (CPU)\n  kernel      torch_attention\n  tiles       40 queries"
+        "Attention plan for torch (CPU)\n  problem     1 x 40 queries, 40 keys, 4 heads on 4 KV heads, D=16 (V 16), float32\n"
+        "  kernel      torch_attention\n  tiles       40 queries"
     )
     small = TorchPlan(plan.operation, plan.problem, plan.device, plan.cut)
     out = tilefold.attention(q, k, v, causal=True, plan=small)

@@ -14,7 +14,7 @@ from tilefold.plan.backward.attention_backward_reduce import KERNEL as REDUCE
 from tilefold.plan.backward.attention_backward_reduce import ReduceOptions
 from tilefold.plan.backward.backward import backward_box_refusal, backward_tile_violation, first_fit, not_a_tile
 from tilefold.plan.backward.backward_time import RATES, features
-from tilefold.plan.base import Plan, changed, require_device, require_fit
+from tilefold.plan.base import Plan, changed, require_device, require_fit, said_sizes
 from tilefold.plan.cost import Cost, attention_cost
 from tilefold.plan.device import Device
 from tilefold.plan.limits import MAX_BOX_ROWS, MAX_GRID, MOD_BYTES, Tile, require_supported
@@ -123,8 +123,7 @@ class AttentionBackwardPlan(Plan):
         cost = attention_backward_cost(n)
         lines = [
             f"Attention backward plan for {self.device.title}",
-            f"  problem   {n.batch} x {n.seq_q} queries, {n.seq_k} keys, {n.heads} heads on {n.kv_heads} KV heads, D={n.dim_qk} "
-            f"(V {n.dim_v}), {n.dtype}",
+            f"  problem   {said_sizes(n)}",
             f"  kernel    {self.kernel}: dq by tiles of {self.queries}; dk and dv by tiles of {self.keys}",
             f"  grid      {self.grids[0][0]} and {self.grids[1][0]} programs on {self.device.sms} SMs",
             f"  work      {cost.flops / 1e9:.4g} GFLOP in five products a pair; {self._made()}",

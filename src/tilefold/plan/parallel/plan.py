@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from tilefold.errors import DtypeError, PlanError, Unsupported, ValueRangeError
 
-from ..base import Shown
+from ..base import Shown, said_sizes
 from ..words import counted
 from .cost import COSTS
 from .problem import Links, ParallelProblem, SchemeCost, size_text
@@ -49,8 +49,7 @@ class ParallelPlan(Shown):
         )
         lines = [
             f"Context-parallel plan for {counted(links.ranks, 'rank')}, {counted(links.nodes, 'node')}: {self.scheme}",
-            f"  problem   {n.batch} x {n.seq_q} queries, {n.seq_k} keys, {n.heads} heads on {n.kv_heads} KV heads, D={n.dim_qk} "
-            f"(V {n.dim_v}), {n.dtype}, window {n.window}, {n.kind}{gradients}",
+            f"  problem   {said_sizes(n)}, window {n.window}, {n.kind}{gradients}",
             f"  assumed   {links.inside / 1e9:.0f} GB/s inside, {links.across / 1e9:.0f} GB/s across, "
             f"{links.latency * 1e6:.0f} us a message, {links.flops / 1e12:.0f} TFLOP/s a rank{backward}, "
             f"{links.dram / 1e12:g} TB/s of its memory",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from tilefold.errors import ShapeError, Unsupported, ValueRangeError
-from tilefold.plan.base import Plan, require_device, require_equal, require_fit
+from tilefold.plan.base import Plan, require_device, require_equal, require_fit, said_sizes
 from tilefold.plan.capabilities import architecture_refusal
 from tilefold.plan.device import Device
 from tilefold.plan.limits import (
@@ -132,8 +132,7 @@ class SparsePlan(Plan):
         n = self.problem.attention
         return (
             f"Sparse attention plan for {self.device.title}\n"
-            f"  problem   {n.batch} x {n.seq_q} queries, {n.seq_k} keys, {n.heads} heads on {n.kv_heads} KV heads, D={n.dim_qk} "
-            f"(V {n.dim_v}), {n.dtype}; blocks {self.problem.block_q} x {self.problem.block_k}, at most "
+            f"  problem   {said_sizes(n)}; blocks {self.problem.block_q} x {self.problem.block_k}, at most "
             f"{self.problem.capacity} per list{', some partly valid' if self.problem.masked else ''}{self.problem.layout}\n"
             f"  kernel    {self.kernel}, tile {self.tile}\n"
             f"  grid      {self.grid[0]} programs x {self.splits} {'split' if self.splits == 1 else 'splits'} on "

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from tilefold.plan.backward.backward import backward_box_refusal, backward_tile_violation, first_fit, not_a_tile
-from tilefold.plan.base import Plan, changed, require_device, require_fit
+from tilefold.plan.base import Plan, changed, require_device, require_fit, said_sizes
 from tilefold.plan.device import Device
 from tilefold.plan.limits import MAX_GRID, Tile, require_supported
 from tilefold.plan.problem import NARROW_HEAD_DIM
@@ -67,8 +67,7 @@ class SparseBackwardPlan(Plan):
         )
         return (
             f"Sparse attention backward plan for {self.device.title}\n"
-            f"  problem   {n.batch} x {n.seq_q} queries, {n.seq_k} keys, {n.heads} heads on {n.kv_heads} KV heads, D={n.dim_qk} "
-            f"(V {n.dim_v}), {n.dtype}; blocks {self.problem.block_q} x {self.problem.block_k}\n"
+            f"  problem   {said_sizes(n)}; blocks {self.problem.block_q} x {self.problem.block_k}\n"
             f"  kernel    {self.kernel}: dq by tiles of {self.queries}; dk and dv by tiles of {self.keys}{kept}\n"
             f"  grid      {self.grids[0][0]} and {self.grids[1][0]} programs on {self.device.sms} SMs\n"
             f"  rule      {self.rule}. {self.reason}"
