@@ -15,7 +15,11 @@ from ..ops.watch import is_watched
 from ..types import Layout
 
 CoarseKind = Literal["block", "dense", "pooled"]
+"""Rows by a weight for each slot of a block, by a matrix over all tokens, or by means, of queries, too."""
+
 Reduction = Literal["mean", "max"]
+"""What a query block's score is over its queries."""
+
 MEAN, WEIGHTED, _ = KINDS
 
 

@@ -28,6 +28,8 @@ CANDIDATES: tuple[Policy, ...] = (
 """What `calibrate` tries if it is not told; `Dense` is always among the candidates."""
 
 Inputs = Sequence[Mapping[str, Any]]
+"""Keyword arguments of model.forward, one mapping for each measured step."""
+
 RUNS = 14  # of the model at most, to find the cheapest choice
 LIGHTEST, HEAVIEST = -3.0, 6.0  # powers of 10: what a layer's squared error weighs beside the share of pairs
 
