@@ -14,6 +14,7 @@ SECTION = re.compile(r"(Args|Returns|Raises|Yields|Source|Example):\s*$")
 ITEM = re.compile(r"(?P<names>[*\w.\[\]]+(?:, [*\w.\[\]]+)*): +(?P<text>\S.*)$")
 PAGE = re.compile(r"(\bdocs/[\w/\\]+\.md\b)")  # underscores escaped
 TITLES = {"Args": "Arguments"}
+SPEAKS = re.compile(r"(Raises|Returns) +[A-Z(`]")  # of the whole, not of the item before it
 
 
 class Prose(griffe.Extension):
@@ -51,19 +52,20 @@ def as_markdown(text: str, known: set[str], path: str = "", own: frozenset[str] 
     are no links."""
     out: list[str] = []
     section, item = False, False  # inside an indented section; inside an item, whose further lines belong to it
+    after = False  # in a paragraph that began in a line of an item: lines may still be indented
     for line in text.expandtabs().split("\n"):
         if found := SECTION.match(line):
             out += ["", f"**{TITLES.get(found[1], found[1])}**", ""]
-            section, item = True, False
+            section, item, after = True, False, False
             continue
         if section and line and not line.startswith("    "):
             section, item = False, False
         body = line[4:] if section else line
         if not body.strip():
             out.append("")
-            item = False
+            item = after = False
             continue
-        if body.startswith("    ") and not item:
+        if body.startswith("    ") and not (item or after):
             out.append(body)  # a block of code
             continue
         for piece in pieces(body.strip(), known):
@@ -71,18 +73,21 @@ def as_markdown(text: str, known: set[str], path: str = "", own: frozenset[str] 
                 out += [] if item else [""]
                 names = ", ".join(f"`{name}`" for name in found["names"].split(", "))
                 out.append(f"- {names}: {escape(found['text'], path, own)}")
-                item = True
+                item, after = True, False
+            elif item and not section and SPEAKS.match(piece):
+                out += ["", escape(piece, path, own)]
+                item, after = False, True
             else:
                 out.append(("    " if item else "") + escape(piece, path, own))
     return "\n".join(out).strip() + "\n"
 
 
 def pieces(line: str, known: set[str]) -> list[str]:
-    """The line, cut where a sentence ends and an item begins: `heads: of q. dim: of all.` is two."""
+    """The line, cut where a sentence ends and an item begins, or what it raises: `heads: of q. dim: of all.` is two."""
     found, start = [], 0
-    for end in re.finditer(r"[.;] +(?=[a-z])", line):
+    for end in re.finditer(r"[.;] +(?=[a-zR])", line):
         begins = ITEM.match(line[end.end() :])
-        if begins and set(begins["names"].split(", ")) <= known:
+        if SPEAKS.match(line[end.end() :]) or (begins and set(begins["names"].split(", ")) <= known):
             found.append(line[start : end.end()].rstrip(" ;"))
             start = end.end()
     return [*found, line[start:]]

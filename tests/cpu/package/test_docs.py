@@ -378,6 +378,8 @@ def test_docstrings_become_lists() -> None:
     fields = "A record.\n\nsize: of it.\nNote: not a field.\n\n    a * b\n"
     assert as_markdown(fields, {"size"}) == "A record.\n\n\n- `size`: of it.\n    Note: not a field.\n\n    a * b\n"
     assert "[`attention`][tilefold.attention]" in as_markdown("As `attention`.", set(), "tilefold.api.attention_varlen")
+    raising = as_markdown("A sum.\n\nx: numbers,\n    many.  Raises ShapeError,\n    too.\n", {"x"})
+    assert raising == "A sum.\n\n\n- `x`: numbers,\n    many.\n\nRaises ShapeError,\ntoo.\n"
     own = as_markdown("As `attention`.", set(), "tilefold.api.attention_varlen", frozenset({"attention"}))
     assert own == "As `attention`.\n"  # a parameter, or a member of the same class
     assert as_markdown("Bits (docs/a/flash_attn.md).", set()) == "Bits ([flash attn](../a/flash_attn.html)).\n"
