@@ -14,7 +14,8 @@ SECTION = re.compile(r"(Args|Returns|Raises|Yields|Source|Example):\s*$")
 ITEM = re.compile(r"(?P<names>[*\w.\[\]]+(?:, [*\w.\[\]]+)*): +(?P<text>\S.*)$")
 PAGE = re.compile(r"(\bdocs/[\w/\\]+\.md\b)")  # underscores escaped
 TITLES = {"Args": "Arguments"}
-SPEAKS = re.compile(r"(Raises|Returns) +[A-Z(`]")  # of the whole, not of the item before it
+# Begins what is said of the whole, not of the item before it.  In a section a line that is not indented does so, too.
+SPEAKS = re.compile(r"(Raises|Returns) +[A-Z(`]")
 
 
 class Prose(griffe.Extension):
@@ -74,7 +75,7 @@ def as_markdown(text: str, known: set[str], path: str = "", own: frozenset[str] 
                 names = ", ".join(f"`{name}`" for name in found["names"].split(", "))
                 out.append(f"- {names}: {escape(found['text'], path, own)}")
                 item, after = True, False
-            elif item and not section and SPEAKS.match(piece):
+            elif item and (not body.startswith(" ") if section else SPEAKS.match(piece)):
                 out += ["", escape(piece, path, own)]
                 item, after = False, True
             else:
