@@ -69,8 +69,9 @@ def as_markdown(text: str, known: set[str], path: str = "", own: frozenset[str] 
         if body.startswith("    ") and not (item or after):
             out.append(body)  # a block of code
             continue
-        for piece in pieces(body.strip(), known):
-            if (found := ITEM.match(piece)) and is_item(found["names"], known, section):
+        for number, piece in enumerate(pieces(body.strip(), known)):
+            begins = number == 0 and item and body[0].islower() and out[-1].endswith((".", ";"))  # after a whole item
+            if (found := ITEM.match(piece)) and (begins or is_item(found["names"], known, section)):
                 out += [] if item else [""]
                 names = ", ".join(f"`{name}`" for name in found["names"].split(", "))
                 out.append(f"- {names}: {escape(found['text'], path, own)}")

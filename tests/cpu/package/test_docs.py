@@ -382,6 +382,8 @@ def test_docstrings_become_lists() -> None:
     assert raising == "A sum.\n\n\n- `x`: numbers,\n    many.\n\nRaises ShapeError,\ntoo.\n"
     resting = as_markdown("A sum.\n\nArgs:\n    x: numbers,\n        many.\n    The rest as there.\n", {"x"})
     assert resting.endswith("- `x`: numbers,\n    many.\n\nThe rest as there.\n")
+    unknown = as_markdown("A record.\n\nsize: of it.\nplaces: what\nfollows: it.\n", {"size"})  # set where nobody looks
+    assert unknown == "A record.\n\n\n- `size`: of it.\n- `places`: what\n    follows: it.\n"
     own = as_markdown("As `attention`.", set(), "tilefold.api.attention_varlen", frozenset({"attention"}))
     assert own == "As `attention`.\n"  # a parameter, or a member of the same class
     assert as_markdown("Bits (docs/a/flash_attn.md).", set()) == "Bits ([flash attn](../a/flash_attn.html)).\n"
