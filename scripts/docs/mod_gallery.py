@@ -197,7 +197,7 @@ Functions to copy, with pictures and speeds. [What a mod may contain](mods.md). 
 | blue | what is added |
 | orange | what is taken away |
 
-| speeds | 4096 tokens, D=128; [others](#speed) |
+| speeds | H100, 4096 tokens, D=128; [others](#speed) |
 |---|---|
 | TFLOP/s | of the pairs that are seen |
 | our own kernel | the same mask by a keyword; scores without a change |
@@ -238,7 +238,7 @@ def section(mod: Mod, found: Records, known: set[str]) -> str:
 def page(path: Path = RESULTS) -> str:
     """The whole page, with the speeds in a file."""
     found, known = records(path), set[str]()
-    head = ("mod", *(f"D={dim}, {tokens}" for tokens, dim in SIZES))
+    head = ("mod, by D and tokens", *(f"D={dim}, {tokens}" for tokens, dim in SIZES))
     beside = {
         "Times as fast as FlexAttention compiled, forward / backward:": ("flex", [mod.name for mod in MODS]),
         "Times as fast as our own kernel:": ("own", [mod.name for mod in MODS if mod.own]),
@@ -255,9 +255,9 @@ def page(path: Path = RESULTS) -> str:
             ("-", "not measured, or FlexAttention does not compile there"),
             (
                 "of an older version",
-                "alibi, whose distances were integers; forward but D=64, 1024; gradients: "
-                "[D=64, and 1024](../performance/attention_hopper.md#changes-of-scores) and "
-                "[global tokens, sinks](../performance/attention_backward_hopper.md#changes-of-scores) are faster now",
+                "all but forward at D=64, 1024 tokens, and alibi, whose distances were integers; faster since:"
+                " [forward at D=64, and at D=128, 1024](../performance/attention_hopper.md#changes-of-scores);"
+                " [gradients of global tokens and sinks](../performance/attention_backward_hopper.md#changes-of-scores)",
             ),
         ],
     )

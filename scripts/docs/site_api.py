@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import griffe
 
-__all__ = ["MODULES", "Name", "owners", "page_of", "pages", "public_names"]
+__all__ = ["MODULES", "Name", "owners", "page_of", "pages", "public_names", "types_in_signatures"]
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 # In the order of the navigation, each with what it is for.
@@ -133,8 +135,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "CommunicationError",
     ),
 }
-# Types of tilefold.types that are no names of tilefold, but stand in its signatures, which link to them.
-IN_SIGNATURES = ("Window", "Layout", "Numerics", "ModFunction", "ModArgs", "Constant")
 HEADLESS = """
     options:
       show_root_heading: false
@@ -232,6 +232,44 @@ def page_of(module: str) -> str:
     return f"api/{module}.md"
 
 
+@cache
+def types_in_signatures() -> dict[str, tuple[str, ...]]:
+    """By module, the types that are no public names but stand in its signatures, which link to them; each where it is first."""
+    found: dict[str, str] = {}
+    for path in MODULES:
+        for one in public_names():
+            if one.module == path and owners()[one.defined] == one:
+                for name in _named(definition(one)):
+                    found.setdefault(name, path)
+    return {path: tuple(name for name, where in found.items() if where == path) for path in MODULES}
+
+
+def _named(member: griffe.Object) -> Iterator[str]:
+    """The types of tilefold, not public, that the signatures of a name and of its members have."""
+    expressions: list[Any] = []
+    if isinstance(member, griffe.Function):
+        expressions = [*(one.annotation for one in member.parameters), member.returns]
+    elif isinstance(member, griffe.Attribute):
+        expressions = [member.annotation]
+    elif isinstance(member, griffe.Class):
+        for name, inner in member.members.items():
+            if isinstance(inner, griffe.Object) and (not name.startswith("_") or name == "__init__"):
+                yield from _named(inner)
+    for one in expressions:
+        parts = one.iterate(flat=True) if isinstance(one, griffe.Expr) else ()
+        for part in (part for part in parts if isinstance(part, griffe.ExprName)):
+            if part.canonical_path.startswith("tilefold."):
+                inside = tuple(part.canonical_path.split(".")[1:])
+                try:
+                    target = package()[inside]
+                except KeyError:  # a module of the name of a property: mkdocs does not find it either
+                    continue
+                target = target.final_target if isinstance(target, griffe.Alias) else target
+                alias = target.is_attribute and target.parent is not None and target.parent.is_module
+                if target.path not in owners() and (target.is_class or alias):
+                    yield target.path
+
+
 def page(path: str) -> str:
     """One module's page: what it says of itself, what is documented elsewhere, then its own names."""
     names = [one for one in public_names() if one.module == path]
@@ -242,9 +280,9 @@ def page(path: str) -> str:
         parts.append(f"Also here, documented with the part that defines them: {', '.join(links)}.")
     for one in by_importance(own):
         parts.append(f"::: {one.anchor}" + _options(one))
-    if path == "tilefold":
+    if types := types_in_signatures()[path]:
         parts.append("Types in signatures:")
-        parts += [f"::: tilefold.types.{name}" + _TYPE.format(name=name) for name in IN_SIGNATURES]
+        parts += [f"::: {name}" + _TYPE.format(name=name.rpartition(".")[2]) for name in types]
     return "\n\n".join(parts) + "\n"
 
 

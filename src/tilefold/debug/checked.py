@@ -31,6 +31,7 @@ LAUNCH_OPTIONS = (
     "enable_fp_fusion",
 )
 Grid = Sequence[int] | Callable[[Mapping[str, Any]], Sequence[int]]
+"""Programs along each axis, or a function of the launch's arguments that gives them."""
 
 
 def check_kernel(

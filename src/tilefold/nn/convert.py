@@ -18,6 +18,8 @@ from .lowbit import LowBitLinear
 from .quantize_report import LayerReport, QuantizeReport, Skipped, model_bytes, output_error, weight_error
 
 Skip = str | Iterable[str] | Callable[[str, nn.Module], bool]
+"""A name, an end of names or a glob, several of these, or a predicate (name, module)."""
+
 TIED = ("skip", "quantize")
 ROWS = 256  # of a layer's inputs that are kept to measure its outputs' error
 

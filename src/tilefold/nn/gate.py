@@ -9,6 +9,8 @@ from torch import nn
 from ..errors import ValueRangeError
 
 GateKind = Literal["linear", "sigmoid", "head"]
+"""A linear map of each token, its sigmoid, or one number a head."""
+
 _NEARLY = 0.98  # where a sigmoid starts that should start at 1, and 1 less this for 0: it cannot reach either
 
 

@@ -14,6 +14,8 @@ from ..sparse.kept import kept
 from ..sparse.tiling import GridTiling, triple
 
 Tables = tuple[torch.Tensor, torch.Tensor]
+"""(cos, sin)."""
+
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _POSITIONS = (torch.int32, torch.int64, torch.float32, torch.float64)
 

@@ -15,7 +15,8 @@ from ..errors import OutOfPages, ValueRangeError
 from .sequence import Sequence
 from .statistics import CacheStatistics
 
-Pairs = list[tuple[int, int]]  # (from, to) page ids
+Pairs = list[tuple[int, int]]
+"""(from, to) ids of pages."""
 
 
 class PageAllocator:

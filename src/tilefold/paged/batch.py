@@ -22,7 +22,8 @@ class CacheBatch:
     cu_seqlens_q: [B + 1] int32: where the new tokens of each sequence begin if they are packed.
     positions: [T] int64: the row of each new token in its sequence, packed.
     slot_mapping: [T] int64: the same row as page * page_size + row in the page.
-    total, max_seqlen_q: T and the longest of counts, on the host; count: what all counts are, None if they differ.
+    total, max_seqlen_q: T and the longest of counts, on the host.
+    count: what all counts are, None if they differ.
 
     `next` changes these tensors in place: their addresses stay, so a CUDA graph captured over them stays right as long as
     counts do."""

@@ -29,14 +29,14 @@ class PagedKVCache:
         layers, kv_heads, head_dim: of the model; head_dim_v: of V, by default head_dim.
         num_pages, page_size: what is allocated, all of it here.
         max_sequences, max_tokens: the most sequences at a time, and the most tokens of one.
-        dtype: float16, bfloat16 or float32, or float8_e4m3fn or int8; device: where the pages lie, CUDA or, in Triton's
-            interpreter, the CPU.
+        dtype: float16, bfloat16 or float32, or float8_e4m3fn or int8.
+        device: where the pages lie, a GPU or the CPU.
         k_scale, v_scale: with a dtype of 8 bits, fp32 [kv_heads] or [layers, kv_heads], greater than 0: what stands in the
             pages is to be multiplied by its head's factor (`quantize_kv` finds such factors).  Read and copied here.  Needed for
             int8, 1 by default for e4m3.
 
-    k[layer], v[layer]: [num_pages, page_size, kv_heads, dim].  k_scale, v_scale: [layers, kv_heads] fp32, None in floats.
-    allocator: who owns which page.
+    It has k[layer] and v[layer], [num_pages, page_size, kv_heads, dim]; k_scale and v_scale, [layers, kv_heads] fp32, None in
+    floats; and allocator, who owns which page.
 
     Which page a sequence gets is decided on the host, from the calls alone, and nothing waits for the device.  All device work
     goes to the current stream: use one cache from one stream, or order the streams yourself; a page that is given back may be
@@ -160,10 +160,12 @@ class PagedKVCache:
     ) -> None:
         """Write keys and values of the batch's new tokens into one layer.
 
-        k, v: packed [T, kv_heads, dim], or [B, S, kv_heads, dim] if every sequence gets S.  rotary_cos, rotary_sin:
-        [positions, pairs] float: k is turned by its row on the way; pairs are channels (2i, 2i + 1) if interleaved, else
-        (i, i + pairs).  In the cache's dtype; any float for a cache in 8 bits, where what is stored is divided by its factor
-        and rounded once, as `kvcache_append` does.  One launch; no gradients: k and v are taken as detached."""
+        k, v: packed [T, kv_heads, dim], or [B, S, kv_heads, dim] if every sequence gets S.  In the cache's dtype; any float
+            for a cache in 8 bits, where what is stored is divided by its factor and rounded once, as `kvcache_append` does.
+        rotary_cos, rotary_sin: [positions, pairs] float: k is turned by its row on the way; pairs are channels (2i, 2i + 1)
+            if interleaved, else (i, i + pairs).
+
+        One launch; no gradients: k and v are taken as detached."""
         caches = self._caches(layer, batch)
         rows = batch.as_rows("k", k), batch.as_rows("v", v)
         append_rows(caches, self._scales[layer], *rows, batch, rotary_cos, rotary_sin, interleaved)
@@ -251,9 +253,9 @@ def _device(device: torch.device | str) -> torch.device:
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError) as wrong:
-        raise DeviceError(f"device must be cuda or, for Triton's interpreter, cpu, got {device!r}") from wrong
+        raise DeviceError(f"device must be cuda or cpu, got {device!r}") from wrong
     if found.type not in ("cuda", "cpu"):
-        raise DeviceError(f"device must be cuda or, for Triton's interpreter, cpu, got {found}")
+        raise DeviceError(f"device must be cuda or cpu, got {found}")
     if found.type == "cuda" and not torch.cuda.is_available():
         raise DeviceError(f"device is {found}, but torch sees no GPU; on a CPU give device='cpu'")
     return torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found

@@ -20,6 +20,7 @@ from .group import Ranks, check_device, check_sharding, ranks_of
 from .job import wanted
 
 Places = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Batch entry, KV head and block of each of many blocks."""
 
 
 @dataclass(frozen=True, eq=False)

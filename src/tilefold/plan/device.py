@@ -10,6 +10,7 @@ from tilefold.plan.architecture import CPU, Architecture, architecture_of, has_f
 KIB, MIB, TERA = 1024, 1024**2, 1e12
 
 Rates = tuple[tuple[str, float], ...]
+"""(dtype, FLOP/s) of matrix products."""
 
 
 @dataclass(frozen=True, slots=True)

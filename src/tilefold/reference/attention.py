@@ -11,6 +11,8 @@ from ..scores import Score
 from .rounding import attended, in_dtype
 
 Mod = Callable[..., torch.Tensor]
+"""A mod in torch: of (score, batch, head, q_index, kv_index, args)."""
+
 SHARED = ("causal", "window", "scale", "softcap", "sinks", "layout", "dtype")
 """Options that are the same for all sequences of a packed call."""
 

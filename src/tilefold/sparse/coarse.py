@@ -15,7 +15,11 @@ from ..ops.watch import is_watched
 from ..types import Layout
 
 CoarseKind = Literal["block", "dense", "pooled"]
+"""Rows by a weight for each slot of a block, by a matrix over all tokens, or by means, of queries, too."""
+
 Reduction = Literal["mean", "max"]
+"""What a query block's score is over its queries."""
+
 MEAN, WEIGHTED, _ = KINDS
 
 
@@ -170,8 +174,8 @@ def attend_rows(
     """`coarse` over rows that were projected before: of old blocks of a growing cache they need not be made again.
 
     Args:
-        rows_k: [batch, rows, kv_heads, dim], rows_v: [batch, rows, kv_heads, dim_v], dtype of q, any strides with a contiguous
-            last dimension.
+        rows_k: [batch, rows, kv_heads, dim], dtype of q, any strides with a contiguous last dimension.
+        rows_v: [batch, rows, kv_heads, dim_v], likewise.
         block: queries a block, a power of two, at least 16.
         block_sizes: int32 [rows], [batch or 1, rows] or [batch or 1, kv_heads or 1, rows]: a row with 0 is dead, and may hold
             anything; other values all mean the same.

@@ -33,9 +33,9 @@ _BLOCK = 64
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockIndex:
     """For every query block the list of KV blocks that it attends; every tensor may be shared over batch and heads by
-    a size of 1.
+    a size of 1.  Tensors have a contiguous last dimension.
 
-    Args (every tensor with a contiguous last dimension):
+    Args:
         indices: int32 [batch or 1, heads or 1, Q blocks, capacity]: KV block numbers, distinct within a list, in any
             order (the order of the fold).  Entries past a row's count are never meant and should be in range.
         counts: int32 [batch or 1, heads or 1, Q blocks], 0 to capacity: how many entries of each row are meant.

@@ -18,6 +18,7 @@ from .select_arguments import Number, bind_scores, bind_sizes, blocks_setting, c
 from .select_long import gini_long, select_long
 
 Method: TypeAlias = Literal["gini", "top_p", "top_k"]
+"""How many blocks a row keeps: by its Gini coefficient, by a share of its mass, or a number."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,17 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 
 from ..check import check_share
 from ..errors import ValueRangeError
 from .index import BlockIndex
-from .select_arguments import METHODS, check_method
-
-CoarseKind = Literal["block", "dense", "pooled"]
-Setting: TypeAlias = float | torch.Tensor
+from .select_arguments import METHODS, Number, check_method
 
 
 @dataclass(frozen=True)
@@ -22,7 +19,7 @@ class CoarseOptions:
     kind: "block" (a weight for each slot of a block), "dense" (a matrix over all tokens, as Linformer) or "pooled" (queries
     averaged, too).  reduction: a query block's score is the "mean" or the "max" over its queries."""
 
-    kind: CoarseKind = "block"
+    kind: Literal["block", "dense", "pooled"] = "block"
     reduction: Literal["mean", "max"] = "mean"
 
     def __post_init__(self) -> None:
@@ -42,14 +39,14 @@ class SelectOptions:
     Raises ValueRangeError for settings of another method, for a method without its own, and for shares out of range."""
 
     method: Literal["gini", "top_p", "top_k"] = "gini"
-    tau_min: Setting | None = None
-    tau_max: Setting | None = None
+    tau_min: Number | None = None
+    tau_max: Number | None = None
     tau: Callable[[torch.Tensor], Any] | None = None
-    top_p: Setting | None = None
-    top_k: Setting | None = None
-    sparsity: Setting | None = None
-    min_blocks: Setting = 1
-    max_blocks: Setting | None = None
+    top_p: Number | None = None
+    top_k: Number | None = None
+    sparsity: Number | None = None
+    min_blocks: Number = 1
+    max_blocks: Number | None = None
     capacity: int | None = None
     force_self: bool = False
     force_first: int = 0

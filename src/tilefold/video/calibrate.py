@@ -28,6 +28,8 @@ CANDIDATES: tuple[Policy, ...] = (
 """What `calibrate` tries if it is not told; `Dense` is always among the candidates."""
 
 Inputs = Sequence[Mapping[str, Any]]
+"""Keyword arguments of model.forward, one mapping for each measured step."""
+
 RUNS = 14  # of the model at most, to find the cheapest choice
 LIGHTEST, HEAVIEST = -3.0, 6.0  # powers of 10: what a layer's squared error weighs beside the share of pairs
 
@@ -36,10 +38,12 @@ LIGHTEST, HEAVIEST = -3.0, 6.0  # powers of 10: what a layer's squared error wei
 class Calibration:
     """What the candidates leave out; fp32 tensors on the CPU.
 
-    candidates: the last one is `Dense`.  listed, mass [steps, layers, candidates, heads]: the share of pairs of blocks, and of a
-    query's attention probability, that is kept.  error, like them: the relative L2 error of the head's output.
-    energy [steps, layers, heads]: the squared norm of a head's dense output.
-    gini [steps, layers, heads]: how concentrated a head is: the mean Gini coefficient of its rows of pooled scores.
+    candidates: the last one is `Dense`.
+    listed, mass: [steps, layers, candidates, heads], the share of pairs of blocks, and of a query's attention probability, that
+        is kept.
+    error: of the same shape, the relative L2 error of the head's output.
+    energy: [steps, layers, heads], the squared norm of a head's dense output.
+    gini: [steps, layers, heads], how concentrated a head is: the mean Gini coefficient of its rows of pooled scores.
     outputs: the dense model's, one for each step."""
 
     candidates: tuple[Policy, ...]

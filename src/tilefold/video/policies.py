@@ -33,6 +33,8 @@ __all__ = [
 ]
 
 Share: TypeAlias = float | tuple[float, ...]
+"""0 to 1, for all heads or for each."""
+
 AT_ONCE = 1 << 26  # scores of one piece of `Antidiagonal`
 
 

@@ -16,6 +16,7 @@ from .model import sparse_of
 _GATE = re.compile(r"blocks\.(\d+)\.(?:attn1\.)?to_gate_compress\.(weight|bias)$")
 
 Source = str | Path | Mapping[str, torch.Tensor]
+"""A safetensors file, a folder of such files, or tensors by name."""
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -326,7 +326,7 @@ def test_refusals(device):
         (lambda: cache.attend(0, q[:, :3], batch), ShapeError, "3"),
         (lambda: cache.share_prefix(a, None), DtypeError, "tokens must be an int, got None"),
         (lambda: a_cache(device, dtype=torch.int32), DtypeError, "dtype must be float16, bfloat16, float32, float8_e4m3fn or"),
-        (lambda: a_cache("meta"), DeviceError, "device must be cuda or, for Triton's interpreter, cpu, got meta"),
+        (lambda: a_cache("meta"), DeviceError, "device must be cuda or cpu, got meta"),
         (lambda: a_cache(device, layers=0), ValueRangeError, "layers must be at least 1, got 0"),
     ):  # fmt: skip
         refuses(kind, message, call)

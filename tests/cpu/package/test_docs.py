@@ -317,7 +317,7 @@ def test_the_reference_begins_with_what_matters(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_types_of_signatures_have_their_place() -> None:
-    """Those of tilefold.types that a signature of tilefold names, so that the signature links to them."""
+    """Those that a signature names and that are no public names, so that it links to them; each says what it is."""
     pytest.importorskip("griffe")
     import site_api
 
@@ -327,9 +327,16 @@ def test_types_of_signatures_have_their_place() -> None:
         ROOT / "src/tilefold/sparse_api.py"
     ).read_text(encoding="utf-8")
     named = {name for name in types.__all__ if re.search(rf": {name}\b|\| {name}\b", source)}
-    assert named == set(site_api.IN_SIGNATURES)
-    page = site_api.pages()["api/tilefold.md"]
-    assert all(f"\n::: tilefold.types.{name}\n" in page for name in named)
+    placed, pages = site_api.types_in_signatures(), site_api.pages()
+    assert {f"tilefold.types.{name}" for name in named} == set(placed["tilefold"])
+    assert "tilefold.video.policies.Share" in placed["tilefold.video"]
+    assert "tilefold.sparse.select_arguments.Number" in placed["tilefold.sparse"]
+    every = [name for names in placed.values() for name in names]
+    assert len(every) == len(set(every)) > 30
+    for path, names in placed.items():
+        assert all(f"\n::: {name}\n" in pages[site_api.page_of(path)] for name in names), path
+    silent = [name for name in every if site_api.package()[tuple(name.split(".")[1:])].docstring is None]
+    assert not silent
 
 
 def test_every_public_module_is_in_the_reference() -> None:
@@ -371,6 +378,15 @@ def test_docstrings_become_lists() -> None:
     fields = "A record.\n\nsize: of it.\nNote: not a field.\n\n    a * b\n"
     assert as_markdown(fields, {"size"}) == "A record.\n\n\n- `size`: of it.\n    Note: not a field.\n\n    a * b\n"
     assert "[`attention`][tilefold.attention]" in as_markdown("As `attention`.", set(), "tilefold.api.attention_varlen")
+    raising = as_markdown("A sum.\n\nx: numbers,\n    many.  Raises ShapeError,\n    too.\n", {"x"})
+    assert raising == "A sum.\n\n\n- `x`: numbers,\n    many.\n\nRaises ShapeError,\ntoo.\n"
+    resting = as_markdown("A sum.\n\nArgs:\n    x: numbers,\n        many.\n    The rest as there.\n", {"x"})
+    assert resting.endswith("- `x`: numbers,\n    many.\n\nThe rest as there.\n")
+    unknown = as_markdown("A record.\n\nsize: of it.\nplaces: what\nfollows: it.\n", {"size"})  # set where nobody looks
+    assert unknown == "A record.\n\n\n- `size`: of it.\n- `places`: what\n    follows: it.\n"
+    own = as_markdown("As `attention`.", set(), "tilefold.api.attention_varlen", frozenset({"attention"}))
+    assert own == "As `attention`.\n"  # a parameter, or a member of the same class
+    assert as_markdown("Bits (docs/a/flash_attn.md).", set()) == "Bits ([flash attn](../a/flash_attn.html)).\n"
 
 
 def test_links_lead_to_files_and_to_pages() -> None:

@@ -42,7 +42,7 @@ def flash_attn_with_kvcache(
         cache_seqlens: keys that a cache holds before this call: an int or [batch] int32; None: all.
         cache_batch_idx: [batch] int32: which cache a sequence uses.
         cache_leftpad: [batch] int32: the first rows of a cache that are no keys.
-        block_table, or page_table: [batch, pages] int32, pages of any size.
+        block_table, page_table: two names of one argument, [batch, pages] int32, pages of any size.
         softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, learnable_sink, s_aux: as for flash_attn_func.
         rotary_interleaved: pairs are channels (2i, 2i + 1), else (i, i + rotated / 2).
         num_splits: parts of the keys that are folded apart, 1 to 128; 0: the plan decides.

@@ -137,10 +137,13 @@ class CachePlan(Plan):
 class DecodePlan(CachePlan):
     """The decision for one problem on one device; `print` it, change it with dataclasses.replace, give it as plan=.
 
-    block_m, block_n: rows and keys of a tile; `blocks` row blocks hold a KV head's rows.  num_warps, num_stages,
-    maxnreg: launch options.  programs: the grid, where splits is 0: each owns an even slice of all tiles, of at least `least`.
+    block_m, block_n: rows and keys of a tile; `blocks` row blocks hold a KV head's rows.
+    num_warps, num_stages, maxnreg: launch options.
+    programs: the grid, where splits is 0: each owns an even slice of all tiles, of at least `least`.
     splits: if not 0, every sequence and KV head is cut into so many shares instead, whatever its length.  merge: one of MERGES.
-    reason, rejected: why.  cost, bound: of a full cache.  Raises PlanError, naming the field, for what no kernel can do."""
+    reason, rejected: why.  cost, bound: of a full cache.
+
+    Raises PlanError, naming the field, for what no kernel can do."""
 
     problem: DecodeProblem
     device: Device

@@ -49,6 +49,7 @@ class InvariantPlan(CachePlan):
     block_n, chunk: keys of a tile and of a chunk; both are counted from a sequence's first key.  block_m: rows of a tile, query
     heads of a KV head times tokens.  num_warps, num_stages: launch options.  splits: programs that share a row's chunks.
     reason, rejected: why.  cost, bound: of a full cache, or of the longest sequences.
+
     Raises PlanError, naming the field, for what no kernel can do."""
 
     problem: DecodeProblem
