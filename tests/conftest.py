@@ -3,7 +3,9 @@
 TRITON_INTERPRET must be set before triton is first imported, so it is set here, before any test module is read.
 """
 
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,19 @@ else:
     )  # the same in every run
     settings.register_profile("deep", max_examples=5000, database=_found, **_common)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is collected lives to the end: garbage is not looked for meanwhile, nor among it afterwards, and then less often."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(10_000, 20, 20)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,6 +8,7 @@ from tilefold import reference
 from tilefold.video import attend
 
 GRID = (3, 3, 5)  # odd: cubes at every far edge are cut
+FLAT = (3, 2, 5)  # half of the cubes, for what has twice the layers of attention
 CUBE = (2, 2, 4)
 TEXT = 9
 
@@ -37,7 +38,7 @@ def wan(grid=GRID, batch=2, layers=1, image=False, times=False):
     return model, inputs
 
 
-def hunyuan(grid=GRID, batch=2, layers=1, condition=None):
+def hunyuan(grid=FLAT, batch=2, layers=1, condition=None):
     from diffusers import HunyuanVideoTransformer3DModel
 
     model = HunyuanVideoTransformer3DModel(

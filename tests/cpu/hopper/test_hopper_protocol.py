@@ -6,6 +6,7 @@ each product reads what it should, no buffer is written while it is read, every 
 is checked: who does not wait where the kernel has to is caught."""
 
 import itertools
+import os
 import random
 import types
 
@@ -19,6 +20,7 @@ from simulated.sparse_forward import Run as Sparse
 from tilefold.kernels.hopper import backward_scheduler
 
 KINDS = [FULL, CAUSAL, WINDOW]
+DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 PACKED = [(100, 300), (0, 50), (257, 257), (1, 400), (64, 0)]
 
 # ---------------------------------------------------------------- block-sparse attention
@@ -264,13 +266,22 @@ def test_packed_backward(kind, places, case):
         backward_packed.Run(places, kind, *BATCHES[case], query_tiles, hold=places == 1)(places)
 
 
-@pytest.mark.parametrize("dim", [64, 80, 96, 128])
-@pytest.mark.parametrize("places", [1, 2, 5])
-@pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_reducing_backward(dim, places, ordered, kind, sizes):
+def side_by_side(*options):
+    """(options.., places): every combination of `options`, each with one number of programs that run side by side, so that each
+    number meets every pair of options; with all numbers by HYPOTHESIS_PROFILE=deep."""
+    places, found = (1, 2, 5), []
+    for chosen in itertools.product(*(list(enumerate(one)) for one in options)):
+        turn = sum(i for i, _ in chosen)
+        found += [(*(one for _, one in chosen), n) for n in (places if DEEP else (places[turn % 3],))]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "ordered", "dim", "places"), side_by_side(SIZES, KINDS, (False, True), (64, 80, 96, 128))
+)
+def test_reducing_backward(name, kind, ordered, dim, places):
     """However few programs run side by side, none of them waits for one that has not begun."""
+    sizes = SIZES[name]
     for heads_at_once in {1, sizes[2] // sizes[3]}:
         Reduce(1, kind, sizes, dim, ordered, heads_at_once)(places)
     if sizes[3] > 1:
@@ -282,12 +293,12 @@ def test_reducing_backward(dim, places, ordered, kind, sizes):
         Reduce(seed, kind, sizes, dim, ordered, late=seed > 1, lists=True)(places)
 
 
-@pytest.mark.parametrize("dim", [64, 80, 128])
-@pytest.mark.parametrize("places", [1, 2, 5])
-@pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("lengths", [PACKED, [(0, 0), (128, 128), (300, 129)]], ids=str)
-def test_reducing_backward_of_packed_sequences(dim, places, ordered, kind, lengths):
+@pytest.mark.parametrize(
+    ("lengths", "kind", "ordered", "dim", "places"),
+    side_by_side((PACKED, [(0, 0), (128, 128), (300, 129)]), KINDS, (False, True), (64, 80, 128)),
+    ids=str,
+)
+def test_reducing_backward_of_packed_sequences(lengths, kind, ordered, dim, places):
     """In any order of blocks that keeps that of a sequence's; what has an end in it is loaded from its copy."""
     total = tuple(map(sum, zip(*lengths, strict=True)))
     for seed, (heads, group, at_once) in enumerate(((1, 1, 1), (4, 2, 2), (4, 2, 1))):

@@ -1,6 +1,7 @@
 """tilefold.compat.flex_attention against fp64: the gallery of cases.flex, forward and backward; what is compiled; refusals."""
 
 import inspect
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,7 +44,7 @@ def test_a_score_and_a_mask_in_16_bits(name, dtype):
     checked(SCORES[name][0], tables_of(name, dtype), mask, blocks(mask), dtype)
 
 
-@pytest.mark.parametrize("seed", range(32))
+@pytest.mark.parametrize("seed", range(64 if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else 16))
 def test_random_scores(seed):
     """Plus half a score and an element of the table, so that both are read.  Bounded: a score of hundreds is rounded by more than
     its probability can bear, and its error is a whole row's, no statistic.  Nor is that of a table's gradient, a few sums over

@@ -133,9 +133,10 @@ def read_imports(path: Path) -> list[Import]:
             names = imported_names(node, module)
             found.extend(Import(module, node.lineno, name, at_import, for_types) for name in names)
         types = for_types or is_type_checking(node)
-        later = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or types
+        later = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or types
         for child in ast.iter_child_nodes(node):
-            visit(child, at_import and not later, types)
+            if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):  # expressions import nothing
+                visit(child, at_import and not later, types)
 
     visit(ast.parse(path.read_text(), str(path)), True, False)
     return found

@@ -39,12 +39,18 @@ def names(path):
                 yield getattr(node, "lineno", 0), found
 
 
+def parts(name):
+    return [part.lower() for part in re.split(r"_+|(?<=[a-z0-9])(?=[A-Z])", name)]
+
+
 def old(path, words):
-    """The names of a file that hold one of the words, with the word to take."""
+    """The names of a file that hold one of the words, with the word to take.  A file is parsed if its text holds such a name."""
+    if not any(part in words for name in {path.stem, *re.findall(r"\w+", path.read_text())} for part in parts(name)):
+        return
     for line, name in names(path):
-        for part in re.split(r"_+|(?<=[a-z0-9])(?=[A-Z])", name):
-            if part.lower() in words:
-                yield f"{path.relative_to(SRC)}:{line}: {name}: {words[part.lower()]}"
+        for part in parts(name):
+            if part in words:
+                yield f"{path.relative_to(SRC)}:{line}: {name}: {words[part]}"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 messages that nobody sends, and kernels that take what their own plans say."""
 
 import itertools
+import os
 
 import pytest
 import torch
@@ -91,7 +92,12 @@ GROUPS = [("ring", 1), ("all_gather", 1), ("heads", 1), ("two_level", 2)]
 @pytest.mark.parametrize(("window", "kind"), SHARDS, ids=["zigzag", "contiguous", "full"])
 @pytest.mark.parametrize(("scheme", "levels"), GROUPS, ids=[name for name, _ in GROUPS])
 def test_within_5_percent(scheme, levels, window, kind, heads, needs, deterministic):
-    for size, tokens in itertools.product((2, 3, 4, 8, 16), (32768, 131072, 1048576)):
+    """Each number of ranks at each length, half of them with each choice of heads: with all by HYPOTHESIS_PROFILE=deep."""
+    everything = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
+    turn = (heads[0] == heads[1]) + needs + deterministic
+    for i, (size, tokens) in enumerate(itertools.product((2, 3, 4, 8, 16), (32768, 131072, 1048576))):
+        if not everything and (i + turn) % 2:
+            continue
         if size % levels or (scheme == "heads" and heads[0] % size) or size == levels:
             continue
         per_node = size // levels if levels > 1 else 1

@@ -74,7 +74,10 @@ def test_full_density_is_dense(name, monkeypatch):
 @pytest.mark.parametrize("family", ["wan", "hunyuan"])
 def test_policies_against_fp64(family, policy, monkeypatch):
     """Each policy's own lists followed by the oracle, with text, padding and two different videos in a batch."""
-    model, inputs = small.FAMILIES[family](layers=2 if family == "wan" and policy == "dense at the ends" else 1)
+    options = {"layers": 2} if family == "wan" and policy == "dense at the ends" else {}
+    if policy == "nabla":
+        options["grid"] = small.GRID  # whose window leaves something out
+    model, inputs = small.FAMILIES[family](**options)
     weight = torch.randn(small.sample(model, inputs).shape)
     recorded = small.Recorded()
     video.sparsify(model, POLICIES[policy], cube=small.CUBE, observe=recorded)
@@ -181,7 +184,7 @@ def test_compiled(family):
     compiled = one_graph(model)
     assert torch.allclose(small.sample(compiled, inputs), wanted, rtol=1e-4, atol=1e-5)
     refuses(Unsupported, "model is compiled already: sparsify the model itself", video.sparsify, compiled)
-    model.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
+    model.compile_repeated_blocks(fullgraph=True, backend="eager")  # their operators were compiled above
     assert torch.allclose(small.sample(model, inputs), wanted, rtol=1e-4, atol=1e-5)
 
 
