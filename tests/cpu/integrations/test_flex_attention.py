@@ -23,6 +23,10 @@ from tilefold.ops.sparse import classify, listed
 from tilefold.plan import AttentionPlan, SparsePlan, device_named, plan_attention
 
 pytestmark = pytest.mark.interpreter
+# Of 32 those that between them draw every function, condition and join of all.
+SEEDS = (*range(12), 13, 15, 17, 21, 22, 27, 30)
+if os.environ.get("HYPOTHESIS_PROFILE") == "deep":
+    SEEDS = range(64)
 EXTENTS = (BATCH, HEADS, SEQ, SEQ)
 CPU = torch.device("cpu")
 
@@ -44,7 +48,7 @@ def test_a_score_and_a_mask_in_16_bits(name, dtype):
     checked(SCORES[name][0], tables_of(name, dtype), mask, blocks(mask), dtype)
 
 
-@pytest.mark.parametrize("seed", range(64 if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else 16))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_random_scores(seed):
     """Plus half a score and an element of the table, so that both are read.  Bounded: a score of hundreds is rounded by more than
     its probability can bear, and its error is a whole row's, no statistic.  Nor is that of a table's gradient, a few sums over

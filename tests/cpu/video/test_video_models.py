@@ -52,7 +52,7 @@ def made(name):
 def test_full_density_is_dense(name, monkeypatch):
     """Output and gradients against the dense model in fp64: every block listed, and the policy that attends without lists."""
     model, inputs = made(name)
-    weight = torch.randn(small.sample(model, inputs).shape)
+    weight = torch.randn(inputs["hidden_states"].shape)
     found = []
     for policy in (ALL, video.Dense()):
         video.sparsify(model, policy, cube=small.CUBE)
@@ -78,7 +78,7 @@ def test_policies_against_fp64(family, policy, monkeypatch):
     if policy == "nabla":
         options["grid"] = small.GRID  # whose window leaves something out
     model, inputs = small.FAMILIES[family](**options)
-    weight = torch.randn(small.sample(model, inputs).shape)
+    weight = torch.randn(inputs["hidden_states"].shape)
     recorded = small.Recorded()
     video.sparsify(model, POLICIES[policy], cube=small.CUBE, observe=recorded)
     got = small.gradients(model, inputs, weight)
@@ -164,7 +164,7 @@ def test_gradient_checkpointing_gives_the_same_bits(family):
     model, inputs = small.FAMILIES[family]()
     other = small.FAMILIES[family]((2, 4, 6), batch=1)[1]
     video.sparsify(model, HALF, cube=small.CUBE)
-    wanted = small.gradients(model.train(), inputs, torch.ones_like(small.sample(model, inputs)))
+    wanted = small.gradients(model.train(), inputs, torch.ones_like(inputs["hidden_states"]))
     model.enable_gradient_checkpointing()
     latents = inputs["hidden_states"].detach().requires_grad_()
     out = model(**{**inputs, "hidden_states": latents}).sample

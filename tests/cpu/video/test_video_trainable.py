@@ -54,7 +54,7 @@ def test_starts_as_sparse_learns_and_goes_back(family):
 def test_against_fp64(family, monkeypatch):
     """fine + gate * coarse with its gradients, in padding, text and a batch."""
     model, inputs = opened(family)
-    weight = torch.randn(small.sample(model, inputs).shape)
+    weight = torch.randn(inputs["hidden_states"].shape)
     recorded = small.Recorded()
     model.__dict__["_tilefold_sparse"].observe = recorded
     got = small.gradients(model, inputs, weight)
