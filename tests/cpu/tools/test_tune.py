@@ -661,7 +661,7 @@ def test_doctor_says_which_table_is_used(tmp_path, monkeypatch):
     assert none.section == "plans" and "no GPU" in none.detail
     monkeypatch.setattr(doctor, "gpu_fault", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(doctor, "device_of", lambda device: H200)
+    monkeypatch.setattr(doctor, "device_of", lambda *_: H200)
     (absent,) = doctor.tuned()
     assert absent.state == "no" and "the rules decide" in absent.detail
     entry = _entry("attention", candidates.rules_plan(*PLANNED["prefill"], H200), **CHANGES["prefill"])
@@ -677,7 +677,7 @@ def test_commands_say_that_a_table_is_used(tmp_path, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
     for name, value in (("is_available", True), ("get_device_name", "NVIDIA H200"), ("current_device", 0)):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    monkeypatch.setattr(runtime, "device_of", lambda device: H200)
+    monkeypatch.setattr(runtime, "device_of", lambda *_: H200)
     monkeypatch.setattr(environment, "triton_fault", lambda: None)
     assert runtime.prepare_runtime().note == "Kernels run on NVIDIA H200."
     _use(monkeypatch, tmp_path / "t.json", _table())
