@@ -164,6 +164,25 @@ def one_side() -> str:
     return bars("Errors by zero points", groups, below, together=False)
 
 
+def interpreted() -> str:
+    """Calls in Triton's interpreter without and with `patch_interpreter`, from their table."""
+    groups = []
+    for what, without, patched in table("guides/debugging.md", "| 200 tokens, 2 heads"):
+        name = what.replace("`", "").split(", all")[0].replace("the same", "attention, causal,")
+        pair = [Bar("without", float(without), f"{without} ms"), Bar("with", float(patched), f"{patched} ms", OURS)]
+        groups.append((name, pair))
+    return bars("patch_interpreter, ms: shorter is faster", groups, "200 tokens, 2 heads, D=32, fp32, two cores.")
+
+
+def cookbook() -> str:
+    """What the steps of the cookbook take at least, from its table."""
+    rows = table("guides/cookbook_wan.md", "| step | forward passes |")
+    names = ("a dense sample", "a sparse one", "calibration")
+    group = [Bar(name, float(row[2]), f"{row[2]} s", OTHERS if name == names[0] else OURS)
+             for name, row in zip(names, rows, strict=True) if row[0].startswith(name)]  # fmt: skip
+    return bars("Steps of the cookbook, seconds at least", [("", group)], "Computed for one H100.")
+
+
 def served() -> str:
     """Pipelines, decoding steps and a model in few bits beside their peers, from the overview's table."""
     groups, above = [], ""
@@ -196,4 +215,6 @@ PICTURES: dict[str, Callable[[], str]] = {
     "errors": errors,
     "one_side": one_side,
     "served": served,
+    "interpreted": interpreted,
+    "cookbook": cookbook,
 }
