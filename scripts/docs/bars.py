@@ -11,7 +11,7 @@ from typing import Any
 
 from svg import OTHERS, OURS, OURS_TOO, box, svg, text
 
-__all__ = ["PICTURES", "Bar", "bars", "table"]
+__all__ = ["PICTURES", "Bar", "bars", "read_rows", "table"]
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -27,6 +27,11 @@ class Bar:
     value: float
     said: str
     fill: str = OTHERS
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of results, an object a line."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def table(page: str, begins: str) -> list[list[str]]:
@@ -69,7 +74,7 @@ def bars(title: str, groups: Sequence[tuple[str, Sequence[Bar]]], below: str, to
 
 def video_whole() -> str:
     """One forward pass of whole video transformers."""
-    rows = [json.loads(line) for line in (RESULTS / "video_transformer.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = read_rows(RESULTS / "video_transformer.jsonl")
     models = {"wan-1.3b": "Wan 2.1, 1.3B, 480p", "wan-14b": "Wan 2.1, 14B, 720p", "hunyuan": "HunyuanVideo, 720p"}
     names = {"SDPA": "SDPA", "FA4": "FA4", "ours": "tilefold, dense", "70% left out": "70 % left out",
              "80% left out": "80 % left out", "90% left out": "90 % left out"}  # fmt: skip
@@ -85,7 +90,7 @@ def video_whole() -> str:
 
 def mods() -> str:
     """tilefold's speed beside compiled FlexAttention, by mod."""
-    rows = [json.loads(line) for line in (RESULTS / "mods.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = read_rows(RESULTS / "mods.jsonl")
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:
         if (row["tokens"], row["dim"]) == (4096, 128) and {"flex", "ours"} <= row["ms"].keys():

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bars import Bar, bars, read_rows
 from svg import EDGE, OTHERS, OURS, OURS_TOO, box, svg, text
 
 from tilefold.plan import AttentionProblem, device_named
@@ -57,8 +57,7 @@ def newest(group: Bars, results: Path = RESULTS) -> tuple[dict[str, float], dict
 
     ValueError: there is no such run."""
     runs: dict[tuple[str, str, str], dict[str, dict[str, Any]]] = {}
-    for line in (results / f"{group.family}.jsonl").read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+    for row in read_rows(results / f"{group.family}.jsonl"):
         if row["case"] == group.case and row["status"] == "ok":
             runs.setdefault((row["date"], row["commit"], row["device"]), {})[row["implementation"]] = row
     whole = [run for run in sorted(runs) if all(name in runs[run] for name, _ in group.shown)]
@@ -73,7 +72,7 @@ def measured(group: Bars | Gradients, results: Path = RESULTS) -> tuple[dict[str
     if isinstance(group, Bars):
         rates, row = newest(group, results)
         return {said: rates[name] for name, said in group.shown}, row
-    rows = [json.loads(line) for line in (results / "backward_versions.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = read_rows(results / "backward_versions.jsonl")
     mine = [row for row in rows if row["device"] == "NVIDIA H200" and row["case"] == list(group.case)]
     return gradients(group.case, mine, {"FA4 det.": "FA4 deterministic", "FA4 \N{DAGGER}": "FA4"}), mine[0]
 
@@ -81,31 +80,17 @@ def measured(group: Bars | Gradients, results: Path = RESULTS) -> tuple[dict[str
 def speed(results: Path = RESULTS) -> str:
     """Bars of TFLOP/s, a group a case; the longest bar of all is as long as there is room."""
     found = [(group.title, *measured(group, results)) for group in CHART]
-    most = max(rate for _, rates, _ in found for rate in rates.values())
-    left, room, bar, step = 122, 226, 17, 21
-    parts = [text(16, 30, "Attention, TFLOP/s: longer is faster", 17, weight="600")]
-    y = 46
-    for title, rates, _ in found:
-        y += 22
-        parts.append(text(16, y, title, 15, weight="600"))
-        y += 9
-        for name, rate in rates.items():
-            long = round(room * rate / most, 1)
-            fill = OURS if name == "tilefold" else OURS_TOO if name.startswith("tilefold") else OTHERS
-            parts.append(text(left - 8, y + 13, name, 14, "end"))
-            parts.append(box(left, y, long, bar, fill, ' rx="2"'))
-            parts.append(text(left + long + 6, y + 13, f"{rate:.0f}", 14, weight="600" if name == "tilefold" else ""))
-            y += step
+    fills = {"tilefold": OURS, "tilefold \N{DAGGER}": OURS_TOO}
+    groups = [
+        (title, [Bar(name, rate, f"{rate:.0f}", fills.get(name, OTHERS)) for name, rate in rates.items()])
+        for title, rates, _ in found
+    ]
     days, devices = (sorted({row[key][:size] for *_, row in found}) for key, size in (("date", 10), ("device", 40)))
-    said = [f"{', '.join(devices)}, bfloat16; {', '.join(days)}."]
-    said += ["16384 tokens; sparse: 23296."]
-    said += ["\N{DAGGER} non-deterministic; tilefold is deterministic."]
-    for turn, line in enumerate(said):
-        parts.append(text(16, y + 24 + 18 * turn, line, 13))
-    told = "; ".join(
-        f"{title}: " + ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items()) for title, rates, _ in found
+    below = (
+        f"{', '.join(devices)}, bfloat16; {', '.join(days)}.\n16384 tokens; sparse: 23296.\n"
+        "\N{DAGGER} non-deterministic; tilefold is deterministic."
     )
-    return svg(396, y + 24 + 18 * len(said), "Attention in TFLOP/s", parts, told)
+    return bars("Attention, TFLOP/s: longer is faster", groups, below)
 
 
 # --- lines over lengths or sparsities ---------------------------------------------------------------------------------------
@@ -252,7 +237,7 @@ def gradients(case: Sequence[Any], rows: Sequence[dict[str, Any]], peers: dict[s
 
 def backward(results: Path = RESULTS) -> str:
     """Dense gradients beside FlashAttention-4, deterministic and not, on each device that was measured."""
-    rows = [json.loads(line) for line in (results / "backward_versions.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = read_rows(results / "backward_versions.jsonl")
     devices = sorted({row["device"] for row in rows}, reverse=True)
     left, room, y = 150, 196, 46
     parts, told = [text(12, 28, "Dense gradients, TFLOP/s: longer is faster", 16, weight="600")], []

@@ -1,5 +1,6 @@
 """Shared by the tests of attention: random inputs, small tiles, the comparison with the oracle, and mods in both languages."""
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from tilefold.plan.limits import Tile
 from tilefold.reference.rounding import stored
 
 BOX = "attention_forward_box"
+DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
+"""Do tests take products of options, not pairs?"""
 
 
 def rand(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> torch.Tensor:

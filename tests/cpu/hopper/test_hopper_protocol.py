@@ -6,12 +6,12 @@ each product reads what it should, no buffer is written while it is read, every 
 is checked: who does not wait where the kernel has to is caught."""
 
 import itertools
-import os
 import random
 import types
 
 import pytest
 
+from cases import DEEP
 from simulated import Barrier, Memory, Turn, backward_dense, backward_packed, backward_sparse, matmul
 from simulated.backward import CAUSAL, FULL, WINDOW
 from simulated.backward_reduce import Run as Reduce
@@ -20,7 +20,6 @@ from simulated.sparse_forward import Run as Sparse
 from tilefold.kernels.hopper import backward_scheduler
 
 KINDS = [FULL, CAUSAL, WINDOW]
-DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 PACKED = [(100, 300), (0, 50), (257, 257), (1, 400), (64, 0)]
 
 # ---------------------------------------------------------------- block-sparse attention

@@ -1,7 +1,6 @@
 """tilefold.compat.flex_attention against fp64: the gallery of cases.flex, forward and backward; what is compiled; refusals."""
 
 import inspect
-import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +9,7 @@ import torch
 from torch.nn.attention import flex_attention as theirs
 from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
 
-from cases import flex, judge, rand
+from cases import DEEP, flex, judge, rand
 from cases.flex import BATCH, HEADS, MASKS, SCORES, SEQ, blocks, blocks_of, checked, expected, tables_of, tensors
 from sources import run_source
 from tilefold import DtypeError, ShapeError, Unsupported
@@ -24,9 +23,7 @@ from tilefold.plan import AttentionPlan, SparsePlan, device_named, plan_attentio
 
 pytestmark = pytest.mark.interpreter
 # Of 32 those that between them draw every function, condition and join of all.
-SEEDS = (*range(12), 13, 15, 17, 21, 22, 27, 30)
-if os.environ.get("HYPOTHESIS_PROFILE") == "deep":
-    SEEDS = range(64)
+SEEDS = range(64) if DEEP else (*range(12), 13, 15, 17, 21, 22, 27, 30)
 EXTENTS = (BATCH, HEADS, SEQ, SEQ)
 CPU = torch.device("cpu")
 

@@ -63,8 +63,8 @@ def test_a_group_is_of_the_newest_run_that_has_all_of_it(tmp_path: Path) -> None
 def test_bars_are_as_long_as_the_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(charts, "CHART", (GROUP,))
     made = charts.speed(results(tmp_path, ("1", "case", "tilefold", 300.0), ("1", "case", "fa4", 400.0)))
-    bars = [float(one) for one in re.findall(r'width="([\d.]+)" height="17"', made)]
-    assert bars[0] / bars[1] == pytest.approx(0.75, abs=1e-3)
+    long = [float(one) for one in re.findall(rf'width="([\d.]+)" height="{bars.HIGH}"', made)]
+    assert long[0] / long[1] == pytest.approx(0.75, abs=1e-3)
     assert "tilefold 300, FA4 400" in made
 
 

@@ -2,13 +2,13 @@
 messages that nobody sends, and kernels that take what their own plans say."""
 
 import itertools
-import os
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from cases import DEEP
 from parallel_memory_cases import Alive
 from tilefold import parallel as tp
 from tilefold.parallel import exchange, schemes, sums
@@ -93,10 +93,9 @@ GROUPS = [("ring", 1), ("all_gather", 1), ("heads", 1), ("two_level", 2)]
 @pytest.mark.parametrize(("scheme", "levels"), GROUPS, ids=[name for name, _ in GROUPS])
 def test_within_5_percent(scheme, levels, window, kind, heads, needs, deterministic):
     """Each number of ranks at each length, half of them with each choice of heads: with all by HYPOTHESIS_PROFILE=deep."""
-    everything = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
     turn = (heads[0] == heads[1]) + needs + deterministic
     for i, (size, tokens) in enumerate(itertools.product((2, 3, 4, 8, 16), (32768, 131072, 1048576))):
-        if not everything and (i + turn) % 2:
+        if not DEEP and (i + turn) % 2:
             continue
         if size % levels or (scheme == "heads" and heads[0] % size) or size == levels:
             continue

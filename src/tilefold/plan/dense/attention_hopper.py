@@ -80,11 +80,10 @@ PACKED_PAIRS_UNTIL = {
 PREFETCH_UNTIL = (
     2048  # keys a query sees up to which a second buffer for Q gains more than a fourth for K and V, at a width of 96
 )
-LISTED_PAIRS_UNTIL = {64: 1 << 31, 128: 1024}
-"""Keys up to which pairs win over lists of tiles, by width: one program's masks are made beside the other's products."""
-NARROW_UNTIL = (
-    1024  # keys up to which a mask_mod's lists of tiles of 64 keys are faster than those of 128, at a width of 64
-)
+LISTED_PAIRS_UNTIL = 1024
+"""Keys up to which pairs win over a mask_mod's lists of tiles at a width of 128 (at 64 they always do): one program's masks are
+made beside the other's products."""
+NARROW_UNTIL = 1024  # keys up to which such lists win with tiles of 64 keys over those of 128, at a width of 64
 RATE = {64: {64: 0.92, 128: 0.86, 192: 1.0}, 128: {64: 0.90, 128: 1.0}}
 """Scores an SM makes in a second beside its fastest version, by head dim and queries a block: 512 to 2048 keys, all seen."""
 LAZY_FROM = {64: {"full": 2048, "causal": 2048, "window": 1536}, 128: {"full": 2048, "causal": 4096, "window": 3072}}
@@ -515,11 +514,12 @@ def _keys_of_changed_pair(problem: AttentionProblem) -> int:
         or {*n.score_mods} - {"user", "alibi"}
     ):
         return 0
-    if _lists_pay(n):
-        asked = {*n.mask_mods} == {"user"}
-        fits = (asked or width == 64) and n.seq_k <= LISTED_PAIRS_UNTIL.get(width, 0)
-        return (64 if width == 128 or (asked and n.seq_k <= NARROW_UNTIL) else 128) if fits else 0
-    return PAIR_KEYS[64] if width == 64 and n.score_mods and not n.mask_mods else 0
+    if not _lists_pay(n):
+        return PAIR_KEYS[64] if width == 64 and n.score_mods and not n.mask_mods else 0
+    asked = {*n.mask_mods} == {"user"}
+    if width == 64:
+        return 64 if asked and n.seq_k <= NARROW_UNTIL else PAIR_KEYS[64]
+    return PAIR_KEYS[128] if width == 128 and asked and n.seq_k <= LISTED_PAIRS_UNTIL else 0
 
 
 def _changed_pair(problem: AttentionProblem, device: Device, keys: int) -> Tile:
