@@ -400,6 +400,7 @@ MASKED = {"mask_mods": ("mask",), "mask_by_place": True, "mask_descriptors": "ti
         (short(64, 512, 32, **LISTED), (128, 128, 4)),  # too few scores for lists
         (short(64, 1024, 16, **MASKED), (64, 128, 2)),
         (short(128, 1024, 16, **LISTED), (64, 64, 2)),
+        (short(128, 1024, 16, score_mods=("user",), **LISTED), (128, 128, 2)),
         (short(128, 4096, 4, **LISTED), (128, 128, 2)),
         (short(128, 1024, 16, **MASKED), (128, 128, 2)),
         (replace(short(64, 1024, 16, **LISTED), dim_v=128), (128, 128, 4)),

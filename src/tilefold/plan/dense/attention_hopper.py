@@ -519,7 +519,8 @@ def _keys_of_changed_pair(problem: AttentionProblem) -> int:
     asked = {*n.mask_mods} == {"user"}
     if width == 64:
         return 64 if asked and n.seq_k <= NARROW_UNTIL else PAIR_KEYS[64]
-    return PAIR_KEYS[128] if width == 128 and asked and n.seq_k <= LISTED_PAIRS_UNTIL else 0
+    wide = width == 128 and asked and not n.score_mods
+    return PAIR_KEYS[128] if wide and n.seq_k <= LISTED_PAIRS_UNTIL else 0
 
 
 def _changed_pair(problem: AttentionProblem, device: Device, keys: int) -> Tile:
