@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch_cases
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "flex_tests.py"
 FILE = '''
@@ -125,16 +126,18 @@ def test_every_outcome_is_counted(tmp_path):
     assert [line["outcome"] for line in late] == ["not run: no time left"] * 3
 
 
-def test_the_sample_takes_tests_in_turns(script):
+def test_the_sample_takes_tests_in_turns():
     cases = [f"test_a_{i}" for i in range(10)] + ["test_b", "test_ab_0", "test_ab_1"]
     tests = ["test_ab", "test_a", "test_b"]
-    first = [script.test_of(cases[i], tests) for i in script.sampled(cases, tests, 3)]
+    first = [torch_cases.test_of(cases[i], tests) for i in torch_cases.sampled(cases, tests, 3)]
     assert sorted(first) == ["test_a", "test_ab", "test_b"]
-    assert script.sampled(cases, tests, 99) == list(range(13))
-    assert script.sampled(cases, tests, 6) == script.sampled(cases, tests, 6)
+    assert torch_cases.sampled(cases, tests, 99) == list(range(13))
+    assert torch_cases.sampled(cases, tests, 6) == torch_cases.sampled(cases, tests, 6)
 
 
 def test_a_result_that_is_far_off_is_a_failure_whatever_its_name(script):
     report = type("Report", (), {"passed": False, "skipped": False})
     for text, outcome in (("Tensor-likes are not close!", "failed"), ("Scalars are not equal!", "failed as listed")):
-        assert script.judged("test_epilogue_fused", report, AssertionError(text), True)[0] == outcome
+        assert (
+            torch_cases.judged("test_epilogue_fused", report, AssertionError(text), True, script.EXPECTED)[0] == outcome
+        )
