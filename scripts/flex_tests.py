@@ -37,6 +37,8 @@ EXPECTED = {
     "several GPUs": r"multi_?gpu|cuda_1",
 }
 """Why tests of which names cannot pass."""
+
+
 # ---------------------------------------------------------------- the two FlexAttentions
 
 

@@ -120,7 +120,10 @@ def _forward(
     q, k, v: [batch, seq, heads, dim] or, with cu_q and cu_k, packed.  lse as here: of a row without a live key it is -inf."""
     made = _attend(q, k, v, cu_q, cu_k, numbers, options)
     if type(made) is str:
-        return handle.keep(FORWARD, made, q, k, v, cu_q, cu_k, *numbers, **options)
+        results = handle.keep(FORWARD, made, q, k, v, cu_q, cu_k, *numbers, **options)
+        if numbers[2]:  # its gradients have to drop what it dropped
+            results[2].dropped_by_torch = True
+        return results
     out, lse, state = made
     device = q.device
     if state is None:
@@ -146,7 +149,10 @@ def _backward(
 ) -> Any:  # fmt: skip
     """(dq, dk, dv) of aten::_flash_attention_backward, in the memory layouts of q, k and v."""
     numbers = max_q, max_k, dropout_p, causal, False
-    found = _found(q, k, v, cu_q, cu_k, numbers, options)
+    if dropout_p and getattr(state, "dropped_by_torch", False):
+        found: Any = "dropout of torch's own forward"
+    else:
+        found = _found(q, k, v, cu_q, cu_k, numbers, options)
     if isinstance(found, Served):
         call = _filled(found.call, cu_q, cu_k, numbers, state)
         tensors = [t.transpose(1, 2) for t in (q, k, v, out, dout)] if found.turned else (q, k, v, out, dout)

@@ -314,6 +314,18 @@ def test_gradients_that_torch_keeps(original, door):
     assert original[0][-1] == {"scale": 0.5}
 
 
+def test_what_torch_dropped_has_gradients_of_torch(original, door):
+    """A forward pass with return_debug_mask is torch's own, so its backward pass is, whose calls look as any other's."""
+    q, k, v = leaves(*qkv(1, 6, 6, 2, 2, 16, dtype=torch.float16))
+    out = OPS._flash_attention_forward(q, k, v, None, None, 6, 6, 0.5, False, True)[0]
+    grads = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    assert all((t == 7).all() for t in grads)
+    assert CALLS.kept == {"forward: return_debug_mask": 1, "backward: dropout of torch's own forward": 1}
+    out = flash(q, k, v, dropout_p=0.5)[0]
+    torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    assert (CALLS.forward, CALLS.backward, CALLS.kept.total()) == (1, 1, 2)
+
+
 def test_what_torch_keeps_draws_no_number(original, door):
     q, k, v = qkv(1, 6, 6, 2, 2, 16, dtype=torch.float32)
     before = torch.get_rng_state()
