@@ -91,7 +91,9 @@ def compile_module(model: torch.nn.Module, doors: Doors, *_: Any, **options: Any
         model._compiled_call_impl = doors.entering(model._call_impl)
 
 
-def begin(file: Path) -> Callable[[], int]:
+def begin(file: Path, without: bool) -> Callable[[], int]:
+    if without:
+        return lambda: 0
     doors = Doors(file)
     return lambda: doors.calls
 

@@ -19,29 +19,34 @@ from typing import Any
 import pytest
 import torch
 
-FAR = re.compile(r"error .* is greater than|not close|Mismatched elements|Flex eager Error", re.IGNORECASE)
+FAR = re.compile(r"error .* is greater than|with NaN|not close|Mismatched elements|Flex eager Error", re.IGNORECASE)
 OURS, THEIRS, REFUSED, EXPECTED_ALSO = (
     "passed",
     "passed, without a call of tilefold",
     "refused by name",
     "failed as listed",
 )
-FAILED, SKIPPED, LATE = "failed", "skipped by the file", "not run: no time left"
-OUTCOMES = (OURS, THEIRS, REFUSED, EXPECTED_ALSO, FAILED, SKIPPED, LATE)
+FAILED, BOTH, SKIPPED, LATE = "failed", "failed, without tilefold too", "skipped by the file", "not run: no time left"
+OUTCOMES = (OURS, THEIRS, REFUSED, EXPECTED_ALSO, FAILED, BOTH, SKIPPED, LATE)
 
 
 @dataclass(frozen=True)
 class Suite:
     """A file of PyTorch's tests, and how tilefold comes into it.
 
-    expected: why tests of which names cannot pass; begin: puts tilefold in its place, and returns what counts its calls."""
+    expected: why tests of which names cannot pass.  begin(FILE, without): puts tilefold in its place, or does not, and returns
+    what counts its calls.  wanted: the cases to sample.  kept: why torch took calls, since it was last asked.  shuffled: cases
+    run in any order, so that those which no time is left for are not the last of the file."""
 
     name: str
     title: str
     file: str
     sample: int
     expected: dict[str, str]
-    begin: Callable[[Path], Callable[[], int]]
+    begin: Callable[[Path, bool], Callable[[], int]]
+    wanted: Callable[[pytest.Item], bool] = lambda _: True
+    kept: Callable[[], str] = lambda: ""
+    shuffled: bool = False
 
 
 def without_expecttest() -> None:
@@ -65,20 +70,28 @@ class Runner:
 
     def __init__(self, suite: Suite, calls: Callable[[], int], results: Path, args: argparse.Namespace) -> None:
         self.suite, self.calls, self.results, self.args = suite, calls, results, args
+        self.again: set[str] | None = None
         self.end = time.monotonic() + args.seconds
         self.tests = names_of(args.file)
         self.before = 0
         self.cases = 0
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        items[:] = [item for item in items if self.suite.wanted(item)]
         self.cases = len(items)
+        if self.again is not None:
+            items[:] = [item for item in items if place_of(item) in self.again]
+            return
         chosen = sampled([item.name for item in items], self.tests, self.args.sample)
         at, of = map(int, self.args.shard.split("/"))
         chosen = chosen[at - 1 :: of]
+        if self.suite.shuffled:
+            random.Random(at).shuffle(chosen)
         items[:] = [items[i] for i in chosen]
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         self.before = self.calls()
+        self.suite.kept()
         if time.monotonic() > self.end:
             pytest.skip(LATE)
 
@@ -91,11 +104,25 @@ class Runner:
         test = test_of(item.name, self.tests)
         error = call.excinfo.value if call.excinfo else None
         kind, why = judged(test, report, error, self.calls() > self.before, self.suite.expected)
-        line = {"case": item.name, "test": test, "outcome": kind, "why": why, "seconds": round(report.duration, 2)}
+        why = why or self.suite.kept()
+        seconds = round(report.duration, 2)
+        line = {
+            "place": place_of(item),
+            "case": item.name,
+            "test": test,
+            "outcome": kind,
+            "why": why,
+            "seconds": seconds,
+        }
         with self.results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def place_of(item: pytest.Item) -> str:
+    """The class and the name of a case: several classes may have the name."""
+    return item.nodeid.partition("::")[2]
 
 
 def names_of(file: Path) -> list[str]:
@@ -135,7 +162,7 @@ def judged(
         return (LATE, "") if LATE in why else (SKIPPED, shortened(why))
     listed = next((why for why, pattern in expected.items() if re.search(pattern, test, re.IGNORECASE)), None)
     if (
-        isinstance(error, AssertionError)
+        isinstance(error, AssertionError | ValueError)
         and FAR.search(str(error))
         and not re.search(r"counters|frame_count", str(error))
     ):
@@ -171,6 +198,10 @@ def table(lines: list[dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
+def read(results: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()] if results.is_file() else []
+
+
 def main(suite: Suite) -> int:
     parser = argparse.ArgumentParser(description=suite.title)
     parser.add_argument("file", type=Path, nargs="?", help=suite.file)
@@ -178,32 +209,35 @@ def main(suite: Suite) -> int:
     parser.add_argument("--sample", type=int, default=suite.sample, help="cases")
     parser.add_argument("--shard", default="1/1", help="which part of the sample, such as 2/3")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="time after which no case is begun")
+    parser.add_argument(
+        "--again", action="store_true", help="run what failed of an earlier run into FOLDER, without tilefold"
+    )
     parser.add_argument("--table", type=Path, nargs="+", help="results to show instead")
     args = parser.parse_args()
     if args.table:
-        print(table([json.loads(line) for path in args.table for line in path.read_text().splitlines()]))
+        print(table([line for path in args.table for line in read(path)]))
         return 0
     if args.file is None or not args.file.is_file():
         parser.error(f"FILE must be a file of tests, got {args.file}")
     args.file = args.file.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     results = args.out / f"{suite.name}_{args.shard.replace('/', '_of_')}.jsonl"
-    results.unlink(missing_ok=True)
+    earlier = read(results) if args.again else []
+    if not args.again:
+        results.unlink(missing_ok=True)
     without_expecttest()
     del sys.argv[1:]  # which torch's test cases read
-    runner = Runner(suite, suite.begin(args.file), results, args)
-    options = [
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "--no-header",
-        "--tb=short",
-        "--rootdir",
-        str(args.file.parent),
-    ]
-    pytest.main([str(args.file), *options, "-c", "/dev/null"], plugins=[runner])
-    lines = [json.loads(line) for line in results.read_text().splitlines()] if results.is_file() else []
+    runner = Runner(suite, suite.begin(args.file, args.again), results, args)
+    if args.again:
+        runner.again = {line["place"] for line in earlier if line["outcome"] == FAILED}
+        runner.results = results.with_suffix(".again")
+        runner.results.unlink(missing_ok=True)
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "--tb=short"]
+    pytest.main([str(args.file), *options, "--rootdir", str(args.file.parent), "-c", "/dev/null"], plugins=[runner])
+    if args.again:
+        both = {line["place"] for line in read(runner.results) if line["outcome"] in (FAILED, EXPECTED_ALSO)}
+        lines = [{**line, "outcome": BOTH} if line["place"] in both else line for line in earlier]
+        results.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    lines = read(results)
     print(f"\n{runner.cases} cases in the file, {len(runner.tests)} tests; torch {torch.__version__}\n\n{table(lines)}")
     return int(not lines or any(line["outcome"] == FAILED for line in lines))
