@@ -300,6 +300,22 @@ def test_what_is_not_served_has_torch_s_bits_and_is_counted():
     assert same([ours[i] for i in (0, 1)], [theirs[i] for i in (0, 1)])
 
 
+def test_what_torch_dropped_has_gradients_of_torch():
+    tensors = heads_first(*qkv(2, 128, 128, 4, 4, 64, dtype=torch.float16, device=DEVICE))
+
+    def debugged():
+        torch.manual_seed(5)
+        mine = leaves(*tensors)
+        attend = torch.ops.aten._scaled_dot_product_flash_attention
+        out = attend(*mine, dropout_p=0.2, is_causal=False, return_debug_mask=True)[0]
+        return torch.autograd.grad(out, mine, torch.ones_like(out))
+
+    ours = debugged()
+    counted(0, 0, **{"forward: return_debug_mask": 1, "backward: dropout of torch's own forward": 1})
+    registry.restore_flash_attention_impl()
+    torch.testing.assert_close(ours, debugged())
+
+
 def test_gradients_that_torch_keeps(monkeypatch):
     """The forward pass from here, the gradients from torch's kernel: its lse is the same."""
     tensors = heads_first(*qkv(2, 200, 200, 4, 4, 64, dtype=torch.bfloat16, device=DEVICE))
