@@ -16,22 +16,9 @@ from cases.gradient import BOX_BACKWARD, WHERE, gradients, judged, oracle, upstr
 from tilefold.plan.backward.attention_backward_hopper import KERNEL
 from tilefold.plan.backward.attention_backward_reduce import KERNEL as REDUCE
 from tilefold.plan.backward.attention_backward_reduce import ReduceOptions
-from tilefold.reference.rounding import Rounding
 
 MASKS = [{}, {"causal": True}, {"window": (200, 50)}, {"window": (0, 0)}, {"window": (130, -1)}, {"window": (-1, 64)}]
 ALL, KEYS, QUERIES = slice(0, 3), slice(1, 3), slice(0, 1)  # of dq, dk, dv
-
-
-class RoundedTwice(torch.autograd.Function):
-    """Scores, whose gradient is rounded once more: a factor of dS, the probabilities, is rounded before they are multiplied."""
-
-    @staticmethod
-    def forward(ctx, s, *_):
-        return s.view_as(s)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return Rounding.entered[-1].narrowed(grad) if Rounding.entered else grad, *[None] * 5
 
 
 @dataclass
@@ -66,10 +53,8 @@ class Kernel:
         """Hold the kernel to the oracle."""
         dout, dlse = upstream(tensors[0], tensors[2], call.get("layout", "bshd"))
         some = self.changes if changes is None else (changes,)
-        rounded = self.name == REDUCE and tensors[0].shape[-1] <= 64
-        twice = {"score_mod": RoundedTwice.apply} if rounded else {}
         want = oracle(tensors, dout, dlse, torch.float64, where, **call)
-        plain = oracle(tensors, dout, dlse, tensors[0].dtype, where, **call, **twice)
+        plain = oracle(tensors, dout, dlse, tensors[0].dtype, where, **call)
         shapes = [tuple(t.shape) for t in tensors] if where is None else [t.tolist() for t in where[:2]]
         for base in some:
             got = self.run(tensors, dout, dlse, where, call, **base)

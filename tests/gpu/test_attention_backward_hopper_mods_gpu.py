@@ -10,7 +10,7 @@ import torch
 
 import tilefold
 from cases import qkv, rand, same
-from cases.backward_kernels import RoundedTwice, compiled_once
+from cases.backward_kernels import compiled_once
 from cases.device import DEVICE, SM_90, captured, near
 from cases.gradient import BOX_BACKWARD, gradients, judged, oracle, upstream
 from cases.mods import alone, filled, sliding, sliding_twin, users
@@ -67,17 +67,13 @@ def plan_of(tensors, version, **options):
 
 
 def held(names, tensors, version=LATE, **options):
-    """Hold the kernel to the oracle; at D=64 P, and P times the changes' derivative, are rounded to 16 bits before dS is made."""
+    """Hold the kernel to the oracle."""
     made, twins = changes(names, *tensors[:2])
     options = options | made
     dout, dlse = upstream(tensors[0], tensors[2])
     python = options | twins
-    twice = {}
-    if tensors[0].shape[-1] == 64:
-        own = twins.get("score_mod")
-        twice = {"score_mod": lambda s, *rest: RoundedTwice.apply(s if own is None else own(s, *rest))}
     want = oracle(tensors, dout, dlse, torch.float64, fixed=FIXED, **python)
-    plain = oracle(tensors, dout, dlse, tensors[0].dtype, fixed=FIXED, **{**python, **twice})
+    plain = oracle(tensors, dout, dlse, tensors[0].dtype, fixed=FIXED, **python)
     got = gradients(tensors, dout, dlse, fixed=FIXED, backward_plan=plan_of(tensors, version, **options), **options)
     judged(
         got, want, plain, f"{names} {[tuple(t.shape) for t in tensors]} {tensors[0].dtype} {version} {sorted(options)}"

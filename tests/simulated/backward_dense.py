@@ -107,7 +107,7 @@ class Run(Backward):
 
     def nouns(self, names, consumers=1):
         """What both partitions share: scheduler, pipeline, mask and ring of dS."""
-        config = names["BackwardConfig"](None, DIM, SLOTS, self.query_tiles, consumers > 1, self.hold)
+        config = names["BackwardConfig"](None, DIM, SLOTS, self.query_tiles, self.hold)
         pipe, tiles = self.pipeline(names, config, consumers)
         lengths = names["Lengths"](self.seq_q, self.seq_k, self.q_units, self.kv_units)
         scheduler = names["SplitScheduler"](
@@ -161,9 +161,6 @@ class Wide(Run):
 
     functions = (*FUNCTIONS, (attention_backward_wide, WIDE))
     classes = (*CLASSES, (attention_backward_wide, ("Exchange",)))
-
-    def more(self):
-        return {"schedule_fence_16": lambda p: None}
 
     def program(self, item):
         """The three partitions of the program that has drawn an item."""

@@ -110,7 +110,7 @@ class Run(Backward):
     def program(self, item):
         """The two partitions of the program that has drawn an item."""
         names = self.namespace()
-        config = names["BackwardConfig"](None, DIM, SLOTS, self.query_tiles, False, self.hold, True)
+        config = names["BackwardConfig"](None, DIM, SLOTS, self.query_tiles, self.hold, True)
         pipe, tiles = self.pipeline(names, config)
         scheduler = names["PackedScheduler"](
             names["Counters"](0, self.segments), Pointer(self.entries), self.group, self.batch.total_q, self.order.q_places,

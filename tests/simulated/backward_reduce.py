@@ -218,8 +218,8 @@ class Run(Backward):
 
     def more(self):
         return {
-            "KEYS": KEYS, "ROWS": 128, "STAGGER": 2, "narrowed": lambda x, dtype: x, "widened": lambda x: x,
-            "schedule_fence_16": lambda x: None, "pair_barrier": self.pair_barrier,
+            "KEYS": KEYS, "ROWS": 128, "STAGGER": 2, "narrowed": lambda x, dtype: x,
+            "pair_barrier": self.pair_barrier,
             "tma_reduce_add": self.add_copy, "tma_store_wait": self.wait_reads, "await_counter": self.await_counter,
             "count": self.count, "places_of_tile": lambda *shape: 1,
         }  # fmt: skip
@@ -465,7 +465,7 @@ class Run(Backward):
         def apply(s, slope, batch, head, query, key, lengths, partial, slot, own):
             return s._with(Value(tiles.index(slot * 2 + own).content)), 1.0
 
-        plain = {"scale": 1.0, "slope": lambda *head: 0.0, "to_base_2": lambda: 1.0, "STEEP": False}
+        plain = {"scale": 1.0, "slope": lambda *head: 0.0, "to_base_2": lambda: 1.0, "STEEP": False, "SCORES": False}
         return SimpleNamespace(ON=self.mask > 0, mask=mask, apply=apply, **plain)
 
     def __call__(self, places=1):

@@ -79,7 +79,7 @@ class Run(Backward):
     def program(self, item):
         """The two partitions of the program that has drawn an item."""
         names = self.namespace()
-        config = names["BackwardConfig"](None, DIM, SLOTS, 1, False, False)
+        config = names["BackwardConfig"](None, DIM, SLOTS, 1)
         pipe, tiles = self.pipeline(names, config)
         lengths = names["Lengths"](1 << 20, 1 << 20, self.q_units, self.kv_units)
         scheduler = names["ListScheduler"](

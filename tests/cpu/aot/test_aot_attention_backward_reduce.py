@@ -52,6 +52,7 @@ CASES = {
     "d64 softcap": (problem(64, score_mods=("softcap",)), LATE),
     "d128 causal lists": (problem(128, causal=True, mask_mods=("user",), mask_by_place=True), LISTS),
     "d64 lists and mods": (problem(64, **USER, mask_by_place=True), LISTS),
+    "d64 causal lists": (problem(64, causal=True, mask_mods=("user",), mask_by_place=True), LISTS),
     "d128 lists in any order": (
         problem(128, mask_mods=("user",), mask_by_place=True),
         ReduceOptions(late=True, lists=True),

@@ -322,8 +322,10 @@ def test_being_allowed_more_changes_nothing_but_the_kernel(
 
 def test_what_is_taken_was_measured_to_be_the_fastest() -> None:
     """In every case of the record, within 4 %: of the versions with the same bits every run by default, of all without; dS has to
-    have room.  Apart was measured on one GPU."""
+    have room.  Apart was measured on one GPU, and where dS was not kept in the newest run it stands alone."""
     for (device, _, case), times in record().items():
+        if times.keys() == {"dS kept"}:
+            continue
         for deterministic in (True, False):
             plan = planned(device, case, deterministic)
             roomy = case[4] == 64 or dense.is_kept_well(plan.problem, plan.device)
@@ -353,6 +355,8 @@ def test_what_is_taken_of_packed_batches_was_measured_to_be_the_fastest() -> Non
 def test_times_are_predicted() -> None:
     """Of what plans take, within 10 % of the record; printed, or said not to be known."""
     for (device, _, case), times in record().items():
+        if times.keys() == {"dS kept"}:
+            continue
         for deterministic in (True, False):
             plan = planned(device, case, deterministic)
             if plan.options in APART or case[4] not in (64, 128):

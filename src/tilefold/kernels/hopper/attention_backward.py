@@ -49,7 +49,7 @@ def attention_backward_hopper(
     slots, no_tile, nowhere,
     stride_gb, stride_gm, stride_gh, stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh, written, stat_tiles,
     KIND: gl.constexpr, D: gl.constexpr, COLUMNS_QK: gl.constexpr, COLUMNS_V: gl.constexpr, SLOTS: gl.constexpr,
-    QUERY_TILES: gl.constexpr, SPLIT: gl.constexpr, FENCE: gl.constexpr, HOLD: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    QUERY_TILES: gl.constexpr, SPLIT: gl.constexpr, HOLD: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q_desc, do_desc [B, H, Sq, D], k_desc, v_desc [B, H/group, Sk, D] with boxes [1, 1, 64, 64]; stat_desc: statistics
     (`recompute`) as one dimension, box [128], the last row being number no_tile; ds_desc [nowhere, 64], box [64, 64]: the ring of
@@ -63,7 +63,7 @@ def attention_backward_hopper(
 
     written, stat_tiles: None, or of one span of a longer call's queries (`backward_epilogue`): DK and DV are fp32 there, of whose
     first `written` rows earlier spans have left their sums, and the statistics have stat_tiles rows a head."""
-    config = BackwardConfig(q_desc.dtype, D, SLOTS, QUERY_TILES, FENCE, HOLD)
+    config = BackwardConfig(q_desc.dtype, D, SLOTS, QUERY_TILES, HOLD)
     memory = allocate_pool(stat_desc, config)
     ds_buffer = allocate_ds(config)
     pipe = make_backward_pipeline(q_desc, do_desc, k_desc, v_desc, stat_desc, memory, config, 1)

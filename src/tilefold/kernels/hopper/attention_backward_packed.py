@@ -29,7 +29,7 @@ def attention_backward_packed(
     q_desc, do_desc, k_desc, v_desc, stat_desc, ds_desc, DQ, DK, DV, Entries, Progress,
     scale, group, total_q, q_places, left, right, slots, width, segments, no_tile, nowhere,
     stride_gm, stride_gh, stride_xn, stride_xh, stride_yn, stride_yh,
-    KIND: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, QUERY_TILES: gl.constexpr, FENCE: gl.constexpr,
+    KIND: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, QUERY_TILES: gl.constexpr,
     HOLD: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q_desc, do_desc [1, H, total_q, D], k_desc, v_desc [1, H/group, total_k, D] with boxes [1, 1, 64, 64]; stat_desc:
@@ -39,7 +39,7 @@ def attention_backward_packed(
     attention_backward.  QUERY_TILES of a work tile for dq, as the entries have them.
 
     Progress [1 + 2 * segments] int32: zeros.  Grid: a program for each entry; which one it makes, it draws."""
-    config = BackwardConfig(q_desc.dtype, D, SLOTS, QUERY_TILES, FENCE, HOLD, True)
+    config = BackwardConfig(q_desc.dtype, D, SLOTS, QUERY_TILES, HOLD, True)
     memory = allocate_pool(stat_desc, config)
     ds = PackedDsRing(DsTiles(ds_desc, allocate_ds(config), nowhere), group, slots, width)
     pipe = make_backward_pipeline(q_desc, do_desc, k_desc, v_desc, stat_desc, memory, config, 1)

@@ -19,17 +19,7 @@ from .backward_mask import BackwardMask, Lengths
 from .backward_mods import BackwardMods, make_mod_tiles
 from .backward_pipeline import first_stage, next_stage
 from .dq_sums import make_dq_sums
-from .gluon import (
-    fence_async_shared,
-    gl,
-    jit,
-    mbarrier,
-    narrowed,
-    pair_barrier,
-    schedule_fence_16,
-    wgmma_wait,
-    widened,
-)
+from .gluon import fence_async_shared, gl, jit, mbarrier, narrowed, pair_barrier, wgmma_wait
 from .group_sums import make_group_sums
 from .recompute import Recompute
 from .reduce_pipeline import ReduceConfig, make_reduce_pipeline, wait_sums, zero_sums
@@ -81,8 +71,10 @@ def step(dk, dv, own, operands, block, visit, pipe, mods, recompute, sums, i, CI
         wait for dq, hand it over                  dk
         wait for dk: the slot is free
 
-    LATE: dP is issued behind P, since changes of scores have no registers beside it.  dk and dv have one part or two; S, dP and
-    the products of dk and dv have as many wgmma groups.
+    LATE: dP is issued behind P, since changes of scores have no registers beside it.  BESIDE: lse is read while S is made, which
+    is 2 to 7 % faster; at D=80 and 96 it is slower, and at D=64 or beside changed scores there are no registers.  SOON: P is
+    rounded for dv before dP is there; at D=64 behind dS, where dP's registers are free, unless a derivative is in P.  dk and dv
+    have one part or two; S, dP and the products of dk and dv have as many wgmma groups.
 
     Source: the order of the products is FlashAttention-4's (https://github.com/Dao-AILab/flash-attention, flash_bwd_sm90.py)."""
     config = pipe.config
@@ -94,10 +86,9 @@ def step(dk, dv, own, operands, block, visit, pipe, mods, recompute, sums, i, CI
     slope = mods.slope(batch, head)
     s_flying = pipe.issue_scores(operands[0], stage)
     statistics = recompute.row(stage.slot)
-    if config.D == 128:
-        lse = recompute.lse(
-            statistics
-        )  # beside S: 2 to 7 % faster; at D=80 and 96 slower, at 64 there are no registers
+    BESIDE: gl.constexpr = config.D == 128 and not mods.SCORES
+    if BESIDE:
+        lse = recompute.lse(statistics)
     if config.LATE:
         s = wgmma_wait(0, deps=(s_flying,))
     else:
@@ -108,22 +99,22 @@ def step(dk, dv, own, operands, block, visit, pipe, mods, recompute, sums, i, CI
             s, slope, batch, head, tile * config.QUERIES, own.tile * UNIT, own.lengths, visit.partial, stage.slot, CID
         )
     s = own.cut(s, tile)
-    if config.D != 128:
+    if not BESIDE:
         lse = recompute.lse(statistics)
     p = recompute.probabilities(s, lse)
-    p16 = narrowed(p, config.DTYPE)
+    SOON: gl.constexpr = config.D != 64 or mods.STEEP or (config.LATE and not mods.SCORES)
+    if SOON:
+        p16 = narrowed(p, config.DTYPE)
     if mods.STEEP:
         p = p * steep
     if config.LATE:
         dp_flying = pipe.issue_dp(operands[1], stage)
-    schedule_fence_16(p16)
-    if config.ROUNDED:
-        short = narrowed(p, config.DTYPE) if mods.STEEP else p16
-    p16 = gl.convert_layout(p16, config.LEFT)
+    if SOON:
+        p16 = gl.convert_layout(p16, config.LEFT)
     dp = wgmma_wait(0, deps=(dp_flying,))
-    if config.ROUNDED:
-        p = widened(short)
     ds16 = narrowed(recompute.gradient(p, dp, statistics), config.DTYPE)
+    if not SOON:
+        p16 = gl.convert_layout(narrowed(p, config.DTYPE), config.LEFT)
     ds.slice(CID * UNIT, UNIT, dim=0).store(ds16)
     dv_flying = pipe.issue_sums(p16, pipe.dout(stage), dv)
     fence_async_shared()

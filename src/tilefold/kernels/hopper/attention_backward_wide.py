@@ -22,7 +22,7 @@ from .backward_pipeline import allocate_ds, allocate_pool, first_stage, make_bac
 from .backward_producer import produce
 from .backward_scheduler import Counters, SplitScheduler, await_copies
 from .ds_ring import DsTiles, make_ds_ring
-from .gluon import barriers, fence_async_shared, gl, jit, mbarrier, schedule_fence_16, wgmma, wgmma_wait
+from .gluon import barriers, fence_async_shared, gl, jit, mbarrier, wgmma, wgmma_wait
 from .parts import LOG2E
 from .recompute import Recompute
 from .structs import struct
@@ -94,10 +94,7 @@ def consume_dv(work, group, pipe, mask, exchange, dv_out, scale):
             s = wgmma_wait(1, deps=(s_flying,))
             s = mask.apply(s, tile, work.tile, whole, lengths)
             p = probabilities(s, stage, i, pipe, recompute, exchange)
-            p_next = p.to(config.DTYPE)
-            if config.FENCE:
-                schedule_fence_16(p_next)
-            p_next = gl.convert_layout(p_next, config.LEFT)
+            p_next = gl.convert_layout(p.to(config.DTYPE), config.LEFT)
             i += 1
             dv, p16 = wgmma_wait(0, deps=(dv_flying, p16))
             pipe.release_dout(now)
@@ -183,11 +180,11 @@ def attention_backward_hopper_wide(
     slots, no_tile, nowhere,
     stride_gb, stride_gm, stride_gh, stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh, written, stat_tiles,
     KIND: gl.constexpr, D: gl.constexpr, COLUMNS_QK: gl.constexpr, COLUMNS_V: gl.constexpr, SLOTS: gl.constexpr,
-    SPLIT: gl.constexpr, FENCE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    SPLIT: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """As `attention_backward.attention_backward_hopper`, with D = 256, the width of all tiles, of which COLUMNS_QK and COLUMNS_V
     are the head dims (None: all).  Partial [.., D].  CONSUMER_REGISTERS, PRODUCER_REGISTERS: of a thread."""
-    config = BackwardConfig(q_desc.dtype, D, SLOTS, 2, FENCE)
+    config = BackwardConfig(q_desc.dtype, D, SLOTS, 2)
     memory = allocate_pool(stat_desc, config)
     # rows of a quad's 8 columns, so that the 8 rows that a warp stores or loads at a time lie in different banks
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])

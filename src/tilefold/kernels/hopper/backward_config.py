@@ -17,7 +17,6 @@ class BackwardConfig:
     QUERY_TILES: gl.constexpr  # of a work tile for dq, which share K: 1 or 2
     DQ_SLOTS: gl.constexpr  # of the ring of K and of dS for dq
     TILES: gl.constexpr  # of the pool
-    FENCE: gl.constexpr  # keep the wait for dP behind the exponentials
     HOLD: gl.constexpr  # keep K and V in registers: shared memory is read half as often for S and dP
     VARLEN: gl.constexpr  # packed sequences: rows behind the end of one are the next one's
     SCORES: gl.constexpr  # layouts: of S, P, dP and dS [64 keys, 64 queries],
@@ -26,10 +25,10 @@ class BackwardConfig:
     OWN: gl.constexpr  # and of K and V
 
     @constexpr_function
-    def __init__(self, DTYPE, D, SLOTS, QUERY_TILES, FENCE, HOLD=False, VARLEN=False):
+    def __init__(self, DTYPE, D, SLOTS, QUERY_TILES, HOLD=False, VARLEN=False):
         self.DTYPE, self.D, self.SLOTS = gl.constexpr(DTYPE), gl.constexpr(D), gl.constexpr(SLOTS)
-        self.QUERY_TILES, self.FENCE = gl.constexpr(QUERY_TILES), gl.constexpr(FENCE)
-        self.HOLD, self.VARLEN = gl.constexpr(HOLD), gl.constexpr(VARLEN)
+        self.QUERY_TILES, self.HOLD = gl.constexpr(QUERY_TILES), gl.constexpr(HOLD)
+        self.VARLEN = gl.constexpr(VARLEN)
         panels, tiles = D // 64, 2 * SLOTS + 2
         self.TILES = gl.constexpr(tiles)
         self.DQ_SLOTS = gl.constexpr(tiles * panels // (panels + QUERY_TILES))

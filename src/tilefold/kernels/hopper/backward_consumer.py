@@ -15,7 +15,7 @@ without a way through shared memory.  The order in which products are issued, an
 from .backward_config import UNIT
 from .backward_pipeline import first_stage, next_stage
 from .backward_scheduler import await_copies
-from .gluon import gl, jit, opaque, schedule_fence_16, wgmma, wgmma_wait
+from .gluon import gl, jit, opaque, wgmma, wgmma_wait
 from .parts import LOG2E
 from .recompute import Recompute
 
@@ -64,10 +64,7 @@ def key_step(state, own, stage, row, pipe, recompute, ds, LAST: gl.constexpr, li
     if live_k is not None:
         dead = gl.expand_dims(gl.arange(0, UNIT, layout=gl.SliceLayout(1, config.SCORES)) >= live_k, 1)
         p = gl.where(dead, 0.0, p)
-    p16 = p.to(config.DTYPE)
-    if config.FENCE:
-        schedule_fence_16(p16)
-    p16 = gl.convert_layout(p16, config.LEFT)
+    p16 = gl.convert_layout(p.to(config.DTYPE), config.LEFT)
     dp_made = wgmma_wait(0, deps=(dp,))
     dv_flying = wgmma(p16, pipe.dout(stage), dv, is_async=True)
     ds_made = recompute.gradient(p, dp_made, statistics)

@@ -83,6 +83,7 @@ class BackwardMods:
     mask_mods: gl.tuple | gl.constexpr
     SOFTCAP: gl.constexpr
     KIND: gl.constexpr
+    SCORES: gl.constexpr  # are scores changed, beyond masks?
     ON: gl.constexpr  # is anything changed?
     STEEP: gl.constexpr  # may the derivative be other than 1?
 
@@ -94,7 +95,8 @@ class BackwardMods:
         self.score_grads, self.mask = held(score_grads or None), mask
         self.SOFTCAP, self.KIND = gl.constexpr(SOFTCAP), gl.constexpr(KIND)
         self.STEEP = gl.constexpr(bool(SOFTCAP or score_mods))
-        self.ON = gl.constexpr(bool(SOFTCAP or score_mods or mask_mods or mask.ROWS or isinstance(Slopes, gl.tensor)))
+        scores = bool(SOFTCAP or score_mods or isinstance(Slopes, gl.tensor))
+        self.SCORES, self.ON = gl.constexpr(scores), gl.constexpr(scores or bool(mask_mods or mask.ROWS))
 
     @jit
     def to_base_2(self):

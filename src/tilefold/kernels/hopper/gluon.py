@@ -13,10 +13,10 @@
     reinterpret(buffer, dtype, shape, layout)      another view of the same shared memory
     KEEP_NAN                  propagate_nan of gl.maximum and gl.minimum: NaN, where one of the two is
     opaque                    keeps the compiler from computing something early and holding it in registers
-    schedule_fence, schedule_fence_16   keep the assembler from moving a wait up
+    schedule_fence            keeps the assembler from moving a wait up
     named_wait, named_arrive  two warpgroups, by the hardware's named barriers: one waits, the other passes by
     pair_barrier              two warpgroups wait for each other, by one of them
-    narrowed, widened         fp32 as 16 bits, and back
+    narrowed                  fp32 as 16 bits
     scale_unless_one          a product that warps leave out where every factor is 1
     mma                       products of a warp (mma.sync)
     copy_async, copies_commit, copies_wait     copies by threads from global to shared memory, in groups
@@ -74,7 +74,6 @@ __all__ = [
     "reinterpret",
     "scale_unless_one",
     "schedule_fence",
-    "schedule_fence_16",
     "thread_barrier",
     "tma_load",
     "tma_reduce_add",
@@ -83,7 +82,6 @@ __all__ = [
     "wait_for_previous",
     "wgmma",
     "wgmma_wait",
-    "widened",
 ]
 
 jit = gluon.jit
@@ -172,29 +170,6 @@ def schedule_fence(x):
     )
 
 
-@constexpr_function
-def _fence_text(n):
-    """Of n 16-bit values in n / 2 registers: an event if the high one of some register is negative; n / 4 results of no use."""
-    values = [f"${n // 4 + i}" for i in range(n // 2)]
-    text = f"mov.b32 all, {values[0]}; " + "".join(f"or.b32 all, all, {value}; " for value in values[1:])
-    unused = "".join(f"mov.b32 ${i}, 0; " for i in range(n // 4))
-    return "{ .reg .b32 all; .reg .pred below; " + text + "setp.lt.s32 below, all, 0; @below pmevent 1; " + unused + "}"
-
-
-@constexpr_function
-def _fence_registers(n):
-    return ",".join(["=r"] * (n // 4) + ["r"] * (n // 2))
-
-
-@jit
-def schedule_fence_16(x):
-    """As schedule_fence, of all of x (16 bits, at least 0; four warps, a multiple of 4 elements a thread)."""
-    NUMBER: gl.constexpr = x.shape[0] * x.shape[1] // 128
-    TEXT: gl.constexpr = _fence_text(NUMBER)
-    REGISTERS: gl.constexpr = _fence_registers(NUMBER)
-    gl.inline_asm_elementwise(TEXT, REGISTERS, [x], dtype=gl.int8, is_pure=False, pack=NUMBER)
-
-
 @jit
 def narrowed(x, DTYPE: gl.constexpr):
     """x (fp32) in 16 bits, rounded to nearest even, two by one instruction."""
@@ -206,16 +181,6 @@ def narrowed(x, DTYPE: gl.constexpr):
         return gl.inline_asm_elementwise(
             "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.float16, is_pure=True, pack=2
         )
-
-
-@jit
-def widened(x):
-    """x (16 bits) in fp32.  Of bfloat16 by moving bits: the compiler's own way is slow."""
-    if x.dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=gl.float32,
-                                         is_pure=True, pack=2)  # fmt: skip
-    else:
-        return x.to(gl.float32)
 
 
 @constexpr_function

@@ -24,8 +24,7 @@ from .tails import KEYS, Tails
 
 @aggregate
 class ReduceConfig:
-    """Constants of a step, and the layouts of its tensors.  ROUNDED: make dS of the probabilities in 16 bits, as dv is, whose 32
-    bits then need not stay in registers: at D=64 there are none for them."""
+    """Constants of a step, and the layouts of its tensors."""
 
     DTYPE: gl.constexpr
     D: gl.constexpr  # columns of products: the head dims, or a few more
@@ -35,7 +34,6 @@ class ReduceConfig:
     HELD: gl.constexpr  # columns of tiles in shared memory: whole panels
     QUERIES: gl.constexpr  # of a tile
     SLOTS: gl.constexpr  # of the rings of q and of dout
-    ROUNDED: gl.constexpr
     LATE: gl.constexpr  # issue dP behind P
     HOLD_K: gl.constexpr  # keep own keys in registers, where there are some: shared memory is the bound
     HOLD_V: gl.constexpr  # and values
@@ -51,8 +49,7 @@ class ReduceConfig:
     @constexpr_function
     def __init__(self, DTYPE, D, QUERIES, SLOTS, LATE):
         self.DTYPE, self.D, self.QUERIES = gl.constexpr(DTYPE), gl.constexpr(D), gl.constexpr(QUERIES)
-        self.SLOTS, self.ROUNDED = gl.constexpr(SLOTS), gl.constexpr(D == 64)
-        self.LATE = gl.constexpr(LATE)
+        self.SLOTS, self.LATE = gl.constexpr(SLOTS), gl.constexpr(LATE)
         wide = wide_of(D)
         out, rest = accumulator(wide), accumulator(D - wide or wide)
         self.WIDE, self.REST, self.PARTS = gl.constexpr(wide), gl.constexpr(D - wide), gl.constexpr(1 + (D > wide))

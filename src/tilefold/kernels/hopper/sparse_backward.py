@@ -178,7 +178,7 @@ def sparse_backward_hopper(
     A segment is heads_at_once KV heads: B * H/group = batches * heads_at_once; `slots` is the number of slots of the ring of dS,
     `delay` of `backward_scheduler`.
     Progress [1 + 2 * batches] int32: zeros.  Grid: a program for each work tile; which one it makes, it draws."""
-    config = BackwardConfig(q_desc.dtype, D, SLOTS, 1, False)
+    config = BackwardConfig(q_desc.dtype, D, SLOTS, 1)
     memory = allocate_pool(stat_desc, config)
     ds_tiles = DsTiles(keep_desc, allocate_ds(config), nowhere)
     pipe = make_backward_pipeline(q_desc, do_desc, k_desc, v_desc, stat_desc, memory, config, 1)

@@ -25,9 +25,7 @@ from .hopper_backward import (
 if TYPE_CHECKING:
     from ...plan.backward.attention_backward import AttentionBackwardPlan
 
-# Widths of which the wait for dP is kept behind the exponentials, which take as long there as two products; of which K and V
-# have room in registers.
-FENCED, HOLDING = (64, 256), (64,)
+HOLDING = (64,)  # widths of which K and V have room in registers
 GIVEN = (*SIDES, "Statistics", "Progress", "kept", "Partial", "DQ", "DK", "DV")
 """What a call gives to the launches: scratch is statistics, progress, the ring of dS, sums between KV splits."""
 WHOLE = (*SIDES, "Statistics", "Progress", "kept", "DQ", "DK", "DV")
@@ -143,7 +141,6 @@ def _kernel(plan: "AttentionBackwardPlan") -> tuple[Any, dict[str, Any], int]:
         "COLUMNS_QK": None if n.dim_qk == width else n.dim_qk,
         "COLUMNS_V": None if n.dim_v == width else n.dim_v,
         "SLOTS": plan.keys.num_stages,
-        "FENCE": width in FENCED,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
     }
     if width == WIDE:

@@ -8,7 +8,7 @@ import torch
 from ..bound import Bound, Slot, attribute
 from ..call import UNBOUNDED, Call, window_of
 from ..dense.attention_parts import kind_of
-from .attention_backward_hopper import FENCED, HOLDING
+from .attention_backward_hopper import HOLDING
 from .hopper_backward import (
     SIDES,
     STATISTICS,
@@ -168,7 +168,6 @@ def _main(plan: "AttentionBackwardPlan", order: "Order", call: Call, device: int
         "D": n.dim_qk,
         "SLOTS": plan.keys.num_stages,
         "QUERY_TILES": order.together,
-        "FENCE": n.dim_qk in FENCED,
         "HOLD": n.dim_qk in HOLDING,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
     }

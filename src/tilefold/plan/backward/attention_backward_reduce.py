@@ -33,10 +33,10 @@ there is no room for dS."""
 LEAST_TILES, ORDER_PAYS = (384, 1024), (8192, 32768)
 """At D=64, without and with a causal mask: tiles of queries from which on an order is faster than keeping dS, since the last
 block of keys waits in the beginning for all others (the first where DRAM is slow); queries and keys from which on it is faster
-than any order."""
+than any order, but never where DRAM is slow."""
 MANY = 32768
-"""Of wider tiles, where no heads share K and V: queries and keys from which on an order is faster under a causal mask, and no
-order without one where DRAM is slow."""
+"""Of wider tiles, where no heads share K and V: queries and keys from which on an order is faster under a causal mask, too; where
+DRAM is slow it never is."""
 LEAST_IN_PARTS = {80: (512, 1024), 96: (1024, 2048)}
 """By columns, without and with a causal mask: queries, keys or a window from which on an order is faster than keeping dS, whose
 tiles have 128 columns.  Without an order half of it is, and at least 512."""
@@ -197,11 +197,10 @@ def _window(n: AttentionProblem) -> int:
 def _any_order_pays(n: AttentionProblem, device: Device) -> bool:
     """Whether any order is faster than the keys'."""
     tokens, causal = min(n.seq_q, n.seq_k), max(n.sides) >= 0
-    if columns_of(n) in LEAST_IN_PARTS:
+    if columns_of(n) in LEAST_IN_PARTS or device.dram_bytes_per_s < SLOW_DRAM:
         return True
     if width_of(n) == 128:
-        slow, many = device.dram_bytes_per_s < SLOW_DRAM, tokens >= MANY
-        return n.group > 1 or ((causal or many) if slow else (causal and not many))
+        return n.group > 1 or (causal and tokens < MANY)
     return rows(n) - 1 < max(LEAST_TILES) or tokens < ORDER_PAYS[causal]
 
 
