@@ -322,8 +322,6 @@ def _reduce(
         else "so its last bits change from run to run"
     )
     reason = f"Five products a pair of tiles; dq is added in memory, {order}."
-    if dense.width_of(problem) == 64:
-        reason += " Probabilities are rounded to 16 bits before dS is made."
     return _gluon(problem, device, REDUCE, tile, bias, "hopper-reduce", reason, (heads, 0), options)
 
 
