@@ -19,7 +19,7 @@ from triton.language import math
 
 from ..errors import Unsupported
 
-__all__ = ["Derivative", "Node", "derivative_of"]
+__all__ = ["Derivative", "Node", "derivative_of", "is_one"]
 
 Node = ast.expr
 NUMBER = itertools.count()
@@ -41,7 +41,14 @@ def derivative_of(mod: Any) -> Any:
     score, *_ = inspect.signature(function).parameters
     made = Derivative(mod)
     made.start((score,), tangents=False)
-    return made.finish("derivative")
+    derived = made.finish("derivative")
+    derived.is_one = made.is_one(score)
+    return derived
+
+
+def is_one(derivative: Any) -> bool:
+    """Whether it is 1 for all scores, as of a mod that only adds; False where nobody knows."""
+    return getattr(derivative, "is_one", False)
 
 
 class Derivative(ast.NodeVisitor):
@@ -84,6 +91,14 @@ class Derivative(ast.NodeVisitor):
         made = self.space[tree.name]
         made.__module__ = self.source.__module__
         return triton.jit(made)
+
+    def is_one(self, score: str) -> bool:
+        """Whether the tree returns the derivative of the score itself, which is 1 from the beginning to the end."""
+        own, (_, *rest) = tangent(score), self.tree.body
+        found = [node for each in rest for node in ast.walk(each)]
+        bound = [node.value for node in found if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == own]
+        ends = [node.value for node in found if isinstance(node, ast.Return)]
+        return all(value is not None and ast.unparse(value) == own for value in (*bound, *ends))
 
     def full(self, like: str, value: float) -> Node:
         """A number as a tile, which takes its shape from another: one of its own would have no layout in Gluon."""

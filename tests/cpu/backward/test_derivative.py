@@ -16,7 +16,7 @@ from sources import run_source
 from tilefold import Unsupported
 from tilefold.device import mods
 from tilefold.ops import derivative
-from tilefold.ops.derivative import derivative_of
+from tilefold.ops.derivative import derivative_of, is_one
 
 pytestmark = pytest.mark.interpreter
 ROWS, STEP = 16, 1e-6
@@ -53,6 +53,33 @@ def values(x, mod, args=()):
     out, slope = torch.empty_like(x), torch.empty_like(x)
     both[(1,)](x, out, slope, mod, derivative_of(mod), ROWS, (*args, ROWS, ROWS))
     return out, slope
+
+
+@pytest.mark.parametrize(
+    ("body", "one"),
+    [
+        ("return score", True),
+        ("return score + tl.load(args[0] + q_index - kv_index)", True),
+        ("score = score - tl.abs(q_index - kv_index) * 0.5\nreturn score", True),
+        (
+            "far = q_index > kv_index\nif head > 2:\n    return score + 1.0\nreturn score - tl.where(far, 1.0, 0.0)",
+            True,
+        ),
+        ("return score * 1.0", False),
+        ("return tl.where(q_index > kv_index, score, 0.0)", False),
+        ("return 2.0 * score", False),
+        ("score = score * 2.0\nreturn score + 1.0", False),
+        ("if head > 2:\n    return score\nreturn score * score", False),
+        ("if head > 2:\n    score = score * 3.0\nreturn score", False),
+        ("x = score * 2.0\nreturn x", False),
+        ("return 1.0 + 0.0 * q_index", False),
+    ],
+)
+def test_a_derivative_that_is_one_is_known(body, one):
+    """Then kernels multiply by nothing."""
+    assert is_one(derivative_of(made(body))) == one
+    assert is_one(derivative_of(mods.bias))
+    assert not is_one(mods.softcap_slope), "which nobody derived"
 
 
 def differences(x, mod, args=()):

@@ -139,15 +139,21 @@ def near_keys(score, batch, head, q_index, kv_index, args):
     return kv_index <= q_index + args[0]
 
 
+def farther(score, batch, head, q_index, kv_index, args):
+    return score - args[0] * kv_index
+
+
 CHANGES = {
     "softcap": {"cap": np.float32(2.0), "SOFTCAP": 1},
     "alibi": {"Slopes": Pointer(np.array([0.5, 0.25, -0.1, 2.0**-6], np.float32)), "stride_b": 2, "stride_h": 1},
     "score_mod": {"score_mods": ((lengthened, (0.3,)),), "score_grads": ((lengthened_grad, ()),)},
+    "adds": {"score_mods": ((farther, (0.01,)),), "score_grads": ((),)},
     "mask_mod": {"mask_mods": ((near_keys, (60,)),)},
 }
 
 
-EACH = [*((name,) for name in CHANGES), ("softcap", "mask_mod"), ("alibi", "score_mod"), tuple(CHANGES)]
+EACH = [*((name,) for name in CHANGES), ("softcap", "mask_mod"), ("alibi", "score_mod"), ("softcap", "adds")]
+EACH += [tuple(name for name in CHANGES if name != "adds")]
 
 
 @pytest.mark.parametrize("kind", [0, 1])
@@ -177,6 +183,8 @@ def test_changes_of_the_backward_pass(names, kind):
     if "score_mod" in names:
         slope = slope * lengthened_grad(exact, *place, (0.3, 100, 180))
         exact = lengthened(exact, *place, (0.3, 100, 180))
+    if "adds" in names:
+        exact = farther(exact, *place, (0.01,))
     if "mask_mod" in names:
         exact = np.where(near_keys(exact, *place, (60,)), exact, -np.inf)
         assert np.isinf(exact).any() and np.isfinite(exact).any()

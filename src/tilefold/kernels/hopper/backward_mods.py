@@ -67,8 +67,8 @@ def make_mod_tiles(desc, step_b, step_h, ROWS: gl.constexpr, SLOTS: gl.constexpr
 
 @aggregate
 class BackwardMods:
-    """softcap, ALiBi, score_mods, mask and mask_mods, in this order; score_grads: a derivative of each score_mod.  A bias is the
-    first of the score_mods, and a mask that no box reads of the mask_mods.
+    """softcap, ALiBi, score_mods, mask and mask_mods, in this order; score_grads: a derivative of each score_mod, () where that is
+    1.  A bias is the first of the score_mods, and a mask that no box reads of the mask_mods.
 
     SOFTCAP, Slopes [B, H] by strides: as of ScoreMods.  KIND: of the BackwardMask."""
 
@@ -94,7 +94,7 @@ class BackwardMods:
         self.score_mods, self.mask_mods = held(score_mods or None), held(mask_mods or None)
         self.score_grads, self.mask = held(score_grads or None), mask
         self.SOFTCAP, self.KIND = gl.constexpr(SOFTCAP), gl.constexpr(KIND)
-        self.STEEP = gl.constexpr(bool(SOFTCAP or score_mods))
+        self.STEEP = gl.constexpr(bool(SOFTCAP) or any(len(each) > 0 for each in score_grads))
         scores = bool(SOFTCAP or score_mods or isinstance(Slopes, gl.tensor))
         self.SCORES, self.ON = gl.constexpr(scores), gl.constexpr(scores or bool(mask_mods or mask.ROWS))
 
@@ -136,7 +136,8 @@ class BackwardMods:
             scale = 1.0
             for i in gl.static_range(len(self.score_mods)):
                 args = self.score_mods[i][1] + place[3]
-                steep = steep * self.score_grads[i][0](s, place[0], place[1], place[2], kv_index, args)
+                if len(self.score_grads[i]) > 0:
+                    steep = steep * self.score_grads[i][0](s, place[0], place[1], place[2], kv_index, args)
                 s = self.score_mods[i][0](s, place[0], place[1], place[2], kv_index, args).to(gl.float32)
         if self.mask.ROWS:
             s = gl.where(self.mask.read(slot, s, CID) != 0, s, float("-inf"))

@@ -230,7 +230,7 @@ def _mod_values(call: Call, problem: "AttentionProblem", lists: QueryLists | Non
     bias, and a mask that no box reads, are loaded as users' functions load."""
     from ...device import mods
     from ...plan.backward import attention_backward_reduce as rules
-    from ..derivative import derivative_of
+    from ..derivative import derivative_of, is_one
 
     boxed = _mask_rows(call, problem) > 0
     box: Any = None
@@ -254,7 +254,7 @@ def _mod_values(call: Call, problem: "AttentionProblem", lists: QueryLists | Non
         **made,
         **slope_values(call),
         "cap": float(call.softcap) or None,
-        "score_grads": tuple([(grad, ()) for grad in grads]),
+        "score_grads": tuple([() if is_one(grad) else (grad,) for grad in grads]),
         "mask_desc": box,
         "mask_b": steps[0],
         "mask_h": steps[1],
