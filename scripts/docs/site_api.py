@@ -106,6 +106,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "lowbit_matmul",
         "matmul_w8a8",
         "ops.rms_norm",
+        "ops.rms_norm_rotary",
         "add",
         "transpose",
         "lowbit_matmul_plan",

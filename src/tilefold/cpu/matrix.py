@@ -8,8 +8,18 @@ import torch
 from torch.nn import functional
 
 from . import ordered
+from .rotary import turned
 
-__all__ = ["ACTIVATIONS", "activation_gradient", "dequantise", "product", "rms_norm", "rms_norm_gradient"]
+__all__ = [
+    "ACTIVATIONS",
+    "activation_gradient",
+    "dequantise",
+    "product",
+    "rms_norm",
+    "rms_norm_gradient",
+    "rms_norm_rotary",
+    "rms_norm_rotary_gradient",
+]
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "none": lambda x: x,
@@ -81,6 +91,38 @@ def rms_norm_gradient(
     if dsum is not None:
         made += dsum.reshape(made.shape)
     dx.copy_(made.view(dx.shape))
+
+
+def rms_norm_rotary(
+    x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor, rstd: torch.Tensor,
+    eps: float, interleaved: bool,
+) -> None:  # fmt: skip
+    """Write x [batch, seq, heads, dim], normalised and then turned, to out.
+
+    weight [dim] or [heads, dim]; cos, sin [positions, pairs] or one for each entry of the batch."""
+    normed, together = torch.empty(x.shape), weight.dim() == 2
+    x, flat = (t.flatten(2) if together else t for t in (x, normed))
+    rms_norm(x, None, weight.flatten(), flat, None, rstd, eps)
+    out.copy_(_turned(normed, cos, sin, interleaved, False))
+
+
+def rms_norm_rotary_gradient(
+    dout: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rstd: torch.Tensor,
+    dx: torch.Tensor, dw: torch.Tensor, interleaved: bool,
+) -> None:  # fmt: skip
+    """Write the gradients of x and, fp32 [1, ..], of the weight."""
+    do, together = _turned(dout, cos, sin, interleaved, True), weight.dim() == 2
+    do, x = (t.flatten(2) if together else t for t in (do, x))
+    rms_norm_gradient(do, None, x, weight.flatten(), rstd, dx, dw.flatten(1))
+
+
+def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, conjugate: bool) -> torch.Tensor:
+    """Token i turned by row i of the tables, or of its batch entry's."""
+    at = torch.arange(x.shape[1]).expand(x.shape[:2])
+    if cos.dim() == 3 and cos.shape[0] > 1:
+        at = at + torch.arange(x.shape[0])[:, None] * cos.shape[1]
+    cos, sin = (t.reshape(-1, t.shape[-1]) for t in (cos, sin))
+    return turned(x, cos, sin, at, interleaved, conjugate)
 
 
 def dequantise(weight: Any, out: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from .encode import PLAIN, store_encoded
+from .tile import narrow
 
 
 @triton.jit
@@ -60,3 +61,82 @@ def copy_rows(X, rows_x, inside, Out, rows_o, live, factor, CODE: tl.constexpr, 
             tl.store(Out + rows_o[:, None] + o_d[None, :], x, mask=m)
         else:
             store_encoded(Out, rows_o[:, None] + o_d[None, :], x.to(tl.float32), factor, m, CODE, EMULATE)
+
+
+@triton.jit
+def load_pairs(X, rows, live, stride_h, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr,
+               BLOCK_P: tl.constexpr):  # fmt: skip
+    """-> first, second [M, P] fp32: both channels of each pair of HEADS heads that lie stride_h apart, from the element offsets
+    rows [M] int64; 0 where not live [M].  A head's first PAIRS pairs are those of `turn_rows`; channels behind them make pairs,
+    too, so that a head has (DIM + 1) // 2, the last one of an odd DIM with a 0."""
+    o_first, o_second, m_first, m_second = _channels(stride_h, INTERLEAVED, HEADS, DIM, PAIRS, BLOCK_P)
+    if INTERLEAVED:
+        x = tl.load(X + rows[:, None] + o_first[None, :], mask=live[:, None] & m_first[None, :], other=0.0).to(
+            tl.float32
+        )
+        first, second = tl.split(tl.reshape(x, [x.shape[0], BLOCK_P, 2]))
+    else:
+        first = tl.load(X + rows[:, None] + o_first[None, :], mask=live[:, None] & m_first[None, :], other=0.0)
+        second = tl.load(X + rows[:, None] + o_second[None, :], mask=live[:, None] & m_second[None, :], other=0.0)
+    return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
+def store_pairs(Out, rows, live, stride_h, first, second, EMULATE: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr,
+                DIM: tl.constexpr, PAIRS: tl.constexpr, BLOCK_P: tl.constexpr):  # fmt: skip
+    """Store what `load_pairs` makes of Out, [M, P] fp32."""
+    o_first, o_second, m_first, m_second = _channels(stride_h, INTERLEAVED, HEADS, DIM, PAIRS, BLOCK_P)
+    p_first, m_first = Out + rows[:, None] + o_first[None, :], live[:, None] & m_first[None, :]
+    if INTERLEAVED:
+        x = tl.reshape(tl.join(first, second), [first.shape[0], 2 * BLOCK_P])
+        tl.store(p_first, narrow(x, Out.dtype.element_ty, EMULATE), mask=m_first)
+    else:
+        tl.store(p_first, narrow(first, Out.dtype.element_ty, EMULATE), mask=m_first)
+        p_second, m_second = Out + rows[:, None] + o_second[None, :], live[:, None] & m_second[None, :]
+        tl.store(p_second, narrow(second, Out.dtype.element_ty, EMULATE), mask=m_second)
+
+
+@triton.jit
+def _channels(stride_h, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr,
+              BLOCK_P: tl.constexpr):  # fmt: skip
+    """-> offsets of first and second channels [P] and which there are; INTERLEAVED: of both, [2 * P], twice."""
+    HALF: tl.constexpr = (DIM + 1) // 2
+    if INTERLEAVED:
+        o_c = tl.arange(0, 2 * BLOCK_P)
+        i_h, first, m_first = _heads(o_c, HEADS, 2 * HALF)
+        second = first
+    else:
+        o_c = tl.arange(0, BLOCK_P)
+        i_h, first, m_first = _heads(o_c, HEADS, HALF)
+        second = first + PAIRS
+        if PAIRS < HALF:
+            second = first + tl.where(first < PAIRS, PAIRS, HALF)
+            first += tl.where(first < PAIRS, 0, PAIRS)
+    m_second = m_first
+    if DIM % 2 == 1:
+        m_first = m_first & (first < DIM)
+        m_second = m_second & (second < DIM)
+    o_h = i_h.to(tl.int64) * stride_h
+    return o_h + first, o_h + second, m_first, m_second
+
+
+@triton.jit
+def load_angles_of_heads(Table, rows, live, other, HEADS: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr,
+                         BLOCK_P: tl.constexpr):  # fmt: skip
+    """-> [M, P] fp32 for the pairs of `load_pairs`, the same for each head; other: of pairs that do not turn."""
+    HALF: tl.constexpr = (DIM + 1) // 2
+    _, o_p, inside = _heads(tl.arange(0, BLOCK_P), HEADS, HALF)
+    if PAIRS < HALF:
+        inside = inside & (o_p < PAIRS)
+    return tl.load(Table + rows[:, None] + o_p[None, :], mask=live[:, None] & inside[None, :], other=other).to(
+        tl.float32
+    )
+
+
+@triton.jit
+def _heads(o_c, HEADS: tl.constexpr, WIDTH: tl.constexpr):
+    """-> head, place in it, and whether there is such a head.  A single one needs no quotient, which would narrow its loads."""
+    if HEADS == 1:
+        return tl.zeros_like(o_c), o_c, o_c < WIDTH
+    else:
+        return o_c // WIDTH, o_c % WIDTH, o_c // WIDTH < HEADS

@@ -3,7 +3,7 @@
 dense     attention forward          backward  its gradients
 sparse    block-sparse attention and the stages of its pipeline
 cache     KV caches: attention over them, new keys into them, rotary embedding, merging
-matrix    the operator collection: add, matmul, bmm, transpose, conv2d, rms_norm, weights of few bits
+matrix    the operator collection: add, matmul, bmm, transpose, conv2d, RMSNorm, weights of few bits
 here      what all of them use: the call and its checks, the device, launches, operators, records of calls
 """
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .matrix.lowbit import lowbit_matmul, lowbit_matmul_plan
     from .matrix.matmul import bmm, matmul
     from .matrix.rms_norm import rms_norm, rms_norm_plan
+    from .matrix.rms_norm_rotary import rms_norm_rotary
     from .matrix.transpose import transpose
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "matmul_w8a8_plan",
     "rms_norm",
     "rms_norm_plan",
+    "rms_norm_rotary",
     "transpose",
 ]
 
@@ -46,6 +48,7 @@ COLLECTION: dict[str, str] = {
     "matmul_w8a8_plan": "eight",
     "rms_norm": "rms_norm",
     "rms_norm_plan": "rms_norm",
+    "rms_norm_rotary": "rms_norm_rotary",
 }
 
 

@@ -89,6 +89,8 @@ CAPABILITIES = (
     _torch("lowbit_matmul", "matrix:dequantise"),
     _torch("rms_norm", "matrix:rms_norm"),
     _torch("rms_norm_backward", "matrix:rms_norm_gradient"),
+    _torch("rms_norm_rotary", "matrix:rms_norm_rotary"),
+    _torch("rms_norm_rotary_backward", "matrix:rms_norm_rotary_gradient"),
 )
 
 

@@ -9,7 +9,7 @@ from .fp8 import attention_fp8
 from .fuse import fuse
 from .lowbit import lowbit_matmul, matmul_w8a8
 from .matmul import bmm, matmul
-from .rms_norm import rms_norm
+from .rms_norm import rms_norm, rms_norm_rotary
 from .rounding import deviating
 from .select import gini, select
 from .sparse import sparse_attention, sparse_attention_paged, sparse_attention_varlen
@@ -33,6 +33,7 @@ __all__ = [
     "matmul_w8a8",
     "project",
     "rms_norm",
+    "rms_norm_rotary",
     "select",
     "sparse_attention",
     "sparse_attention_paged",

@@ -55,6 +55,8 @@ AGAIN = {
         gradients strided_and_odd_activations""",
     "test_rms_norm": """against_the_oracle strides_and_a_wider_weight gradients_of_one_result
         the_same_bits_and_nothing compiled""",
+    "test_rms_norm_rotary": """against_the_oracle sizes_and_partial_rotary slices_of_a_fused_projection
+        it_is_the_norm_and_then_the_rotation the_same_bits_and_nothing only_what_is_asked compiled refusals""",
     "test_invariant_products": """matmul bmm lowbit what_is_refused""",
     "test_decode": """equal_sequences rows pages masks window_sequences_shorter_than_queries scores padding
         packed_queries low_precision bytes all_bytes_and_large_queries values_are_part_of_keys many_rows
