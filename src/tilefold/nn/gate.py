@@ -59,8 +59,25 @@ class Gate(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.weight is None:
             return self.bias
-        raw = nn.functional.linear(x, self.weight, self.bias)
+        return self.of(nn.functional.linear(x, self.weight, self.bias))
+
+    def of(self, raw: torch.Tensor) -> torch.Tensor:
+        """The gate of what its linear map gives."""
         return raw.sigmoid() if self.kind == "sigmoid" else raw
 
     def extra_repr(self) -> str:
         return f"{self.kind!r}, heads={self.bias.shape[0]}, start={self.start:g}"
+
+
+def both_gates(
+    x: torch.Tensor, first: Gate | None, second: Gate | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The gates of x, those that there are; in one product where both have weights and nobody watches their calls."""
+    one, other = first, second
+    if one is None or other is None or one.weight is None or other.weight is None or one._forward_pre_hooks or (
+        one._forward_hooks or other._forward_pre_hooks or other._forward_hooks
+    ):  # fmt: skip
+        return None if one is None else one(x), None if other is None else other(x)
+    weight, bias = torch.cat([one.weight, other.weight]), torch.cat([one.bias, other.bias])
+    raw, more = nn.functional.linear(x, weight, bias).split([one.bias.shape[0], other.bias.shape[0]], -1)
+    return one.of(raw), other.of(more)

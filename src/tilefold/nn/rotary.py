@@ -7,9 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
-from ..check import TensorSpec, bind, check_number
+from ..api import apply_rotary
+from ..check import FLOATS, TensorSpec, bind, check_number
 from ..errors import DtypeError, ShapeError, ValueRangeError
+from ..ops import rms_norm_rotary
+from ..ops.call import MAX_HEAD_DIM
 from ..sparse.kept import kept
 from ..sparse.tiling import GridTiling, triple
 
@@ -91,9 +95,14 @@ class Rotary3D:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """x [..., seq, heads, dim] with its first 2 * cos.shape[-1] channels turned; cos, sin [..., seq, pairs].
+    """x [batch, seq, heads, dim], its first 2 * pairs channels turned; cos, sin [1 or batch, seq, pairs] or [seq, pairs].
 
-    Computed in the wider of x's dtype and that of the tables, returned in x's dtype.  Differentiable in x."""
+    Computed in the wider of x's dtype and that of the tables, returned in x's dtype.  Differentiable in x.  One launch, but for
+    fp64, a table for each batch entry, and head dims that `tilefold.apply_rotary` refuses."""
+    one = cos.dim() == 2 or cos.shape[0] == 1
+    if one and x.shape[-1] <= MAX_HEAD_DIM and _is_launched(x, cos, sin):
+        cos, sin = (t if t.dim() == 2 else t[0] for t in (cos, sin))
+        return apply_rotary(x, cos.detach(), sin.detach(), interleaved=interleaved)
     pairs = cos.shape[-1]
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     turning = x[..., : 2 * pairs].to(torch.promote_types(x.dtype, cos.dtype))
@@ -102,6 +111,39 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
     turned = torch.stack(both, -1).flatten(-2) if interleaved else torch.cat(both, -1)
     turned = turned.to(x.dtype)
     return turned if 2 * pairs == x.shape[-1] else torch.cat((turned, x[..., 2 * pairs :]), -1)
+
+
+def normed(x: torch.Tensor, norm: nn.Module | None, tables: Tables | None, interleaved: bool = True) -> torch.Tensor:
+    """norm(x), if there is one, turned by the tables, if there are any; both in one launch where norm is an RMSNorm that nobody
+    watches.
+
+    x [batch, seq, heads, dim].  norm: of a head's channels, or of all heads' together.  Returns x's dtype, rounded once by the
+    launch, else after each step."""
+    if norm is None:
+        return x if tables is None else rotate(x, *tables, interleaved)
+    weight = getattr(norm, "weight", None)
+    together = weight is not None and weight.shape != x.shape[-1:]
+    if tables is not None and weight is not None and _is_plain(norm) and _is_launched(x, *tables, weight):
+        cos, sin = (t.detach() for t in tables)
+        weight = weight.view(x.shape[-2:]) if together else weight
+        return rms_norm_rotary(x, weight, cos, sin, eps=norm.eps, interleaved=interleaved)  # type: ignore[arg-type]
+    wide = x if weight is None else x.to(weight.dtype)
+    x = (norm(wide.flatten(-2)).view(x.shape) if together else norm(wide)).to(x.dtype)
+    return x if tables is None else rotate(x, *tables, interleaved)
+
+
+def _is_launched(x: torch.Tensor, cos: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Whether kernels take these: what remains is torch's."""
+    given = (x, cos, *others)
+    return cos.shape[-1] > 0 and all(t.dtype in FLOATS and t.stride(-1) == 1 for t in given)
+
+
+def _is_plain(norm: nn.Module) -> bool:
+    """Whether norm is torch's RMSNorm, or Diffusers', without a bias, hooks or parametrisations."""
+    kind = type(norm)
+    known = kind is nn.RMSNorm or (kind.__name__ == "RMSNorm" and kind.__module__.startswith("diffusers."))
+    bare = not (norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks)
+    return known and bare and isinstance(norm.eps, float) and getattr(norm, "bias", None) is None
 
 
 def rotary_3d(

@@ -12,8 +12,10 @@ from ..sparse import BlockIndex, CoarseOptions, GridTiling, SelectOptions, spars
 from ..sparse.kept import kept
 from ..sparse.tiling import block_cube, triple
 from .coarse import CoarseProjection
-from .gate import Gate, GateKind
-from .rotary import Rotary3D, rotate
+from .gate import Gate, GateKind, both_gates
+from .rotary import Rotary3D, normed
+
+EPS = 1e-6  # of the norms: torch's default is that of the dtype, 0.008 of bfloat16
 
 
 class SparseVideoAttention(nn.Module):
@@ -31,7 +33,7 @@ class SparseVideoAttention(nn.Module):
         select: how blocks are selected, a `SelectOptions`; None: its defaults.
         gate_coarse, gate_fine: "linear", "sigmoid" or "head", see `Gate`; None: 1.  A branch that is not there has no gate.
         rotary: the position embedding, a `Rotary3D`; None: none.
-        qk_norm: normalise each head's q and k (root mean square, with a learned scale) before they are turned.
+        qk_norm: normalise each head's q and k (root mean square, with a learned scale; eps 1e-6) before they are turned.
         qkv_bias, out_bias: whether the projections have one.
         scale: of the scores; None: 1 / sqrt(head_dim).
         device, dtype: of the parameters.
@@ -83,8 +85,8 @@ class SparseVideoAttention(nn.Module):
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         wide = (self.heads + 2 * self.kv_heads) * self.head_dim
         self.qkv = nn.Linear(self.dim, wide, bias=qkv_bias, **place)
-        self.norm_q = nn.RMSNorm(self.head_dim, **place) if qk_norm else None
-        self.norm_k = nn.RMSNorm(self.head_dim, **place) if qk_norm else None
+        self.norm_q = nn.RMSNorm(self.head_dim, EPS, **place) if qk_norm else None
+        self.norm_k = nn.RMSNorm(self.head_dim, EPS, **place) if qk_norm else None
         self.coarse = None
         if self.coarse_options is not None and self.coarse_options.kind != "pooled":
             tiling = GridTiling(self.grid, self.cube) if self.coarse_options.kind == "dense" and self.grid else None
@@ -124,11 +126,8 @@ class SparseVideoAttention(nn.Module):
             )
         x = tiling.tile(x)
         q, k, v = self.project(x, tiling)
-        gates = {
-            "gate_coarse": None if self.gate_coarse is None else self.gate_coarse(x),
-            "gate_fine": None if self.gate_fine is None else self.gate_fine(x),
-        }
-        result = self.attend(q, k, v, **gates, **self._lists(tiling, x.device, index), return_stages=return_stages)
+        options = {**self.gates(x), **self.list_options(tiling, x.device, index)}
+        result = self.attend(q, k, v, **options, return_stages=return_stages)
         out, stages = result if return_stages else (result, None)
         out = self.out(tiling.untile(out.flatten(2)))
         return (out, stages) if return_stages else out
@@ -147,23 +146,35 @@ class SparseVideoAttention(nn.Module):
 
     def project(self, x: torch.Tensor, tiling: GridTiling) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q [B, seq, heads, head_dim], k and v [B, seq, kv_heads, head_dim] of tiled tokens x [B, seq, dim]."""
+        return self.turn(self.qkv(x), tiling)
+
+    def turn(self, joint: torch.Tensor, tiling: GridTiling) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The same of what qkv gives, [B, seq, (heads + 2 * kv_heads) * head_dim]: norms and the rotary embedding."""
         heads, kv_heads = self.heads, self.kv_heads
-        joint: torch.Tensor = self.qkv(x).unflatten(-1, (heads + 2 * kv_heads, self.head_dim))
-        q, k, v = joint.split((heads, kv_heads, kv_heads), 2)
-        if self.norm_q is not None and self.norm_k is not None:
-            wide = self.norm_q.weight.dtype  # in autocast that of the parameters, and rounded once
-            q, k = (norm(one.to(wide)).to(v.dtype) for norm, one in ((self.norm_q, q), (self.norm_k, k)))
+        joint = joint.unflatten(-1, (heads + 2 * kv_heads, self.head_dim))
+        tables, interleaved = None, True
         if self.rotary is not None:
-            angles = torch.promote_types(q.dtype, torch.float32)
-            cos, sin = self.rotary.tiled_tables(tiling, self.head_dim, q.device, angles)
-            q, k = (rotate(one, cos, sin, self.rotary.interleaved) for one in (q, k))
+            angles = torch.promote_types(joint.dtype, torch.float32)
+            tables = self.rotary.tiled_tables(tiling, self.head_dim, joint.device, angles)
+            interleaved = self.rotary.interleaved
+        both, v = joint.split((heads + kv_heads, kv_heads), 2)
+        if self.norm_q is None:
+            both = normed(both, None, tables, interleaved)  # q and k by one launch
+        q, k = both.split((heads, kv_heads), 2)
+        if self.norm_q is not None:
+            q, k = (normed(one, norm, tables, interleaved) for one, norm in ((q, self.norm_q), (k, self.norm_k)))
         return q, k, v
+
+    def gates(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        """gate_coarse and gate_fine of tiled tokens x, as `sparse_video_attention` takes them."""
+        coarse, fine = both_gates(x, self.gate_coarse, self.gate_fine)
+        return {"gate_coarse": coarse, "gate_fine": fine}
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
         """`tilefold.sparse.sparse_video_attention`; a subclass may compute the same in another way."""
         return sparse_video_attention(q, k, v, **options)
 
-    def _lists(self, tiling: GridTiling, device: torch.device, index: BlockIndex | None) -> dict[str, Any]:
+    def list_options(self, tiling: GridTiling, device: torch.device, index: BlockIndex | None = None) -> dict[str, Any]:
         """What says which blocks are attended, as keyword arguments of the pipeline."""
         shared: dict[str, Any] = {"coarse": self.coarse_options, "scale": self.scale}
         if self.coarse_options is None:

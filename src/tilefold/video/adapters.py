@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..errors import Unsupported
-from ..nn.rotary import rotate
+from ..nn.rotary import normed
 from .site import Pass, Text
 
 Tables = tuple[torch.Tensor, torch.Tensor]
@@ -115,7 +115,7 @@ class DiffusersAdapter(Adapter):
 
     def with_tables(self, now: Pass, cos: torch.Tensor, sin: torch.Tensor) -> Pass:
         """The pass with the tables of rotary embedding, [1 or batch, tokens, channels], each number twice."""
-        cos, sin = cos[..., 0::2], sin[..., 1::2]
+        cos, sin = cos[..., 0::2].contiguous(), sin[..., 1::2].contiguous()
         if now.tiled:
             cos, sin = now.tiling.tile(cos), now.tiling.tile(sin)
         return now._replace(cos=cos, sin=sin)
@@ -176,17 +176,10 @@ def _projected(layer: Any, x: torch.Tensor) -> list[torch.Tensor]:
     return [layer.to_q(x), layer.to_k(x), layer.to_v(x)]
 
 
-def _normed(layer: Any, q: torch.Tensor, k: torch.Tensor) -> Tables:
-    if layer.norm_q is not None:
-        q = layer.norm_q(q)
-    return q, k if layer.norm_k is None else layer.norm_k(k)
-
-
-def _turned(now: Pass, *heads: torch.Tensor) -> list[torch.Tensor]:
-    """[batch, tokens, heads, dim] each with the rotary embedding."""
-    if now.cos is None or now.sin is None:
-        return list(heads)
-    return [rotate(one, now.cos, now.sin, True) for one in heads]
+def _turned(layer: Any, now: Pass, q: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
+    """q, k [batch, tokens, heads, dim] with the layer's norms and the rotary embedding."""
+    tables = None if now.cos is None or now.sin is None else (now.cos, now.sin)
+    return [normed(one, norm, tables) for one, norm in ((q, layer.norm_q), (k, layer.norm_k))]
 
 
 def _out(layer: Any, x: torch.Tensor) -> torch.Tensor:
@@ -216,9 +209,8 @@ class Wan(DiffusersAdapter):
         return super().with_tables(now, cos[:, :, 0], sin[:, :, 0])  # [1, tokens, 1, channels]
 
     def forward(self, layer: Any, attend: Any, x: torch.Tensor, text: Any, mask: Any, now: Pass) -> torch.Tensor:
-        q, k, v = _projected(layer, x)
-        q, k, v = (one.unflatten(2, (layer.heads, -1)) for one in (*_normed(layer, q, k), v))
-        return _out(layer, attend(*_turned(now, q, k), v, now=now, hidden=x))
+        q, k, v = (one.unflatten(2, (layer.heads, -1)) for one in _projected(layer, x))
+        return _out(layer, attend(*_turned(layer, now, q, k), v, now=now, hidden=x))
 
 
 class _WanTimes:
@@ -251,7 +243,7 @@ class LTXVideo(DiffusersAdapter):
 
     def forward(self, layer: Any, attend: Any, x: torch.Tensor, text: Any, mask: Any, now: Pass) -> torch.Tensor:
         q, k, v = _projected(layer, x)
-        q, k = (one.squeeze(2) for one in _turned(now, *(one.unsqueeze(2) for one in _normed(layer, q, k))))
+        q, k = (one.squeeze(2) for one in _turned(layer, now, q.unsqueeze(2), k.unsqueeze(2)))
         q, k, v = (one.unflatten(2, (layer.heads, -1)) for one in (q, k, v))
         return _out(layer, attend(q, k, v, now=now, hidden=x))
 
@@ -292,10 +284,10 @@ class HunyuanVideo(DiffusersAdapter):
         video, words = _projected(layer, x), _added(layer, text) if two else _projected(layer, text)
         q, k, v = (one.unflatten(2, (layer.heads, -1)) for one in video)
         qt, kt, vt = (one.unflatten(2, (layer.heads, -1)) for one in words)
-        qt, kt = (one if norm is None else norm(one) for norm, one in zip(norms, (qt, kt), strict=True))
+        qt, kt = (normed(one, norm, None) for norm, one in zip(norms, (qt, kt), strict=True))
         lengths = None if mask is None else mask[:, 0, 0, x.shape[1] :].sum(-1, dtype=torch.int32)
         beside = Text(qt, kt, vt, lengths)
-        out, out_text = attend(*_turned(now, *_normed(layer, q, k)), v, text=beside, now=now, hidden=x)
+        out, out_text = attend(*_turned(layer, now, q, k), v, text=beside, now=now, hidden=x)
         out = out.flatten(2) if getattr(layer, "to_out", None) is None else _out(layer, out)
         out_text = out_text.flatten(2)
         return out, out_text if getattr(layer, "to_add_out", None) is None else layer.to_add_out(out_text)
@@ -330,8 +322,9 @@ class CogVideoX(DiffusersAdapter):
             )
         q, k, v = (one.unflatten(2, (layer.heads, -1)) for one in _projected(layer, x))
         qt, kt, vt = (one.unflatten(2, (layer.heads, -1)) for one in _projected(layer, text))
-        beside = Text(*_normed(layer, qt, kt), vt)
-        out, out_text = attend(*_turned(now, *_normed(layer, q, k)), v, text=beside, now=now, hidden=x)
+        qt, kt = (normed(one, norm, None) for norm, one in ((layer.norm_q, qt), (layer.norm_k, kt)))
+        beside = Text(qt, kt, vt)
+        out, out_text = attend(*_turned(layer, now, q, k), v, text=beside, now=now, hidden=x)
         return _out(layer, out), _out(layer, out_text)
 
 

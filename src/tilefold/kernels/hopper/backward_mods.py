@@ -67,7 +67,7 @@ def make_mod_tiles(desc, step_b, step_h, ROWS: gl.constexpr, SLOTS: gl.constexpr
 
 @aggregate
 class BackwardMods:
-    """softcap, ALiBi, score_mods, mask and mask_mods, in this order; score_grads: a derivative of each score_mod, () where that is
+    """softcap, ALiBi, score_mods, mask and mask_mods, in this order; score_grads: the derivative of each score_mod, () for
     1.  A bias is the first of the score_mods, and a mask that no box reads of the mask_mods.
 
     SOFTCAP, Slopes [B, H] by strides: as of ScoreMods.  KIND: of the BackwardMask."""
