@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 
 from .encode import PLAIN, store_encoded
-from .tile import narrow
 
 
 @triton.jit
@@ -70,15 +69,12 @@ def load_pairs(X, rows, live, stride_h, INTERLEAVED: tl.constexpr, HEADS: tl.con
     rows [M] int64; 0 where not live [M].  A head's first PAIRS pairs are those of `turn_rows`; channels behind them make pairs,
     too, so that a head has (DIM + 1) // 2, the last one of an odd DIM with a 0."""
     o_first, o_second, m_first, m_second = _channels(stride_h, INTERLEAVED, HEADS, DIM, PAIRS, BLOCK_P)
+    x = tl.load(X + rows[:, None] + o_first[None, :], mask=live[:, None] & m_first[None, :], other=0.0).to(tl.float32)
     if INTERLEAVED:
-        x = tl.load(X + rows[:, None] + o_first[None, :], mask=live[:, None] & m_first[None, :], other=0.0).to(
-            tl.float32
-        )
-        first, second = tl.split(tl.reshape(x, [x.shape[0], BLOCK_P, 2]))
+        return tl.split(tl.reshape(x, [x.shape[0], BLOCK_P, 2]))
     else:
-        first = tl.load(X + rows[:, None] + o_first[None, :], mask=live[:, None] & m_first[None, :], other=0.0)
         second = tl.load(X + rows[:, None] + o_second[None, :], mask=live[:, None] & m_second[None, :], other=0.0)
-    return first.to(tl.float32), second.to(tl.float32)
+        return x, second.to(tl.float32)
 
 
 @triton.jit
@@ -86,14 +82,13 @@ def store_pairs(Out, rows, live, stride_h, first, second, EMULATE: tl.constexpr,
                 DIM: tl.constexpr, PAIRS: tl.constexpr, BLOCK_P: tl.constexpr):  # fmt: skip
     """Store what `load_pairs` makes of Out, [M, P] fp32."""
     o_first, o_second, m_first, m_second = _channels(stride_h, INTERLEAVED, HEADS, DIM, PAIRS, BLOCK_P)
-    p_first, m_first = Out + rows[:, None] + o_first[None, :], live[:, None] & m_first[None, :]
+    rows, live = rows[:, None], live[:, None]
     if INTERLEAVED:
         x = tl.reshape(tl.join(first, second), [first.shape[0], 2 * BLOCK_P])
-        tl.store(p_first, narrow(x, Out.dtype.element_ty, EMULATE), mask=m_first)
+        store_encoded(Out, rows + o_first[None, :], x, None, live & m_first[None, :], PLAIN, EMULATE)
     else:
-        tl.store(p_first, narrow(first, Out.dtype.element_ty, EMULATE), mask=m_first)
-        p_second, m_second = Out + rows[:, None] + o_second[None, :], live[:, None] & m_second[None, :]
-        tl.store(p_second, narrow(second, Out.dtype.element_ty, EMULATE), mask=m_second)
+        store_encoded(Out, rows + o_first[None, :], first, None, live & m_first[None, :], PLAIN, EMULATE)
+        store_encoded(Out, rows + o_second[None, :], second, None, live & m_second[None, :], PLAIN, EMULATE)
 
 
 @triton.jit
@@ -128,9 +123,8 @@ def load_angles_of_heads(Table, rows, live, other, HEADS: tl.constexpr, DIM: tl.
     _, o_p, inside = _heads(tl.arange(0, BLOCK_P), HEADS, HALF)
     if PAIRS < HALF:
         inside = inside & (o_p < PAIRS)
-    return tl.load(Table + rows[:, None] + o_p[None, :], mask=live[:, None] & inside[None, :], other=other).to(
-        tl.float32
-    )
+    angles = tl.load(Table + rows[:, None] + o_p[None, :], mask=live[:, None] & inside[None, :], other=other)
+    return angles.to(tl.float32)
 
 
 @triton.jit

@@ -113,7 +113,7 @@ def test_compiled(device):
 
     got, want = (torch.autograd.grad(fn(*own), own) for fn in (one_graph(layer), layer))
     assert all(map(torch.equal, got, want))
-    op = ops.matrix.rms_norm_rotary.rms_norm_rotary_op.op
+    op = ops.matrix.rms_norm_rotary.RMS_NORM_ROTARY.op
     torch.library.opcheck(op, (x, weight, cos, sin, 1e-6, False))
     torch.library.opcheck(op, (x, weight[0].detach().requires_grad_(), cos[None], sin[None], 1e-6, True))
 

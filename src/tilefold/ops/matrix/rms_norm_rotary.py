@@ -1,4 +1,4 @@
-"""RMSNorm fused with the rotary embedding: check, plan, launch; differentiable, as an operator of torch's dispatcher."""
+"""RMSNorm fused with the rotary embedding: check, plan, launch; differentiable, as an `Operation`."""
 
 from typing import Any
 
@@ -9,10 +9,9 @@ from ...errors import DtypeError, ShapeError, Unsupported
 from ...plan.matrix.rms_norm import RMSNormPlan, RMSNormProblem, plan_rms_norm
 from ..bound import meta
 from ..device import device_of, interpreting
-from ..operator import Operator
+from ..operator import Gradient, Operation
 from ..records import recorded
 from ..serve import function_at
-from ..watch import refuse_gradients
 from .rms_norm import Prepared
 
 
@@ -41,13 +40,8 @@ def rms_norm_rotary(
     Sources: Zhang and Sennrich 2019 (arXiv:1910.07467), Su et al. 2021 (arXiv:2104.09864)."""
     if not isinstance(interleaved, bool):
         raise DtypeError(f"interleaved must be a bool, got {interleaved!r}")
-    if torch.is_grad_enabled():
-        refuse_gradients((("cos", cos), ("sin", sin)), "x and weight")
-    out: torch.Tensor = rms_norm_rotary_op(x, weight, cos, sin, check_number("eps", eps, above=0.0), interleaved)[0]
+    out: torch.Tensor = RMS_NORM_ROTARY(x, weight, cos, sin, check_number("eps", eps, above=0.0), interleaved)[0]
     return out
-
-
-# ---------------------------------------------------------------- forward
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -79,39 +73,19 @@ def _problem(x: torch.Tensor, weight: torch.Tensor) -> RMSNormProblem:
 
 @recorded("rms_norm_rotary")
 def _prepare(
-    x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float, interleaved: bool
-) -> Prepared:
+    x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float, interleaved: bool,
+    backward: bool = False, plan: RMSNormPlan | None = None,
+) -> Prepared:  # fmt: skip
     _check(x, weight, cos, sin)
-    if (own := function_at("rms_norm_rotary", x.device, eps, interleaved)) is not None:
+    name, options = ("rms_norm_rotary_backward", ()) if backward else ("rms_norm_rotary", (eps,))
+    if plan is None and (own := function_at(name, x.device, *options, interleaved)) is not None:
         return Prepared(None, own if x.numel() else None, ())
-    plan = plan_rms_norm(_problem(x, weight), device_of(x.device))
-    return _bind(x, weight, cos, sin, eps, interleaved, plan)
-
-
-def _bind(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    eps: float,
-    interleaved: bool,
-    plan: RMSNormPlan,
-) -> Prepared:
-    from ...kernels.matrix.rms_norm_rotary import rms_norm_rotary_forward
-
-    if x.numel() == 0:
-        return Prepared(plan, None, ())
-    launch, values = _launch(rms_norm_rotary_forward, plan.tiles, x, weight, cos, sin, interleaved, plan)
-    return Prepared(plan, launch, (eps, *values))
-
-
-def _launch(
-    kernel: Any, programs: int, x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-    interleaved: bool, plan: RMSNormPlan,
-) -> tuple[Any, tuple[int, ...]]:  # fmt: skip
-    """A kernel's launch, and what both kernels take of sizes and strides."""
+    from ...kernels.matrix import rms_norm_rotary as kernels
     from ..launch import Launch
 
+    plan = plan or plan_rms_norm(_problem(x, weight), device_of(x.device))
+    if x.numel() == 0:
+        return Prepared(plan, None, ())
     _, seq, heads, dim = x.shape
     together = weight.dim() == 2
     constants = {
@@ -123,10 +97,14 @@ def _launch(
         "ROWS": plan.block_rows,
         "BLOCK_P": plan.block_columns // 2,
     }
+    kernel, programs = kernels.rms_norm_rotary_forward, plan.tiles
+    if backward:
+        kernel, programs = kernels.rms_norm_rotary_backward, plan.backward_programs
+        options = (-(-plan.tiles // programs),)
     launch = Launch(kernel, (programs, 1, 1), constants, {"num_warps": plan.num_warps}, x.device.index or 0)
     strides = [s for t in (cos, sin) for s in (t.stride(0) if t.dim() == 3 and t.shape[0] > 1 else 0, t.stride(-2))]
-    row_heads = 1 if together else heads
-    return launch, (plan.problem.rows, row_heads, seq, *x.stride()[:3], weight.stride(0) if together else dim, *strides)
+    sizes = (plan.problem.rows, 1 if together else heads, seq)
+    return Prepared(plan, launch, (*options, *sizes, *x.stride()[:3], weight.stride(0), *strides), programs)
 
 
 def _forward(
@@ -141,8 +119,8 @@ def _forward(
 
 
 def _results(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    rstd = x.new_empty(x.shape[:2] if weight.dim() == 2 else x.shape[:3], dtype=torch.float32)
-    return x.new_empty(x.shape), rstd
+    rows = x.shape[:2] if weight.dim() == 2 else x.shape[:3]
+    return x.new_empty(x.shape), x.new_empty(rows, dtype=torch.float32)
 
 
 def _fake(
@@ -152,65 +130,19 @@ def _fake(
     return _results(x, weight)
 
 
-# ---------------------------------------------------------------- backward
-
-
-def _gradient(
-    dout: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rstd: torch.Tensor,
-    interleaved: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(dx, dw)."""
-    dout = dout.contiguous()
-    found = _bind_gradient(dout, x, weight, cos, sin, interleaved)
-    dx = x.new_empty(x.shape)
+def _gradients(args: Any, results: Any, grads: Any, wanted: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dx, dw): one kernel makes both."""
+    (x, weight, cos, sin, eps, interleaved), (_, rstd), (dout, _) = args, results, grads
+    found = _prepare(x, weight, cos, sin, eps, interleaved, True)
+    dx, parts = x.new_empty(x.shape), x.new_empty((found.parts, *weight.shape), dtype=torch.float32)
     if found.launch is None:
         return dx, weight.new_zeros(weight.shape)
-    parts = x.new_empty((found.parts, *weight.shape), dtype=torch.float32)
-    found.launch((dout, x, weight, cos, sin, rstd, dx, parts, *found.scalars))
+    found.launch((dout.contiguous(), x, weight, cos, sin, rstd, dx, parts, *found.scalars))
     return dx, parts.sum(0).to(weight.dtype)
 
 
-@recorded("rms_norm_rotary_backward")
-def _bind_gradient(
-    dout: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool,
-    plan: RMSNormPlan | None = None,
-) -> Prepared:  # fmt: skip
-    if plan is None and (own := function_at("rms_norm_rotary_backward", x.device, interleaved)) is not None:
-        return Prepared(None, own if x.numel() else None, ())
-    from ...kernels.matrix.rms_norm_rotary import rms_norm_rotary_backward
-
-    plan = plan or plan_rms_norm(_problem(x, weight), device_of(x.device))
-    if x.numel() == 0:
-        return Prepared(plan, None, ())
-    programs = plan.backward_programs
-    launch, values = _launch(rms_norm_rotary_backward, programs, x, weight, cos, sin, interleaved, plan)
-    return Prepared(plan, launch, (-(-plan.tiles // programs), *values), programs)
-
-
-def _gradient_fake(
-    dout: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rstd: torch.Tensor,
-    interleaved: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    *tensors, _, ctx.interleaved = inputs
-    ctx.save_for_backward(*tensors, output[1])
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-
-
-def _arguments(ctx: Any, dout: torch.Tensor | None, _: None) -> tuple[Any, ...] | None:
-    return None if dout is None else (dout, *ctx.saved_tensors, ctx.interleaved)
-
-
-def _give(ctx: Any, results: tuple[torch.Tensor, torch.Tensor]) -> tuple[Any, ...]:
-    given = (one if need else None for one, need in zip(results, ctx.needs_input_grad[:2], strict=True))
-    return *given, None, None, None, None
-
-
-rms_norm_rotary_op = Operator("rms_norm_rotary", _forward, _fake, _gradient, _gradient_fake, _keep, _arguments, _give)
+GRADIENT = Gradient(("x", "weight"), _gradients, unread=lambda *args: (0,), still=(1,))
+RMS_NORM_ROTARY = Operation("rms_norm_rotary", _forward, _fake, GRADIENT)
 
 
 # ---------------------------------------------------------------- without a GPU
@@ -226,9 +158,7 @@ def example_launch(
     x = meta(1, tokens, 3 * heads, dim, dtype=kind)[:, :, :heads]
     out, weight = meta(*x.shape, dtype=kind), meta(*((heads, dim) if together else (dim,)), dtype=kind)
     cos, rstd = meta(tokens, dim // 2, dtype=torch.float32), meta(n.rows, dtype=torch.float32)
-    if part == "forward":
-        launch, scalars = _bind(x, weight, cos, cos, 1e-6, interleaved, plan)[1:3]
-        return launch.fn, (x, weight, cos, cos, out, rstd, *scalars), launch.keywords
-    launch, scalars = _bind_gradient(out, x, weight, cos, cos, interleaved, plan)[1:3]
-    parts = meta(plan.backward_programs, n.columns, dtype=torch.float32)
-    return launch.fn, (out, x, weight, cos, cos, rstd, out, parts, *scalars), launch.keywords
+    found = _prepare(x, weight, cos, cos, 1e-6, interleaved, part == "backward", plan)
+    parts = meta(found.parts, n.columns, dtype=torch.float32)
+    tensors = (x, weight, cos, cos, out, rstd) if part == "forward" else (out, x, weight, cos, cos, rstd, out, parts)
+    return found.launch.fn, (*tensors, *found.scalars), found.launch.keywords
