@@ -19,6 +19,7 @@ from tilefold.cli.runtime import (
 from tilefold.errors import ValueRangeError
 
 if TYPE_CHECKING:
+    from tilefold.bench.setting import Options
     from tilefold.bench.video.sweep import Point
     from tilefold.plan.sparse.video import VideoShape
 
@@ -41,6 +42,11 @@ called by itself; total the whole pipeline as a user calls it. TFLOP/s are the f
 draws of K and V. Beside each dense peer: how many times as fast the fine stage and the total are; beside each that follows the
 fine stage's lists (bsa, tk, fastvideo, flex, fa4-lists): how many times as fast the fine stage is.
 
+**--module**: `tilefold.nn.SparseVideoAttention` by parts, with and without norms of q and k, beside the same layer over dense
+attention, forward and both ways; over its products and the pipeline alone, and over the module.
+
+    tilefold bench video --module --grid 16,28,52 --sparsity 65.1,90 --peers fa4,cudnn
+
 **Method**: sampled rows of each output are compared with fp64; what is wrong is not timed. Times are medians between GPU events
 with a cold L2 cache, in rounds whose order alternates; cached, and all with --graph, as replays of CUDA graphs. Exit code 1 if a
 result of tilefold is wrong.
@@ -59,6 +65,10 @@ def video(
         ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="The first value of each sweep, one turn.")] = False,
+    module: Annotated[bool, typer.Option("--module", help="A layer of a video model instead of the sweeps.")] = False,
+    grid: Annotated[
+        str | None, typer.Option(metavar="T,H,W", help="Tokens of --module.", show_default="16,28,52")
+    ] = None,
     sparsity: Annotated[
         str | None,
         typer.Option(metavar="NUMBERS", help="Per cent, of length and cached.", show_default="80,90; cached 90"),
@@ -100,6 +110,10 @@ def video(
     engine, runtime = ENGINES["video"], session.runtime
     batch, heads, seq, dim = integers(shape, "--shape", 4) if shape else SHAPES[runtime.gpu]
     made = VideoShape(batch, heads, kv_heads or heads, seq, dim, dtype_named(dtype), block)
+    if module:
+        return _module(session, made, grid, sparsity, peers, Options(rounds, budget_s=budget), quick)
+    if grid is not None:
+        raise ValueRangeError(f"--grid is for --module, got {grid!r}")
     points = _points(sweep, made, (values, sparsity), page_size, runtime, quick)
     names = engine.usual(runtime.device) if peers is None else names_from(peers, "--peers", (*PEERS, *LISTED))
     session.begin()
@@ -140,3 +154,21 @@ def _points(
         most = 1 if quick else None
         found += points_of(name, shape, (values or usual)[:most], (sparsities or fixed)[:most], pages)
     return tuple(found)
+
+
+def _module(
+    session: Session, shape: "VideoShape", grid: str | None, sparsity: str | None, peers: str | None, options: "Options",
+    quick: bool,
+) -> None:  # fmt: skip
+    """`--module`."""
+    from tilefold.bench.choice import figures_in
+    from tilefold.bench.video.module import GRID, SPARSITIES, ModuleEngine, cases_of
+    from tilefold.bench.video.stages import PEERS
+
+    engine, gpu = ModuleEngine(), session.runtime.gpu
+    names = engine.usual(session.runtime.device) if peers is None else names_from(peers, "--peers", PEERS)
+    tokens = integers(grid, "--grid", 3) if grid else GRID[gpu]
+    sparsities = figures_in(sparsity, "--sparsity") if sparsity else SPARSITIES[gpu]
+    cases = cases_of(shape, tokens, sparsities)[: 1 if quick else None]
+    session.begin()
+    session.finish([session.measure(engine, cases, [engine.known[name] for name in ("tilefold", *names)], options)])

@@ -14,6 +14,7 @@ from tilefold.bench.judge import Judge
 from tilefold.bench.records.runs import read_measured
 from tilefold.bench.timers import Timing
 from tilefold.bench.video import sweep as video_sweep
+from tilefold.bench.video.module import PARTS
 from tilefold.bench.video.report import findings, overtakes, table_of
 from tilefold.bench.video.sweep import Point, SweepRow, points_of
 from tilefold.errors import ShapeError, ValueRangeError
@@ -217,3 +218,39 @@ def test_too_little_memory_is_a_note(monkeypatch):
     row = video_sweep.measure_point(Point("sparsity", SHAPE, 50), "cpu")
     assert row.notes == ("sparsity_d128_h12_n23296x1_b64_s50: no memory: out of memory",)
     assert not row.timings
+
+
+@pytest.mark.interpreter
+@pytest.mark.no_poison
+def test_a_layer_is_checked_and_timed_by_parts(tmp_path, monkeypatch):
+    """With norms and without, both ways, beside a dense layer; what fails its check has no time."""
+    file, results = tmp_path / "module.json", tmp_path / "results"
+    options = ("--module", "--grid", "4,4,8", "--sparsity", "50", "--peers", "math", "--rounds", 1, "--json", file)
+    output = run(*options, "--results", results, *TINY).output
+    assert (
+        "module: 4 x 4 x 8 tokens, batch 1, 2 heads on 2, D=16, float32, 50 % left out, norms of q and k"
+        in " ".join(output.split())
+    )
+    assert "of what products and pipeline take" in output
+    plain, normed = json.loads(file.read_text())["rows"]
+    for row in (plain, normed):
+        assert row["status"] == "ok" and row["relative_l2"] is not None
+        assert {"module", "dense math", "module, forward + backward", "dense math, forward + backward", *PARTS} == set(
+            row["ms"]
+        )
+        assert row["least_ms"] == row["ms"]["products of qkv and out"] + row["ms"]["pipeline"]
+    assert (plain["qk_norm"], normed["qk_norm"]) == (False, True)
+    assert len((results / "video_module.jsonl").read_text().splitlines()) == 2
+    monkeypatch.setattr(Judge, "verdict", lambda self, result: Comparison(1.0, 0.1, 1.0, 0.1, False))
+    output = run(*options, "--quick", *TINY, code=1).output
+    assert "module at module_d16_h2_4x4x8_s50: WRONG" in " ".join(output.split())
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["status"] == "WRONG" and set(row["ms"]) == {*PARTS}
+
+
+def test_a_layer_refuses():
+    refused(
+        run,
+        ("--module --grid 4,4,6", "--grid must be three multiples of 4 (cubes of 4 x 4 x 4 tokens), got (4, 4, 6)"),
+        ("--grid 4,4,8", "--grid is for --module, got '4,4,8'"),
+    )

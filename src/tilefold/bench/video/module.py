@@ -16,7 +16,8 @@ from tilefold.bench.loop import FAILED, MEMORY, OK, WRONG, first_line, run_each
 from tilefold.bench.records.record import Sheet, head, tail, times
 from tilefold.bench.setting import Options, Setting
 from tilefold.bench.timers import Timing
-from tilefold.bench.video.stages import PEERS, Call, dense_case, implementations, time_calls
+from tilefold.bench.video.stages import PEERS, USUAL, Call, dense_case, implementations, time_calls
+from tilefold.errors import ValueRangeError
 from tilefold.nn import SparseVideoAttention
 from tilefold.plan.sparse.video import VideoShape
 from tilefold.reference import Comparison
@@ -95,10 +96,15 @@ class Dense(nn.Module):
         return found
 
 
-def cases_of(shape: VideoShape, grid: tuple[int, int, int], sparsities: Sequence[float]) -> tuple[ModuleCase, ...]:
-    """One case a sparsity, and the last also with norms of q and k."""
+def cases_of(shape: VideoShape, grid: Sequence[int], sparsities: Sequence[float]) -> tuple[ModuleCase, ...]:
+    """One case a sparsity, and the last also with norms of q and k.
+
+    ValueRangeError for a grid that cubes of 4 do not divide: what is checked has no padding."""
+    t, h, w = grid
+    if t % 4 or h % 4 or w % 4:
+        raise ValueRangeError(f"--grid must be three multiples of 4 (cubes of 4 x 4 x 4 tokens), got {tuple(grid)}")
     shape = replace(shape, seq=math.prod(grid))
-    plain = [ModuleCase(shape, grid, sparsity) for sparsity in sparsities]
+    plain = [ModuleCase(shape, (t, h, w), sparsity) for sparsity in sparsities]
     return (*plain, replace(plain[-1], qk_norm=True))
 
 
@@ -190,6 +196,9 @@ class ModuleEngine(Engine):
     def known(self) -> Mapping[str, Any]:
         return {name: one for name, one in implementations().items() if name in ("tilefold", *PEERS)}
 
+    def usual(self, device: str) -> tuple[str, ...]:
+        return tuple(name for name in USUAL[device] if name in PEERS)
+
     def run(
         self,
         cases: Sequence[ModuleCase],
@@ -230,7 +239,7 @@ class ModuleEngine(Engine):
         ]
 
     def sheets(self, results: Sequence[ModuleRow], setting: Setting) -> list[Sheet]:
-        columns = ("a layer", "ms", "of products and pipeline", "of the module")
+        columns = ("a layer", "ms", "over least", "over ours")
         return [
             Sheet(_title(row.case, setting), columns, tuple(map(row.cells, row.timings)), brackets=False)
             for row in results
@@ -259,5 +268,5 @@ def _title(case: ModuleCase, setting: Setting) -> str:
     shape, norm = case.shape, ", norms of q and k" * case.qk_norm
     return (
         f"module: {' x '.join(map(str, case.grid))} tokens, batch {shape.batch}, {shape.heads} heads on {shape.kv_heads}, "
-        f"D={shape.dim}, {shape.dtype}, {case.sparsity:g} % left out{norm}, on {setting.device}"
+        f"D={shape.dim}, {shape.dtype}, {case.sparsity:g} % left out{norm}, on {setting.device}; least: products and pipeline"
     )
