@@ -103,3 +103,23 @@ def test_a_captured_pipeline_selects_anew():
         seen.append(call(return_stages=True)[1].index.to_map())
     assert not torch.equal(seen[0], seen[1])
     assert not torch.equal(seen[1], seen[2])
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_other_lengths_and_strides(dim):
+    """One after the other in a process: what is kept of the first call has its lengths and strides alone."""
+    for length, joined in ((640, True), (640, False), (1280, False), (320, True), (1280, True)):
+        q, k, v = torch.randn(1, length, 3, H, dim, dtype=torch.bfloat16, device=DEVICE).unbind(2)
+        if not joined:
+            q, k, v = q.contiguous(), k.contiguous(), v
+        gates = [torch.randn(1, length, H, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
+        options = {"select": sparse.SelectOptions("top_k", sparsity=0.5), "return_stages": True}
+        with torch.no_grad():
+            got = sparse.sparse_video_attention(
+                q, k, v, gate_coarse=gates[0], gate_fine=gates[1], select=options["select"]
+            )
+            out, stages = sparse.sparse_video_attention(q, k, v, gate_coarse=gates[0], gate_fine=gates[1], **options)
+        want, _ = reference.sparse_attention(q, k, v, stages.index)
+        want = reference.fuse(stages.coarse_out, want, *gates)
+        for one in (got, out):
+            assert (one.double() - want).norm() <= 0.01 * want.norm(), (length, joined)

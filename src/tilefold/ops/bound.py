@@ -152,8 +152,11 @@ class Bound:
 
     @property
     def values(self) -> dict[str, Any]:
-        """What it was made of."""
-        return {name: value for table in self._values for name, value in table.items()}
+        """What it was made of, and what makes arguments of other lengths."""
+        found = {name: value for table in self._values for name, value in table.items()}
+        for at, _, make in self._made:
+            found[self.names[at]] = found[self.names[at]]._replace(make=make)
+        return found
 
     def found(self, given: tuple[Any, ...]) -> bool:
         """Whether the kernel has been compiled for such a call."""

@@ -8,13 +8,13 @@ from tilefold.ops import records
 from tilefold.ops.bound import stand_in
 from tilefold.ops.call import Call
 from tilefold.ops.source import Lists, key_of
-from tilefold.ops.sparse import sparse, sparse_backward, sparse_backward_hopper
+from tilefold.ops.sparse import sparse, sparse_backward, sparse_backward_hopper, sparse_mixed
 from tilefold.plan import device_named
 
 
-def made(n, m, layout="bshd", heads=64, blocks=(64, 64), sizes=False):
+def made(n, m, layout="bshd", heads=64, blocks=(64, 64), sizes=False, batch=2):
     """q, k, v and the call, without memory; sizes: blocks have some."""
-    shapes = ((2, n, heads, 64), (2, m, 2, 64))
+    shapes = ((batch, n, heads, 64), (batch, m, 2, 64))
     shapes = tuple(s if layout == "bshd" else (s[0], s[2], s[1], s[3]) for s in shapes)
     q, k, v = (torch.empty(s, dtype=torch.bfloat16, device="meta") for s in (shapes[0], *shapes[1:] * 2))
     q_blocks, kv_blocks = -(-n // blocks[0]), -(-m // blocks[1])
@@ -63,6 +63,40 @@ def test_the_record_is_that_of_a_call_of_its_own(options, lengths, monkeypatch):
         assert again.bound.launch.grid == own.bound.launch.grid
         assert again.bound.launch.keywords == own.bound.launch.keywords
         assert arguments_of(again, *given) == arguments_of(own, *given)
+
+
+def mixed_arguments(prepared, q, k, v, call):
+    """What the launch with gates gets that is bound to a record, descriptors by what they say."""
+    out, gate = (
+        torch.empty(prepared.out_shape, dtype=q.dtype, device="meta"),
+        torch.empty(call_heads(q, call), device="meta"),
+    )
+    bound = sparse_mixed.bind(prepared, call, out, out, gate, None)
+    lse = torch.empty(prepared.lse_shape, device="meta")
+    given = bound.arguments((q, k, v, out, lse, call, out, gate, None))
+    return [{**a.__dict__, "base": a.base.shape} if hasattr(a, "block_shape") else tuple(a.shape) if hasattr(a, "shape") else a
+            for a in given]  # fmt: skip
+
+
+def call_heads(q, call):
+    return q.shape[2 if call.layout == "bshd" else 1]
+
+
+@pytest.mark.parametrize("options", [{}, {"layout": "bhsd"}, {"batch": 1}], ids=["", "bhsd", "one"])
+def test_the_launch_with_gates_is_that_of_a_call_of_its_own(options, monkeypatch):
+    """Of other lengths, and of tensors whose rows lie otherwise: k beside v, and each by itself."""
+    monkeypatch.setattr(sparse, "device_of", lambda *args: device_named("h200"))
+    monkeypatch.setattr("tilefold.ops.hopper.bound_or_none", lambda kind, bind, *_: bind())
+    monkeypatch.setattr(records, "CACHE", {})
+    q, k, v, call = first = made(1024, 1024, **options)
+    sparse.prepare(*first)
+    joint = torch.empty(*q.shape[:-1], 2 * q.shape[-1], dtype=q.dtype, device="meta")[..., : q.shape[-1]]
+    for given in (made(640, 640, **options), (joint, k, v, call), made(1088, 1088, **options)):
+        own = sparse._prepare(*given)
+        with monkeypatch.context() as alone:
+            alone.setattr(sparse, "_prepare", None)
+            again = sparse.prepare(*given)
+        assert mixed_arguments(again, *given) == mixed_arguments(own, *given)
 
 
 def bound_backward(q, k, v, call):
