@@ -122,7 +122,8 @@ results = compiled(__name__, JOBS, NEWEST)
 @pytest.mark.parametrize("name", [name for name, _ in JOBS])
 def test_versions(results: Results, name: str) -> None:
     """wgmma, nothing in flight that is overwritten, no product made to wait for another; of D=128 a few loads in a round of 2500
-    cycles and more of numbers that have no register, of D=64 none; with changes of scores 24 at most."""
+    cycles and more of numbers that have no register, of D=64 none; with changes of scores 24 at most, and 72 where functions of
+    scores load beside P in fp32 at D=64 (measured: 2 to 4 % of the time, all changes at once 10 %)."""
     found = results.of(name, "sm_90")
     part, case = name.split(maxsplit=1)
     if part != "main":
@@ -134,10 +135,14 @@ def test_versions(results: Results, name: str) -> None:
     assert len(found.report.loops) == 2  # a warpgroup each
     few = 0 if plan.problem.dim_qk == 64 else 12 if found.report.triton.startswith("3.9") else 4
     changed, table = not plan.problem.plain, "table" in name  # which partial tiles alone are asked about
-    assert all(loop.spills <= (96 if table else 24 if changed else few) for loop in found.report.loops)
+    narrow = plan.problem.dim_qk == 64 and "user" in plan.problem.score_mods
+    many = 112 if table else 72 if narrow else 24 if changed else few
+    assert all(loop.spills <= many for loop in found.report.loops)
     parts = 65 <= plan.problem.dim_qk <= 96  # values stay in registers
     parts = parts or plan.problem.varlen  # and the loading warp, of 24 registers, has more to know
-    assert found.report.spill_store_bytes <= (512 if table else 192 if changed else 128 if parts else 64)
+    assert found.report.spill_store_bytes <= (
+        512 if table else 352 if narrow else 192 if changed else 128 if parts else 64
+    )
     shared = reduce_shared(plan.problem, plan.keys.num_stages)
     assert 0 <= shared - found.report.shared_bytes < 512
     assert found.report.occupancy.programs == 1

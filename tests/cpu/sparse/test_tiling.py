@@ -12,6 +12,7 @@ from tilefold import BlockIndex
 from tilefold.errors import DtypeError, ShapeError, ValueRangeError
 from tilefold.sparse import GridTiling, any_of, video_window
 from tilefold.sparse import kept as kept_module
+from tilefold.sparse.tiling import _in_words
 
 GRIDS = [
     ((4, 8, 8), (4, 4, 4)),
@@ -46,6 +47,29 @@ def test_slots_are_those_of_the_loops(grid, cube, device):
     assert (tiling.sizes(device) is None) == tiling.even
     where = torch.stack([want // (grid[1] * grid[2]), want // grid[2] % grid[1], want % grid[2]], 1)
     assert torch.equal(tiling.positions(device).cpu(), torch.where(want[:, None] >= 0, where, 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_words_are_what_numbers_are(dtype, device):
+    """Copied 8 bytes at a time where they lie so, and one by one with gradients: of slices, odd widths, shared rows."""
+    tiling, numbers = GridTiling((4, 8, 4), (4, 4, 4)), torch.randn(2, 128, 40, device=device).to(dtype)
+    heads, turned = numbers.view(2, 128, 5, 8), numbers.transpose(1, 2).contiguous().transpose(1, 2)
+    views = (
+        numbers,
+        numbers[..., 8:32],
+        numbers[..., 3:20],
+        numbers[..., :7],
+        numbers[1:, :, ::2],
+        heads[:, :, 1:3],
+        turned,
+    )
+    for x in (*views, numbers[:1].expand(3, -1, -1), numbers[..., 0], numbers[:0]):
+        leaf = x.detach().clone().requires_grad_()
+        tiled = tiling.tile(leaf)
+        assert torch.equal(tiling.tile(x), tiled) and torch.equal(tiling.untile(tiled.detach()), x)
+        assert torch.equal(torch.autograd.grad(tiled, leaf, tiled.detach())[0], x)
+    assert _in_words(numbers) is not None and _in_words(heads[:, :, 1:3]) is not None
+    assert _in_words(numbers[..., 3:20]) is None and _in_words(numbers.requires_grad_()) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])

@@ -73,8 +73,8 @@ def step(dk, dv, own, operands, block, visit, pipe, mods, recompute, sums, i, CI
 
     LATE: dP is issued behind P, since changes of scores have no registers beside it.  BESIDE: lse is read while S is made, which
     is 2 to 7 % faster; at D=80 and 96 it is slower, and at D=64 or beside changed scores there are no registers.  SOON: P is
-    rounded for dv before dP is there; at D=64 behind dS, where dP's registers are free, unless a derivative is in P.  dk and dv
-    have one part or two; S, dP and the products of dk and dv have as many wgmma groups.
+    rounded for dv before dP is there; at D=64 behind dS, where dP's registers are free, unless P holds a derivative or functions
+    mask alone.  dk and dv have one part or two; S, dP and the products of dk and dv have as many wgmma groups.
 
     Source: the order of the products is FlashAttention-4's (https://github.com/Dao-AILab/flash-attention, flash_bwd_sm90.py)."""
     config = pipe.config
