@@ -60,7 +60,8 @@ class ModuleRow:
 
     @property
     def status(self) -> str:
-        return self.failure or (OK if all(one.ok for one in self.verdicts.values()) else WRONG)
+        """What became of tilefold's layer: a status of bench.loop."""
+        return self.failure or (WRONG if MODULE in self.verdicts and not self.verdicts[MODULE].ok else OK)
 
     @property
     def least_ms(self) -> float | None:
@@ -174,7 +175,7 @@ def _parts(layer: SparseVideoAttention, x: Tensor, tiled: Tensor) -> dict[str, C
 
 
 def _verdict(case: ModuleCase, layer: SparseVideoAttention, x: Tensor, tiled: Tensor) -> Comparison:
-    """Of the fine branch of a call of the module: sampled rows against fp64 over the lists that it made."""
+    """Of the pipeline as the module calls it: sampled rows against fp64 over its lists, since its gates start at 0 and 1."""
     from tilefold.bench.attention.cases import Case
     from tilefold.bench.attention.lists import Pattern
 
@@ -183,7 +184,8 @@ def _verdict(case: ModuleCase, layer: SparseVideoAttention, x: Tensor, tiled: Te
     index = stages.index
     problem = replace(dense_case(case.shape).problem, seq_q=q.shape[1], seq_k=k.shape[1])
     listed = Case("sparse", problem, Pattern("random", case.sparsity, index.block_q, index.block_k))
-    return Judge(Inputs(listed, q, k, v, index)).verdict(stages.fine_out)
+    options = {**layer.gates(tiled), **layer.list_options(layer.tiling(), x.device)}
+    return Judge(Inputs(listed, q, k, v, index)).verdict(layer.attend(q, k, v, **options))
 
 
 class ModuleEngine(Engine):
@@ -254,14 +256,7 @@ class ModuleEngine(Engine):
         return said
 
     def wrong(self, results: Sequence[ModuleRow]) -> bool:
-        return any(row.failure == FAILED or not row.verdicts.get(MODULE, _RIGHT).ok for row in results)
-
-
-class _Right:
-    ok = True
-
-
-_RIGHT: Any = _Right()
+        return any(row.status in (WRONG, FAILED) for row in results)
 
 
 def _title(case: ModuleCase, setting: Setting) -> str:
