@@ -1,6 +1,7 @@
 """Whole models on several ranks: FSDP2, tensor parallelism, checkpoints, torch.compile, Transformers; beside one process."""
 
 import copy
+import importlib.util
 from functools import partial
 
 import torch
@@ -18,6 +19,8 @@ from tilefold.reference.tolerance import compare
 def on_two():
     yield "model-compiled", partial(compiled, "heads")
     yield "model-fsdp", fsdp
+    if importlib.util.find_spec("diffusers"):
+        yield from ((f"model-video-{family}", partial(sparse_video, family)) for family in ("wan", "hunyuan"))
     yield "model-train-long", long_example
     yield "model-mistral", partial(transformer, "mistral", "zigzag", [0, 9, 16])  # a window, packed
     yield "model-refusals", refusals
@@ -138,6 +141,43 @@ def fsdp():
     fully_shard(model, mesh=mesh)
     loss = backward(model, tokens, tp.shard(14, ranks, "zigzag"), mesh, "ring", ranks)  # FSDP averages
     judge({name: p.grad.full_tensor() for name, p in model.named_parameters()}, loss, whole, tokens)
+
+
+def sparse_video(family):
+    """A video model of Diffusers with sparse attention that learns, under FSDP2: blocks are shards, gates with them.
+    Ranks have the same video, so that the average of gradients is that of one process."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    import video_models as small
+    from tilefold import video
+
+    torch.manual_seed(3)
+    model, inputs = small.FAMILIES[family]()
+    video.sparsify(model, video.Pooled(sparsity=0.5), cube=small.CUBE, trainable=True)
+    with torch.no_grad():
+        for one in video.trainable_parameters(model).values():
+            one.normal_(0, 0.5)
+    whole, mesh = copy.deepcopy(model), init_device_mesh("cpu", (dist.get_world_size(),))
+    for name in ("blocks", "transformer_blocks", "single_transformer_blocks"):
+        for block in getattr(model, name, ()):
+            fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    wanted = whole(**inputs).sample
+    wanted.square().mean().backward()
+    got = model(**inputs).sample
+    got.square().mean().backward()
+    torch.testing.assert_close(got, wanted)
+    pairs = list(zip(model.named_parameters(), whole.parameters(), strict=True))
+    assert all(hasattr(one, "full_tensor") for (_, one), _ in pairs)
+    mine, theirs = (video.trainable_parameters(each).values() for each in (model, whole))
+    assert {*map(id, mine)} <= {id(one) for (_, one), _ in pairs} and all(one.grad.abs().max() > 0 for one in theirs)
+    for (name, one), other in pairs:
+        assert (one.grad is None) == (other.grad is None), name
+        if other.grad is not None:
+            torch.testing.assert_close(
+                one.grad.full_tensor(), other.grad, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 def tensor_parallel():

@@ -69,7 +69,8 @@ def _route(setting: Setting) -> route.Route:
     def go(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         for name, value, default in zip(Call._fields, call, _DEFAULT, strict=True):
             if name not in _SERVED and not (value is default or (type(value) is type(default) and value == default)):
-                raise Unsupported(f"{name} inside context_parallel: served are {', '.join(sorted(_SERVED))}")
+                what = "packed sequences (give them to `shard` instead)" if name == "source" else name
+                raise Unsupported(f"{what} inside context_parallel: served are {', '.join(sorted(_SERVED))}")
         if call.layout not in ("bshd", "bhsd"):
             raise ValueRangeError(f"layout must be 'bshd' or 'bhsd', got {call.layout!r}")
         if call.layout == "bhsd":

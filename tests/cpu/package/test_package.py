@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -216,3 +217,14 @@ def test_an_active_environment_of_the_checkout_is_not_what_replaces_it(tmp_path:
     environment.pop("PYTHON", None)
     found = subprocess.check_output(["sh", copy], text=True, env=environment).strip()
     assert found == str(tmp_path / "other" / "bin" / "python3")
+
+
+def test_every_folder_of_tests_is_collected(pytestconfig: pytest.Config) -> None:
+    """pytest passes by folders of some names, `dist` among them, and says nothing."""
+    skipped = pytestconfig.getini("norecursedirs")
+    files = list((ROOT / "tests").rglob("test_*.py"))
+    assert "dist" in skipped and len(files) > 200
+    lost = [
+        file for file in files for part in file.relative_to(ROOT).parts[:-1] if any(fnmatch(part, p) for p in skipped)
+    ]
+    assert not lost

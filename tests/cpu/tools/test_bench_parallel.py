@@ -1,4 +1,4 @@
-"""`tilefold bench parallel`: what is hidden in a trace, what the table says; on ranks it runs in tests/dist."""
+"""`tilefold bench parallel`: what is hidden in a trace, what the table says; on ranks it runs in tests/distributed."""
 
 import gzip
 import json
