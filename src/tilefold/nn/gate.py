@@ -59,9 +59,9 @@ class Gate(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.weight is None:
             return self.bias
-        return self.of(nn.functional.linear(x, self.weight, self.bias))
+        return self._gate(nn.functional.linear(x, self.weight, self.bias))
 
-    def of(self, raw: torch.Tensor) -> torch.Tensor:
+    def _gate(self, raw: torch.Tensor) -> torch.Tensor:
         """The gate of what its linear map gives."""
         return raw.sigmoid() if self.kind == "sigmoid" else raw
 
@@ -80,4 +80,4 @@ def both_gates(
         return None if one is None else one(x), None if other is None else other(x)
     weight, bias = torch.cat([one.weight, other.weight]), torch.cat([one.bias, other.bias])
     raw, more = nn.functional.linear(x, weight, bias).split([one.bias.shape[0], other.bias.shape[0]], -1)
-    return one.of(raw), other.of(more)
+    return one._gate(raw), other._gate(more)

@@ -126,7 +126,7 @@ class SparseVideoAttention(nn.Module):
             )
         x = tiling.tile(x)
         q, k, v = self.project(x, tiling)
-        options = {**self.gates(x), **self.list_options(tiling, x.device, index)}
+        options = {**self.gates(x), **self._lists(tiling, x.device, index)}
         result = self.attend(q, k, v, **options, return_stages=return_stages)
         out, stages = result if return_stages else (result, None)
         out = self.out(tiling.untile(out.flatten(2)))
@@ -174,7 +174,7 @@ class SparseVideoAttention(nn.Module):
         """`tilefold.sparse.sparse_video_attention`; a subclass may compute the same in another way."""
         return sparse_video_attention(q, k, v, **options)
 
-    def list_options(self, tiling: GridTiling, device: torch.device, index: BlockIndex | None = None) -> dict[str, Any]:
+    def _lists(self, tiling: GridTiling, device: torch.device, index: BlockIndex | None = None) -> dict[str, Any]:
         """What says which blocks are attended, as keyword arguments of the pipeline."""
         shared: dict[str, Any] = {"coarse": self.coarse_options, "scale": self.scale}
         if self.coarse_options is None:

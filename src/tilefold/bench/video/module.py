@@ -169,7 +169,7 @@ def _parts(layer: SparseVideoAttention, x: Tensor, tiled: Tensor) -> dict[str, C
         lambda: (layer.qkv(tiled), layer.out(tiled)),
         lambda: layer.turn(joint, tiling),
         lambda: layer.gates(tiled),
-        lambda: layer.attend(q, k, v, **gates, **layer.list_options(tiling, x.device)),
+        lambda: layer.attend(q, k, v, **gates, **layer._lists(tiling, x.device)),
     )
     return dict(zip(PARTS, made, strict=True))
 
@@ -184,7 +184,7 @@ def _verdict(case: ModuleCase, layer: SparseVideoAttention, x: Tensor, tiled: Te
     index = stages.index
     problem = replace(dense_case(case.shape).problem, seq_q=q.shape[1], seq_k=k.shape[1])
     listed = Case("sparse", problem, Pattern("random", case.sparsity, index.block_q, index.block_k))
-    options = {**layer.gates(tiled), **layer.list_options(layer.tiling(), x.device)}
+    options = {**layer.gates(tiled), **layer._lists(layer.tiling(), x.device)}
     return Judge(Inputs(listed, q, k, v, index)).verdict(layer.attend(q, k, v, **options))
 
 
