@@ -43,7 +43,8 @@ draws of K and V. Beside each dense peer: how many times as fast the fine stage 
 fine stage's lists (bsa, tk, fastvideo, flex, fa4-lists): how many times as fast the fine stage is.
 
 **--module**: `tilefold.nn.SparseVideoAttention` by parts, with and without norms of q and k, beside the same layer over dense
-attention, forward and both ways; over its products and the pipeline alone, and over the module.
+attention, forward and both ways; over its products and the pipeline alone, and over the module. Checked is the attention of
+each layer; N of --shape is that of --grid.
 
     tilefold bench video --module --grid 16,28,52 --sparsity 65.1,90 --peers fa4,cudnn
 
@@ -71,7 +72,11 @@ def video(
     ] = None,
     sparsity: Annotated[
         str | None,
-        typer.Option(metavar="NUMBERS", help="Per cent, of length and cached.", show_default="80,90; cached 90"),
+        typer.Option(
+            metavar="NUMBERS",
+            help="Per cent, of length, cached and --module.",
+            show_default="80,90; cached 90; 65.1,90",
+        ),
     ] = None,
     shape: Annotated[
         str | None,
@@ -111,6 +116,14 @@ def video(
     batch, heads, seq, dim = integers(shape, "--shape", 4) if shape else SHAPES[runtime.gpu]
     made = VideoShape(batch, heads, kv_heads or heads, seq, dim, dtype_named(dtype), block)
     if module:
+        named = {"--values": values, "--png": png, "--html": html, "--graph": graph or None}
+        changed = {"--sweep": sweep != "sparsity,cached", "--block": block != 64, "--page-size": page_size != 64}
+        if wrong := [name for name, given in named.items() if given is not None] + [
+            n for n, on in changed.items() if on
+        ]:
+            raise ValueRangeError(
+                f"{', '.join(wrong)} cannot be given with --module, which takes cubes of 4 x 4 x 4 tokens"
+            )
         return _module(session, made, grid, sparsity, peers, Options(rounds, budget_s=budget), quick)
     if grid is not None:
         raise ValueRangeError(f"--grid is for --module, got {grid!r}")

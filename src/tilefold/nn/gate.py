@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from ..errors import ValueRangeError
+from .bare import is_bare
 
 GateKind = Literal["linear", "sigmoid", "head"]
 """A linear map of each token, its sigmoid, or one number a head."""
@@ -70,14 +71,15 @@ class Gate(nn.Module):
 
 
 def both_gates(
-    x: torch.Tensor, first: Gate | None, second: Gate | None
+    x: torch.Tensor, one: Gate | None, other: Gate | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The gates of x, those that there are; in one product where both have weights and nobody watches their calls."""
-    one, other = first, second
-    if one is None or other is None or one.weight is None or other.weight is None or one._forward_pre_hooks or (
-        one._forward_hooks or other._forward_pre_hooks or other._forward_hooks
-    ):  # fmt: skip
-        return None if one is None else one(x), None if other is None else other(x)
-    weight, bias = torch.cat([one.weight, other.weight]), torch.cat([one.bias, other.bias])
-    raw, more = nn.functional.linear(x, weight, bias).split([one.bias.shape[0], other.bias.shape[0]], -1)
-    return one._gate(raw), other._gate(more)
+    """The gates of x, those that there are; in one product where both have weights and `is_bare` holds of both."""
+    if one is not None and other is not None and _is_linear(one, x) and _is_linear(other, x):
+        weight, bias = torch.cat([one.weight, other.weight]), torch.cat([one.bias, other.bias])  # type: ignore[list-item]
+        raw, more = nn.functional.linear(x, weight, bias).split([one.bias.shape[0], other.bias.shape[0]], -1)
+        return one._gate(raw), other._gate(more)
+    return None if one is None else one(x), None if other is None else other(x)
+
+
+def _is_linear(gate: Gate, x: torch.Tensor) -> bool:
+    return type(gate) is Gate and gate.weight is not None and is_bare(gate, x.device)

@@ -14,8 +14,11 @@ from ..check import FLOATS, TensorSpec, bind, check_number
 from ..errors import DtypeError, ShapeError, ValueRangeError
 from ..ops import rms_norm_rotary
 from ..ops.call import MAX_HEAD_DIM
+from ..ops.watch import in_forward_mode, is_transformed, is_watched
+from ..plan.matrix.rms_norm import MOST_COLUMNS
 from ..sparse.kept import kept
 from ..sparse.tiling import GridTiling, triple
+from .bare import is_bare
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 """(cos, sin)."""
@@ -95,14 +98,9 @@ class Rotary3D:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """x [batch, seq, heads, dim], its first 2 * pairs channels turned; cos, sin [1 or batch, seq, pairs] or [seq, pairs].
+    """x [..., seq, heads, dim] with its first 2 * cos.shape[-1] channels turned; cos, sin [..., seq, pairs].
 
-    Computed in the wider of x's dtype and that of the tables, returned in x's dtype.  Differentiable in x.  One launch, but for
-    fp64, a table for each batch entry, and head dims that `tilefold.apply_rotary` refuses."""
-    one = cos.dim() == 2 or cos.shape[0] == 1
-    if one and x.shape[-1] <= MAX_HEAD_DIM and _is_launched(x, cos, sin):
-        cos, sin = (t if t.dim() == 2 else t[0] for t in (cos, sin))
-        return apply_rotary(x, cos.detach(), sin.detach(), interleaved=interleaved)
+    By torch's operations, in the wider of x's dtype and that of the tables; returned in x's dtype.  Differentiable in x."""
     pairs = cos.shape[-1]
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     turning = x[..., : 2 * pairs].to(torch.promote_types(x.dtype, cos.dtype))
@@ -113,37 +111,48 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
     return turned if 2 * pairs == x.shape[-1] else torch.cat((turned, x[..., 2 * pairs :]), -1)
 
 
-def normed(x: torch.Tensor, norm: nn.Module | None, tables: Tables | None, interleaved: bool = True) -> torch.Tensor:
-    """norm(x), if there is one, turned by the tables, if there are any; both in one launch where norm is an RMSNorm that nobody
-    watches.
+def normed(
+    x: torch.Tensor, norm: nn.Module | None, tables: Tables | None, interleaved: bool = True, together: bool = False
+) -> torch.Tensor:
+    """norm(x), if there is one, turned by the tables, if there are any: by one launch where norm is an RMSNorm that `is_bare` and
+    kernels take the tensors, else by the module, in its weight's dtype if that is wider, and by `rotate`.
 
-    x [batch, seq, heads, dim].  norm: of a head's channels, or of all heads' together.  Returns x's dtype, rounded once by the
-    launch, else after each step."""
-    if norm is None:
-        return x if tables is None else rotate(x, *tables, interleaved)
-    weight = getattr(norm, "weight", None)
-    together = weight is not None and weight.shape != x.shape[-1:]
-    if tables is not None and weight is not None and _is_plain(norm) and _is_launched(x, *tables, weight):
+    x [batch, seq, heads, dim]; tables [1 or batch, seq, pairs] or [seq, pairs].  norm: of each head, or, together, of all
+    of a token.  Returns x's dtype.  Differentiable once."""
+    if tables is not None and _is_launched(x, *tables):
         cos, sin = (t.detach() for t in tables)
-        weight = weight.view(x.shape[-2:]) if together else weight
-        return rms_norm_rotary(x, weight, cos, sin, eps=norm.eps, interleaved=interleaved)  # type: ignore[arg-type]
-    wide = x if weight is None else x.to(weight.dtype)
-    x = (norm(wide.flatten(-2)).view(x.shape) if together else norm(wide)).to(x.dtype)
+        one = cos.dim() == 2 or cos.shape[0] == 1
+        if norm is None and one and x.shape[-1] <= MAX_HEAD_DIM:
+            cos, sin = (t if t.dim() == 2 else t[0] for t in (cos, sin))
+            return apply_rotary(x, cos, sin, interleaved=interleaved)
+        if norm is not None and _is_rms_norm(norm, x, together):
+            weight = norm.weight.view(x.shape[-2:] if together else x.shape[-1:])  # type: ignore[operator]
+            return rms_norm_rotary(x, weight, cos, sin, eps=norm.eps, interleaved=interleaved)  # type: ignore[arg-type]
+    if norm is not None:
+        weight, kind = getattr(norm, "weight", None), x.dtype
+        if weight is not None and weight.is_floating_point() and weight.itemsize > x.itemsize:
+            x = x.to(weight.dtype)
+        x = (norm(x.flatten(-2)).view(x.shape) if together else norm(x)).to(kind)
     return x if tables is None else rotate(x, *tables, interleaved)
 
 
-def _is_launched(x: torch.Tensor, cos: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether kernels take these: what remains is torch's."""
-    given = (x, cos, *others)
-    return cos.shape[-1] > 0 and all(t.dtype in FLOATS and t.stride(-1) == 1 for t in given)
+def _is_launched(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    """Whether kernels take these, and nobody has to see torch's operations."""
+    if not torch.compiler.is_compiling() and (is_transformed() or in_forward_mode() or is_watched((x, cos, sin))):
+        return False
+    fits = 0 < 2 * cos.shape[-1] <= x.shape[-1] and cos.shape[-2] == x.shape[1]
+    return fits and all(t.dtype in FLOATS and t.stride(-1) == 1 for t in (x, cos, sin))
 
 
-def _is_plain(norm: nn.Module) -> bool:
-    """Whether norm is torch's RMSNorm, or Diffusers', without a bias, hooks or parametrisations."""
-    kind = type(norm)
-    known = kind is nn.RMSNorm or (kind.__name__ == "RMSNorm" and kind.__module__.startswith("diffusers."))
-    bare = not (norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks)
-    return known and bare and isinstance(norm.eps, float) and getattr(norm, "bias", None) is None
+def _is_rms_norm(norm: nn.Module, x: torch.Tensor, together: bool) -> bool:
+    """Whether norm is torch's RMSNorm, or Diffusers', of these rows, with a weight, and `is_bare`."""
+    kind, weight, columns = type(norm), getattr(norm, "weight", None), x.shape[-1] * (x.shape[-2] if together else 1)
+    if not (kind is nn.RMSNorm or (kind.__name__ == "RMSNorm" and kind.__module__.startswith("diffusers."))):
+        return False
+    if weight is None or weight.dtype not in FLOATS or weight.shape != (columns,) or columns > MOST_COLUMNS:
+        return False
+    eps: object = norm.eps
+    return isinstance(eps, float) and eps > 0 and getattr(norm, "bias", None) is None and is_bare(norm, x.device)
 
 
 def rotary_3d(

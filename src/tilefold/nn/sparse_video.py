@@ -15,7 +15,7 @@ from .coarse import CoarseProjection
 from .gate import Gate, GateKind, both_gates
 from .rotary import Rotary3D, normed
 
-EPS = 1e-6  # of the norms: torch's default is that of the dtype, 0.008 of bfloat16
+EPS = 1e-6  # of the norms, said: torch's default differs between its versions and dtypes
 
 
 class SparseVideoAttention(nn.Module):

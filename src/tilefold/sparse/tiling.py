@@ -134,9 +134,9 @@ def _turned(x: torch.Tensor, sizes: tuple[int, ...], order: tuple[int, ...]) -> 
 
 def _in_words(x: torch.Tensor) -> torch.Tensor | None:
     """x as int64; None where that is no view, a gradient would be lost, or torch has to see each operation."""
-    if torch.compiler.is_compiling() or is_transformed() or is_watched((x,)):
+    if torch.compiler.is_compiling() or torch._C._is_tracing() or is_transformed() or is_watched((x,)):
         return None
-    if x.dim() < 3 or not x.is_floating_point() or x.itemsize >= 8 or wants_gradient((x,)):
+    if x.dim() < 3 or not x.is_floating_point() or x.itemsize >= 8 or x.is_neg() or wants_gradient((x,)):
         return None
     each, (*strides, last) = 8 // x.itemsize, x.stride()
     whole = all(n % each == 0 for n in (x.shape[-1], x.storage_offset(), *strides))

@@ -176,10 +176,10 @@ def _projected(layer: Any, x: torch.Tensor) -> list[torch.Tensor]:
     return [layer.to_q(x), layer.to_k(x), layer.to_v(x)]
 
 
-def _turned(layer: Any, now: Pass, q: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
-    """q, k [batch, tokens, heads, dim] with the layer's norms and the rotary embedding."""
+def _turned(layer: Any, now: Pass, q: torch.Tensor, k: torch.Tensor, together: bool = False) -> list[torch.Tensor]:
+    """q, k [batch, tokens, heads, dim] with the layer's norms, together of all heads of a token, and the rotary embedding."""
     tables = None if now.cos is None or now.sin is None else (now.cos, now.sin)
-    return [normed(one, norm, tables) for one, norm in ((q, layer.norm_q), (k, layer.norm_k))]
+    return [normed(one, norm, tables, together=together) for one, norm in ((q, layer.norm_q), (k, layer.norm_k))]
 
 
 def _out(layer: Any, x: torch.Tensor) -> torch.Tensor:
@@ -210,7 +210,7 @@ class Wan(DiffusersAdapter):
 
     def forward(self, layer: Any, attend: Any, x: torch.Tensor, text: Any, mask: Any, now: Pass) -> torch.Tensor:
         q, k, v = (one.unflatten(2, (layer.heads, -1)) for one in _projected(layer, x))
-        return _out(layer, attend(*_turned(layer, now, q, k), v, now=now, hidden=x))
+        return _out(layer, attend(*_turned(layer, now, q, k, together=True), v, now=now, hidden=x))
 
 
 class _WanTimes:

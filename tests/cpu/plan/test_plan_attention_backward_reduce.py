@@ -336,6 +336,7 @@ def test_what_is_taken_was_measured_to_be_the_fastest() -> None:
                 continue
             assert taken in versions and times[taken] <= 1.04 * times[best], (device, case, deterministic, taken, times)
     assert {case[4] for _, _, case in record()} == {64, 72, 80, 96, 128}
+    assert sum(times.keys() == {"dS kept"} for times in record().values()) == 16 < len(record()) / 4
 
 
 def test_what_is_taken_of_packed_batches_was_measured_to_be_the_fastest() -> None:

@@ -253,4 +253,6 @@ def test_a_layer_refuses():
         run,
         ("--module --grid 4,4,6", "--grid must be three multiples of 4 (cubes of 4 x 4 x 4 tokens), got (4, 4, 6)"),
         ("--grid 4,4,8", "--grid is for --module, got '4,4,8'"),
+        ("--module --png a.png --graph --block 128", "--png, --graph, --block cannot be given with --module"),
+        ("--module --sparsity 100", "--sparsity must be from 0 to below 100 per cent, got 100"),
     )

@@ -13,7 +13,7 @@ from cases import judge, one_graph, rand, same
 from cases.video import gradients_held, oracle_of
 from tilefold import reference
 from tilefold.errors import DtypeError, ShapeError, ValueRangeError
-from tilefold.nn import CoarseProjection, Gate, Rotary3D, SparseVideoAttention
+from tilefold.nn import CoarseProjection, Gate, Rotary3D, SparseVideoAttention, rotary
 from tilefold.sparse import BlockIndex, CoarseOptions, GridTiling, SelectOptions, video_window
 
 CUBE = (2, 2, 4)
@@ -275,6 +275,77 @@ def test_parameter_sharding(tmp_path, device):
             assert torch.equal(p.grad.full_tensor(), g)
     finally:
         torch.distributed.destroy_process_group()
+
+
+# ---------------------------------------------------------------- norms and gates without a call
+
+
+def watched(one, how, seen):
+    """Somebody who looks at the calls of a module."""
+    if how == "pre":
+        return one.register_forward_pre_hook(lambda *_: seen.append(how))
+    if how == "hook":
+        return one.register_forward_hook(lambda *_: seen.append(how))
+    if how == "gradient":
+        return one.register_full_backward_hook(lambda *_: seen.append(how))
+    if how == "all":
+        every = torch.nn.modules.module.register_module_forward_hook
+        return every(lambda module, *_: seen.append(how) if module is one else None)
+    forward, weight = one.forward, one.weight.detach().clone()
+
+    def loaded(x):  # as offloading does: the weight is elsewhere but for a call
+        seen.append(how)
+        one.weight = torch.nn.Parameter(weight.clone())
+        try:
+            return forward(x)
+        finally:
+            one.weight = torch.nn.Parameter(weight.to("meta"))
+
+    one.weight = torch.nn.Parameter(weight.to("meta"))
+    one.forward = loaded
+
+
+@pytest.mark.no_poison
+@pytest.mark.parametrize("how", ["pre", "hook", "gradient", "all", "offloaded"])
+def test_modules_that_somebody_watches_are_called(how, device, monkeypatch):
+    made = module(SMALL, device, shake=True, qk_norm=True)
+    x, fused = tokens(SMALL, device=device), []
+    own = rotary.rms_norm_rotary
+    monkeypatch.setattr(rotary, "rms_norm_rotary", lambda *args, **options: fused.append(1) or own(*args, **options))
+    want = made(x)
+    assert len(fused) == 2, "q and k, by a launch each"
+    for one in (made.norm_q, made.gate_coarse):
+        seen = []
+        handle = watched(one, how, seen)
+        got = made(x)
+        if how == "gradient":
+            got.sum().backward()
+        assert seen == [how]
+        torch.testing.assert_close(got, want)
+        if handle is not None:
+            handle.remove()
+    assert len(fused) == {"all": 2, "offloaded": 4}.get(how, 5), "of the norms that nobody watched"
+
+
+def test_norms_that_no_launch_takes(device):
+    """Without a weight, of all heads together, with eps 0, of tables for more tokens, under vmap: by the module and torch."""
+    x = torch.randn(2, 20, 2, 8, device=device)
+    tables = tuple(torch.randn(20, 4, device=device) for _ in range(2))
+    for norm, together in (
+        (torch.nn.RMSNorm(16, elementwise_affine=False), True),
+        (torch.nn.RMSNorm(8, eps=0.0, device=device), False),
+        (torch.nn.LayerNorm(16, device=device), True),
+        (None, False),
+    ):
+        y = x if norm is None else norm(x.flatten(-2)).view(x.shape) if together else norm(x)
+        want = rotary.rotate(y, *tables, True)
+        torch.testing.assert_close(rotary.normed(x, norm, tables, together=together), want)
+        mapped = torch.vmap(
+            lambda one, norm=norm, together=together: rotary.normed(one[None], norm, tables, together=together)[0]
+        )
+        torch.testing.assert_close(mapped(x), want)
+    with pytest.raises(RuntimeError):
+        rotary.normed(x[:, :19], None, tables)
 
 
 # ---------------------------------------------------------------- errors

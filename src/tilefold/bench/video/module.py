@@ -70,8 +70,7 @@ class ModuleRow:
         return sum(parts) if len(parts) == 2 else None
 
     def cells(self, name: str) -> tuple[str, ...]:
-        """Name, ms, how many times the products and the pipeline, and, of the module, how many times as fast as it each dense
-        layer is slower."""
+        """Name; ms; over the products and the pipeline, of a forward pass; over the module, of a dense layer."""
         ms, least = self.timings[name].ms, self.least_ms
         mine = self.timings.get(MODULE + (BOTH if name.endswith(BOTH) else ""))
         beside = f"{ms / mine.ms:.2f}" if mine and name.startswith("dense") else ""
@@ -104,6 +103,8 @@ def cases_of(shape: VideoShape, grid: Sequence[int], sparsities: Sequence[float]
     t, h, w = grid
     if t % 4 or h % 4 or w % 4:
         raise ValueRangeError(f"--grid must be three multiples of 4 (cubes of 4 x 4 x 4 tokens), got {tuple(grid)}")
+    if wrong := [one for one in sparsities if not 0 <= one < 100]:
+        raise ValueRangeError(f"--sparsity must be from 0 to below 100 per cent, got {wrong[0]!r}")
     shape = replace(shape, seq=math.prod(grid))
     plain = [ModuleCase(shape, (t, h, w), sparsity) for sparsity in sparsities]
     return (*plain, replace(plain[-1], qk_norm=True))
