@@ -9,6 +9,7 @@ import torch
 import video_next_frame as next_frame
 from tilefold import reference
 from tilefold.errors import ShapeError, ValueRangeError
+from tilefold.nn import rotary
 from tilefold.reference.rounding import plain
 from tilefold.sparse import CoarseOptions, GridTiling, SelectOptions
 from tilefold.video.scene import Scene, patches, project, render, scene_qkv
@@ -123,6 +124,7 @@ class Blind(PlainVideoAttention):
 def test_training_goes_as_with_dense_attention(monkeypatch):
     """A next-frame task that cannot be learned without attention, at three quarters of the blocks left out."""
     monkeypatch.setattr(next_frame, "render", functools.cache(render))  # all three see the same videos
+    monkeypatch.setattr(rotary, "_is_launched", lambda *tables: False)  # plain, as the attention is
     top = {"select": SelectOptions("top_k", top_k=4)}  # of 16
     dense = train(Training(attention={"coarse": None}), PlainVideoAttention)
     sparse = train(Training(attention=top), PlainVideoAttention)
