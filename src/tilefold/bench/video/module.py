@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tilefold.bench.attention.cases import Case
+from tilefold.bench.attention.lists import Pattern
 from tilefold.bench.engine import Engine
 from tilefold.bench.implementation import Inputs
 from tilefold.bench.judge import Judge
@@ -122,7 +124,6 @@ def measure(case: ModuleCase, where: str, names: Sequence[str], rounds: int, see
     )  # fmt: skip
     x = torch.randn(shape.batch, shape.seq, wide, device=where, dtype=dtype)
     verdicts: dict[str, Comparison] = {}
-    calls: dict[str, Call] = {}
     notes: list[str] = []
     with torch.no_grad():
         tiled = layer.tiling().tile(x)
@@ -143,13 +144,14 @@ def measure(case: ModuleCase, where: str, names: Sequence[str], rounds: int, see
         layers[COMPILED] = torch.compile(layer)
     layers |= {f"dense {name}": one for name, one in peers.items()}
     layers = {name: one for name, one in layers.items() if name.split(",")[0] not in wrong}
-    calls |= {name: _forward(call) for name, call in _parts(layer, x, tiled).items()}
+    calls = {name: _forward(call) for name, call in _parts(layer, x, tiled).items()}
     calls |= {name: _forward(partial(one, x)) for name, one in layers.items()}
     calls |= {name + BOTH: _both(layer, one, x) for name, one in layers.items()}
     return ModuleRow(case, time_calls(calls, where, rounds), verdicts, tuple(notes))
 
 
 def _forward(call: Call) -> Call:
+    """Without gradients."""
     return torch.no_grad()(call)
 
 
@@ -177,9 +179,6 @@ def _parts(layer: SparseVideoAttention, x: Tensor, tiled: Tensor) -> dict[str, C
 
 def _verdict(case: ModuleCase, layer: SparseVideoAttention, x: Tensor, tiled: Tensor) -> Comparison:
     """Of the pipeline as the module calls it: sampled rows against fp64 over its lists, since its gates start at 0 and 1."""
-    from tilefold.bench.attention.cases import Case
-    from tilefold.bench.attention.lists import Pattern
-
     _, stages = layer(x, return_stages=True)
     q, k, v = layer.project(tiled, layer.tiling())
     index = stages.index
