@@ -1,7 +1,14 @@
 """Context parallelism on 2, 3 and 4 processes over gloo; each suite of parallel_cases.py is one start of processes."""
 
-import pytest
+import gc
+import weakref
 
+import pytest
+import torch
+import torch.distributed as dist
+
+import tilefold
+import tilefold.parallel as tp
 from parallel_worker import run_ranks
 
 pytestmark = [pytest.mark.no_poison, pytest.mark.xdist_group("parallel")]  # the ranks poison their own memory
@@ -27,3 +34,29 @@ def test_a_rank_that_dies():
         assert found[case] == dict.fromkeys(range(3))
     assert found["death"] == {0: None, 1: None}
     assert "hung" not in found
+
+
+def test_a_destroyed_group_is_let_go():
+    """Nothing here keeps it, not even a result with its graph: its threads would end the process when the interpreter stops."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = weakref.ref(dist.group.WORLD)
+        ranks, again, nodes = tp.ranks_of(), tp.ranks_of(), tp.ranks_of(ranks_per_node=1)
+        assert ranks == again
+        assert hash(ranks) == hash(again)
+        assert ranks != nodes
+        assert nodes is tp.ranks_of(ranks_per_node=1)
+        assert ranks.flat is group()
+        assert nodes.inner is not None
+        sharding = tp.shard(5, 1, kind="zigzag")
+        q = torch.randn(1, 5, 1, 16, requires_grad=True)
+        results = [tp.attention(q, q, q, sharding, group=by) for by in (None, nodes)]
+        results.append(tp.gather_sequence(results[0], sharding))
+        results.append(tp.loss_mean(results[0]))
+        results[-1].backward()
+    finally:
+        dist.destroy_process_group()
+    gc.collect()
+    assert group() is None
+    with pytest.raises(tilefold.Unsupported, match="was destroyed"):
+        _ = ranks.size

@@ -2,6 +2,7 @@
 
 import os
 import struct
+import weakref
 import zlib
 from typing import Any
 
@@ -12,9 +13,7 @@ from ..errors import ShapeError
 from .exchange import arrived, gather_flat, guarded
 from .group import Ranks, carried_by
 
-_AGREED: dict[
-    int, tuple[Any, set[tuple[int, ...]]]
-] = {}  # by id of the group, which is kept so that the id stays its own
+_AGREED: weakref.WeakKeyDictionary[Any, set[tuple[int, ...]]] = weakref.WeakKeyDictionary()  # by the group
 KNOWN: dict[Any, Any] = {}  # what calls of a kind that was compared came to, by all that decides it
 MOST = 4096
 WIDTH = 24  # of what travels, whichever function was called: ranks in different functions must not differ in size
@@ -48,10 +47,10 @@ def agree(
     wait of the host: to find out who goes astray where a transfer has failed.
 
     Raises ShapeError on every rank, naming what differs and on which ranks."""
-    kept, seen = _AGREED.setdefault(id(ranks.flat), (ranks.flat, set()))
+    seen = _AGREED.setdefault(ranks.flat, set())
     key = tuple(number for number, _ in fields.values())
     always = always or os.environ.get("TILEFOLD_PARALLEL_CHECK") == "always"
-    if error is None and kept is ranks.flat and key in seen and not always:
+    if error is None and key in seen and not always:
         return
     where = _carrier(ranks.flat, device)
     row = [int(error is not None), *key]

@@ -1,7 +1,8 @@
 """The ranks that share a sequence: one group of all, and where there are two levels one within a node and one across."""
 
 import functools
-from typing import Any, NamedTuple
+import weakref
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,15 +11,47 @@ from ..errors import DeviceError, DtypeError, ShapeError, Unsupported, ValueRang
 from ..plan.parallel.sharding import Sharding
 
 
-class Ranks(NamedTuple):
+class Ranks:
     """Process groups of context parallelism, made by `ranks_of`.
 
     flat: all ranks of the sequence.  inner: those of this rank's node (fast links, heads are exchanged there); outer: those of
-    the same place in every node.  Both None where there is one level.  Rank r of flat is place r % inner of node r // inner."""
+    the same place in every node.  Both None where there is one level.  Rank r of flat is place r % inner of node r // inner.
 
-    flat: Any
-    inner: Any = None
-    outer: Any = None
+    Groups are held weakly: torch.distributed keeps them until they are destroyed, and a group that outlives that by a reference
+    from elsewhere can end the process with SIGABRT, when its threads meet an interpreter that shuts down."""
+
+    __slots__ = ("_groups",)
+
+    def __init__(self, flat: Any, inner: Any = None, outer: Any = None) -> None:
+        self._groups = tuple(None if group is None else weakref.ref(group) for group in (flat, inner, outer))
+
+    def _group(self, which: int) -> Any:
+        held = self._groups[which]
+        group = None if held is None else held()
+        if held is not None and group is None:
+            raise Unsupported("the process group of these ranks was destroyed: make Ranks of a new one with ranks_of")
+        return group
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ranks) and self._groups == other._groups
+
+    def __hash__(self) -> int:
+        return hash(self._groups)
+
+    @property
+    def flat(self) -> Any:
+        """The group of all ranks of the sequence."""
+        return self._group(0)
+
+    @property
+    def inner(self) -> Any:
+        """The group of this rank's node, None where there is one level."""
+        return self._group(1)
+
+    @property
+    def outer(self) -> Any:
+        """The group of the same place in every node, None where there is one level."""
+        return self._group(2)
 
     @property
     def size(self) -> int:
@@ -72,7 +105,7 @@ def check_sharding(sharding: object, ranks: Ranks | None = None, name: str = "sh
         raise ShapeError(f"{name} is over {sharding.ranks} ranks, the group has {ranks.size}")
 
 
-_MADE: dict[Any, tuple[Any, Ranks]] = {}  # with the world they were made in, so that its id stays its own
+_MADE: weakref.WeakKeyDictionary[Any, dict[Any, Ranks]] = weakref.WeakKeyDictionary()  # by the world they were made in
 
 
 def ranks_of(group: Any = None, ranks_per_node: int | None = None) -> Ranks:
@@ -93,10 +126,11 @@ def ranks_of(group: Any = None, ranks_per_node: int | None = None) -> Ranks:
     size = ranks_per_node if ranks_per_node is not None else len(nodes[0]) if nodes else 1
     if isinstance(size, bool) or not isinstance(size, int) or size < 1 or len(members) % size:
         raise ValueRangeError(f"ranks_per_node must divide the {len(members)} ranks of the group, got {size!r}")
-    key = (id(flat) if flat is not None else None, tuple(members), size, id(dist.group.WORLD))
-    if key not in _MADE:
-        _MADE[key] = dist.group.WORLD, _two_levels(flat, members, size)
-    return _MADE[key][1]
+    made = _MADE.setdefault(dist.group.WORLD, {})
+    key = None if flat is None else weakref.ref(flat), tuple(members), size
+    if key not in made:
+        made[key] = _two_levels(flat, members, size)
+    return made[key]
 
 
 def _flat_of(group: Any, ranks_per_node: int | None) -> tuple[Any, list[list[int]] | None]:

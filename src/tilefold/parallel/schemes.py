@@ -31,12 +31,12 @@ class Job:
     k_tokens: Sharding
     pair: Pair
 
-    @cached_property
+    @property
     def inner(self) -> Any:
         """The group that exchanges heads, None if none does."""
         return {"heads": self.ranks.flat, "two_level": self.ranks.inner}.get(self.scheme)
 
-    @cached_property
+    @property
     def outer(self) -> Any:
         """The group in which K and V travel, None if none does."""
         return {"heads": None, "two_level": self.ranks.outer}.get(self.scheme, self.ranks.flat)
