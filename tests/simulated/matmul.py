@@ -5,14 +5,15 @@ compared with what the work item should be, worked out in another way than the k
 
 import types
 
-from simulated import Launch, Number, Panels, Tile, barriers, own_functions, run_threads, tiles_of
-from tilefold.kernels.hopper import matmul, matmul_eight, matmul_eight_rows, matmul_parts
+from simulated import Launch, Number, Panels, Tile, barriers, own_classes, own_functions, run_threads, tiles_of
+from tilefold.kernels.hopper import matmul, matmul_eight, matmul_eight_rows, matmul_scheduler, ring, split_k
 
 
 class Products(Launch):
     """What runs of all kernels share."""
 
     functions: tuple = ()
+    classes: tuple = ()
 
     def product(self, a, b, acc, use_acc=True, is_async=True):
         self.local.sums.append((a.held(), b.held()))
@@ -28,17 +29,20 @@ class Products(Launch):
     def namespace(self, program, programs):
         gl = self.language(("zeros",), int8="int8", program_id=lambda axis: program, num_programs=lambda axis: programs)
         names = self.names(gl) | {
-            "range": lambda *ends: map(Number, range(*ends)), "swizzled": gl.zeros, "bytes_swizzled": gl.zeros,
-            "scaled_sums": gl.zeros, "reinterpret": tiles_of, "let_next_start": lambda early: None,
-            "wait_for_stores": lambda: None, "finish_part": self.finish,
+            "range": lambda *ends: map(Number, range(*ends)), "swizzled": gl.zeros, "reinterpret": tiles_of,
+            "let_next_start": lambda early: None, "field": lambda x: x,
         }  # fmt: skip
-        return own_functions(names, self.functions)
+        return own_functions(own_classes(names, ((ring, ("Ring",)), *self.classes)), self.functions)
 
     def finish(self, *args):
         raise NotImplementedError
 
-    def rings(self, slots, arrivals, *buffers):
-        return (*buffers, *barriers(self.memory, full=(slots, 1), empty=(slots, arrivals)))
+    def epilogue(self):
+        """What stands for a kernel's: `finish` compares instead of storing."""
+        return types.SimpleNamespace(m=0, n=0, finish=self.finish, drain=lambda: None)
+
+    def ring(self, names, slots, arrivals):
+        return names["Ring"](*barriers(self.memory, full=(slots, 1), empty=(slots, arrivals)), slots)
 
     def consumer(self, work):
         self.local.sums, self.local.open = [], []
@@ -48,7 +52,8 @@ class Products(Launch):
 class Run(Products):
     """One launch: `shape` in tiles (rows, columns, k), batch entries, shares of the sum."""
 
-    functions = ((matmul, ("_produce", "_consume")), (matmul_parts, ("place_of_work",)))
+    functions = ((matmul, ("_produce", "_consume")),)
+    classes = ((matmul, ("Operands",)), (matmul_scheduler, ("WorkTile", "TileScheduler")))
 
     def __init__(self, seed, shape, batch=1, splits=1, slots=3, columns=256, turned=(False, False), fold=False, group=2,
                  steps=(1, 1)):  # fmt: skip
@@ -72,8 +77,8 @@ class Run(Products):
     def bytes_of(self, desc):
         return (self.columns if desc == "b" and self.turned[1] else 64) * 64 * 2
 
-    def finish(self, acc, o_desc, p_desc, out, pre, bias, staging, consumer, i_s, i_b, row, column, *rest):
-        i_m, i_n = (row - consumer * 64) // 128, column // self.columns
+    def finish(self, acc, tile, row, column, consumer):
+        i_m, i_n, i_b, i_s = (row - consumer * 64) // 128, column // self.columns, tile.batch, tile.split
         share = range(self.steps * i_s // self.splits, self.steps * (i_s + 1) // self.splits)
         wanted = [self.loads(i_b, i_m, i_n, step, consumer) for step in share]
         self.finished(wanted, (int(i_s), int(i_b), int(i_m), int(i_n), consumer))
@@ -81,20 +86,19 @@ class Run(Products):
 
     def program(self, program, programs):
         names = self.namespace(program, programs)
-        names["panels_of"] = lambda columns, turned: self.panels
-        rings = self.rings(
-            self.slots, 2, Panels(self.memory, "a", self.slots * 2),
-            Panels(self.memory, "b", self.slots * self.panels, self.panels),
-        )  # fmt: skip
+        a = Panels(self.memory, "a", self.slots * 2)
+        b = Panels(self.memory, "b", self.slots * self.panels, self.panels)
+        ring_of = self.ring(names, self.slots, 2)
+        operands = names["Operands"]("a", "b", a, b, ring_of, *self.turned, self.columns)
         tiles_m, tiles_n, tiles_k = self.shape
-        sizes = (tiles_m * 128, tiles_n * self.columns, tiles_m, tiles_n, tiles_k, self.steps, self.splits, self.work)
-        last = self.group, self.columns, self.slots
-        yield lambda: names["_produce"]("a", "b", rings, sizes, *self.own, *self.turned, self.fold, *last)
+        scheduler = names["TileScheduler"](
+            tiles_m, tiles_n, self.steps, self.splits, self.work, self.group, self.columns
+        )
+        yield lambda: names["_produce"](operands, scheduler, tiles_k, *self.own, self.fold)
         yield from (
-            lambda c=c: self.consumer(lambda: names["_consume"](
-                "o", None, None, None, None, rings, (), sizes, (0,) * 6, c, None, *self.turned, True, 0, 0, *last))
+            lambda c=c: self.consumer(lambda: names["_consume"](operands, scheduler, self.epilogue(), c))
             for c in range(2)
-        )  # fmt: skip
+        )
 
     def __call__(self, programs):
         self.launch(min(programs, self.work))
@@ -139,10 +143,8 @@ def wholes(memory, name, number, dtype="int8"):
 class Large(Products):
     """One launch of matmul_eight_hopper: `shape` in tiles (rows, columns, steps of the sum)."""
 
-    functions = (
-        (matmul_eight, ("_produce", "_consume", "_sum_inside", "_sum_outside", "_outside_product")),
-        (matmul_parts, ("place_of_work",)),
-    )
+    functions = ((matmul_eight, ("_produce", "_consume", "_sum_inside", "_sum_outside", "_outside_product")),)
+    classes = ((matmul_eight, ("Operands",)), (matmul_scheduler, ("WorkTile", "TileScheduler")))
 
     def __init__(self, seed, shape, splits=1, slots=3, halves=2, outside=True, group=2):
         super().__init__(seed)
@@ -152,7 +154,8 @@ class Large(Products):
     def bytes_of(self, desc):
         return (self.halves * 128 if desc == "b" else 64) * 128
 
-    def finish(self, acc, o_desc, p_desc, out, pre, bias, staging, consumer, i_s, i_b, row, column, *rest):
+    def finish(self, acc, tile, row, column, consumer):
+        i_s = tile.split
         steps = range(self.shape[2] * i_s // self.splits, self.shape[2] * (i_s + 1) // self.splits)
         first = column // (self.halves * 128) * self.halves * 128
         wanted = [([("a", row, j * 128)], [("b", first + h * 128, j * 128)]) for j in steps for h in range(self.halves)]
@@ -167,17 +170,17 @@ class Large(Products):
         )
         tiles_m, tiles_n, steps = self.shape
         columns = self.halves * 128
-        rings = self.rings(
-            self.slots, 2, wholes(self.memory, "a", self.slots * 2), wholes(self.memory, "b", self.slots)
-        )
-        sizes = (tiles_m * 128, tiles_n * columns, tiles_m, tiles_n, steps, self.splits, self.work)
-        last = self.group, columns, self.slots
-        yield lambda: names["_produce"]("a", "b", rings, sizes, True, *last)
+        a, b = wholes(self.memory, "a", self.slots * 2), wholes(self.memory, "b", self.slots)
+        operands = names["Operands"]("a", "b", a, b, self.ring(names, self.slots, 2), columns)
+        scheduler = names["TileScheduler"](tiles_m, tiles_n, steps, self.splits, self.work, self.group, columns)
+        scales = types.SimpleNamespace(apply=lambda acc, *where: acc)
+        yield lambda: names["_produce"](operands, scheduler, True)
         yield from (
-            lambda c=c: self.consumer(lambda: names["_consume"](
-                "o", None, None, None, None, None, rings, (), sizes, (0,) * 6, c, None, self.outside, True, 0, 0, *last))
+            lambda c=c: self.consumer(
+                lambda: names["_consume"](operands, scheduler, scales, self.epilogue(), self.outside, c)
+            )
             for c in range(2)
-        )  # fmt: skip
+        )
 
     def __call__(self, programs):
         self.launch(min(programs, self.work))
@@ -189,7 +192,8 @@ class Large(Products):
 class Few(Products):
     """One program of matmul_eight_rows that makes the steps `first` to `end`, each of `panels`, beside the kernel before it."""
 
-    functions = ((matmul_eight_rows, ("_produce", "_consume", "_bring_w", "_bring_x")),)
+    functions = ((matmul_eight_rows, ("_produce", "_consume")),)
+    classes = ((matmul_eight_rows, ("Operands",)), (split_k, ("SplitTile",)))
     waits = True  # for the kernel before
 
     def __init__(self, seed, first, end, slots=3, panels=2, consumers=2, kind="int8"):
@@ -211,26 +215,27 @@ class Few(Products):
 
     def __call__(self):
         names, (first, end), row, token = self.namespace(0, 1), self.steps, 7 * self.consumers * 64, 32
+        names |= {"wait_for_previous": self.wait_for_previous}
         number = self.slots * self.panels
-        rings = self.rings(
-            self.slots, self.consumers, wholes(self.memory, "w", number, self.kind), wholes(self.memory, "x", number)
-        )
+        w, x = wholes(self.memory, "w", number, self.kind), wholes(self.memory, "x", number)
+        ring_of = self.ring(names, self.slots, self.consumers)
+        operands = names["Operands"]("w", "x", w, x, ring_of, self.consumers * 64, 16, self.panels)
+        tile = names["SplitTile"](0, row, token, 0, first, end)
         steps = range(first * self.panels, end * self.panels)
 
-        def finish(acc, outs, m, n, row_of, *rest):
+        def finish(acc, row_of, *rest):
             wanted = [([("w", int(row_of), p * 128)], [("x", token, p * 128)]) for p in steps]
             self.finished(wanted, (row_of - row) // 64)
 
-        names |= {"wait_for_previous": self.wait_for_previous, "_finish": finish}
-        sizes = (self.panels, self.consumers, self.slots)
+        output = types.SimpleNamespace(finish=finish)
 
         def before():
             self.memory.nap()
             self.before = self.waits
 
         run_threads(self.memory, [
-            lambda: names["_produce"]("w", "x", rings, row, token, first, end, 16, *sizes, True), before,
-            *(lambda c=c: self.consumer(lambda: names["_consume"](
-                rings, None, (48, 4096), row, token, 0, first, end, 0, c, 1, 16, *sizes, True)) for c in range(self.consumers)),
+            lambda: names["_produce"](operands, tile, True), before,
+            *(lambda c=c: self.consumer(lambda: names["_consume"](operands, output, tile, c, self.consumers, True))
+              for c in range(self.consumers)),
         ])  # fmt: skip
         assert sorted(self.made) == list(range(self.consumers))

@@ -69,9 +69,9 @@ NOUNS = ("backward_config", "backward_consumer", "backward_epilogue", "backward_
          "backward_pipeline", "backward_producer", "backward_scheduler", "block_list", "config", "consumer", "dq_sums",
          "ds_ring", "epilogue", "fp8_parts", "mask", "ping_pong", "pipeline", "producer", "products", "recompute",
          "group_sums", "reduce_pipeline", "reduce_scheduler", "scheduler", "score_mods", "softmax", "structs",
-         "tails")  # fmt: skip
+         "tails", "ring", "matmul_scheduler", "matmul_epilogue", "split_k")  # fmt: skip
 # Gluon's front and the device helpers of its kernels: no kernels
-SHARED_BY_HOPPER = ("gluon", "parts", "chunks", "matmul_parts", "lowbit_parts", *NOUNS)
+SHARED_BY_HOPPER = ("gluon", "parts", "chunks", "lowbit_parts", *NOUNS)
 GLUON_COMPILER = ("aot", "compile")  # drives Triton's compilers, Gluon's among them; writes no kernels
 REFERENCE_IN_CLI = {"check", "demo", "video_demo"}
 

@@ -19,7 +19,7 @@
     backward_lists      those of sparse_backward
     reduce_scheduler, reduce_pipeline, dq_sums, group_sums, tails, backward_mods
              those of attention_backward_reduce: sums of dq, of grouped heads; ends of packed sequences; changes of scores
-    matmul_parts, lowbit_parts      what products do beside wgmma: epilogues; weights of few bits
+    ring, matmul_scheduler, matmul_epilogue, split_k, lowbit_parts      those of matrix products, and weights of few bits
 
 `available` says whether they can be used; if not, the portable kernels serve.  Gluon does not run in the interpreter.
 """

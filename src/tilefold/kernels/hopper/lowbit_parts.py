@@ -4,7 +4,9 @@ Elements, slabs and the arithmetic are those of `tilefold.device.lowbit`, whose 
 """
 
 from ...device.lowbit import unpack_text
-from .gluon import constexpr_function, gl, jit, thread_barrier
+from .gluon import constexpr_function, gl, jit
+from .split_k import Partials
+from .structs import Value, struct
 
 
 @jit
@@ -100,24 +102,28 @@ def shift_high(high, amount):
                                      dtype=gl.int16, is_pure=True, pack=2)  # fmt: skip
 
 
-@jit
-def joined_sum(acc, Part, Arrived, item, i_k, place, inside, size, SPLITS: gl.constexpr):
-    """Leave acc in Part if there are several SPLITS -> the sum of all in order, and whether this was the last to arrive."""
-    if SPLITS > 1:
-        gl.store(Part + i_k * size + place, acc, mask=inside)
-        thread_barrier()
-        last = gl.atomic_add(Arrived + item, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+@struct
+class LowbitOutput:
+    """Out [M, N], rows stride_om apart, Bias [N] or None, and what the splits of K have summed."""
+
+    Out: gl.tensor
+    Bias: Value
+    stride_om: Value
+    M: Value
+    N: Value
+    partials: Partials
+
+    @jit
+    def finish(self, acc, row, token, item, split):
+        """Store sums [rows of W, rows of x] from `row` and `token` on with their bias, if this is the last split to arrive."""
+        M, N = self.M, self.N
+        o_n = row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
+        o_m = token + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+        inside = (o_n < N)[:, None] & (o_m < M)[None, :]
+        place = o_m[None, :].to(gl.int64) * N + o_n[:, None]
+        acc, last = self.partials.join(acc, item, split, place, inside)
         if last:
-            gl.store(Arrived + item, 0)
-        thread_barrier()
-        if last:
-            acc = gl.zeros_like(acc)
-            if acc.shape[0] * acc.shape[1] <= 1024:  # all loads at once
-                for s in gl.static_range(SPLITS):
-                    acc += gl.load(Part + s * size + place, mask=inside, other=0.0, cache_modifier=".cg")
-            else:
-                for s in range(gl.num_programs(1)):  # not unrolled: registers
-                    acc += gl.load(Part + s * size + place, mask=inside, other=0.0, cache_modifier=".cg")
-        return acc, last
-    else:
-        return acc, True
+            if self.Bias is not None:
+                acc += gl.load(self.Bias + o_n, mask=o_n < N, other=0.0).to(gl.float32)[:, None]
+            to = self.Out + o_m[None, :].to(gl.int64) * self.stride_om + o_n[:, None]
+            gl.store(to, acc.to(self.Out.dtype.element_ty), mask=inside)

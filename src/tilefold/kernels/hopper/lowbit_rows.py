@@ -9,7 +9,9 @@ of K over programs are added by the last to arrive, in order.
 """
 
 from .gluon import copies_commit, copies_wait, copy_async, gl, jit, let_next_start, mma, wait_for_previous
-from .lowbit_parts import halves, joined_sum, middle, twice, unpack_words, zero_terms
+from .lowbit_parts import LowbitOutput, halves, middle, twice, unpack_words, zero_terms
+from .split_k import Partials
+from .structs import Buffer, Value, struct
 
 RUNTIME = ["M", "N", "rows", "groups", "blocks", "each"]
 
@@ -22,75 +24,113 @@ def in_order(x):
     return x.reshape([W, R, 4, 2, 2]).permute([0, 1, 3, 4, 2]).reshape([W, R, 16])
 
 
-@jit
-def load_step(planes, x, terms, block, end, K, rows, groups, EVEN: gl.constexpr, BITS: gl.constexpr, GROUP: gl.constexpr,
-              CHUNK: gl.constexpr, SLABS: gl.constexpr, LOAD: gl.constexpr, ROW: gl.constexpr,
-              DEPTH: gl.constexpr):  # fmt: skip
-    """Everything of the blocks `block` + warp of x and scales -> tuple: SLABS of x, scales and zeros of each chunk."""
-    W: gl.constexpr = planes[0].shape[0]
-    i_w = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, LOAD)))
-    mine = block + i_w[:, None, None]
-    live = mine < end
-    made = ()
-    if DEPTH == 1:
-        made = (gl.load(planes[0] + mine.to(gl.int64) * (rows * 16), mask=live, other=0),)
+@struct
+class Steps:
+    """What the warps walk: steps of W blocks of K, one a warp.
+
+    low, high: pointers to a plane's words [W, BLOCK_N, 16]; high None but of 3 bits.  low_ring, high_ring: words on their way,
+    [DEPTH, W, BLOCK_N, 16], of DEPTH > 1.  x: pointers to words of x [1, BLOCK_M, 16]; x_live: rows that there are; x_word: the
+    words' numbers.  Scales, Zeros (or None): pointers to those of BLOCK_N rows.  end: of this program's blocks.  GROUP: columns
+    that share a scale; CHUNK: slabs that do.  EVEN: K is a multiple of the block."""
+
+    low: gl.tensor
+    high: Value
+    low_ring: gl.shared_memory_descriptor
+    high_ring: Buffer
+    x: gl.tensor
+    x_live: gl.tensor
+    x_word: gl.tensor
+    Scales: gl.tensor
+    Zeros: Value
+    stride_sg: Value
+    n_live: gl.tensor
+    end: Value
+    K: Value
+    rows: Value
+    groups: Value
+    BITS: gl.constexpr
+    GROUP: gl.constexpr
+    CHUNK: gl.constexpr
+    SLABS: gl.constexpr
+    EVEN: gl.constexpr
+    DEPTH: gl.constexpr
+
+    @jit
+    def _mine(self, block):
+        """The block of each warp [W, 1, 1], of a step that begins at `block`."""
+        LOAD: gl.constexpr = self.low.type.layout
+        return block + gl.arange(0, self.low.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, LOAD)))[:, None, None]
+
+    @jit
+    def load(self, block):
+        """Everything of a step, but for words that go through the ring -> tuple: SLABS of x, scales and zeros of each chunk."""
+        W: gl.constexpr = self.low.shape[0]
+        ROW: gl.constexpr = self.n_live.type.layout
+        mine = self._mine(block)
+        live = mine < self.end
+        made = ()
+        if self.DEPTH == 1:
+            made = (gl.load(self.low + mine.to(gl.int64) * (self.rows * 16), mask=live, other=0),)
+            if self.BITS == 3:
+                made = made + (gl.load(self.high + (mine // 2).to(gl.int64) * (self.rows * 16), mask=live, other=0),)
+        for j in gl.static_range(self.SLABS):
+            k = mine * (self.SLABS * 16) + j * 16
+            m_here = self.x_live & live
+            if not self.EVEN:
+                m_here = m_here & (k + self.x_word < self.K // 2)
+            made = made + (gl.load(self.x + k, mask=m_here, other=0),)
+        i_r = gl.arange(0, W, gl.SliceLayout(1, ROW))[:, None]
+        for c in gl.static_range(self.SLABS // self.CHUNK):
+            column = (block + i_r) * (self.SLABS * 32) + c * self.CHUNK * 32
+            i_g = gl.minimum(column // self.GROUP, self.groups - 1).to(gl.int64)
+            made = made + (gl.load(self.Scales + i_g * self.stride_sg, mask=self.n_live, other=0.0),)
+            if self.Zeros is not None:
+                made = made + (gl.load(self.Zeros + i_g * self.stride_sg, mask=self.n_live, other=0),)
+        return made
+
+    @jit
+    def copy(self, slot, block):
+        """Copy the words of a step to a slot of the ring: each thread what it will read itself."""
+        mine = self._mine(block)
+        live = mine < self.end
+        copy_async(self.low_ring.index(slot), self.low + mine.to(gl.int64) * (self.rows * 16), mask=live)
+        if self.BITS == 3:
+            copy_async(self.high_ring.index(slot), self.high + (mine // 2).to(gl.int64) * (self.rows * 16), mask=live)
+        copies_commit()
+
+    @jit
+    def multiply(self, acc, slot, block, step, DTYPE: gl.constexpr):
+        """acc + the products of a step, each chunk's times its scales; step: as loaded."""
+        A: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, k_width=2)
+        B: gl.constexpr = gl.DotOperandLayout(1, acc.type.layout, k_width=2)
+        BITS: gl.constexpr = self.BITS
+        SLABS: gl.constexpr = self.SLABS
+        FIRST: gl.constexpr = 0 if self.DEPTH > 1 else 2 if BITS == 3 else 1
+        ZEROS: gl.constexpr = self.Zeros is not None
+        EACH: gl.constexpr = 2 if ZEROS else 1
+        LOAD: gl.constexpr = self.low.type.layout
+        low = in_order(step[0] if self.DEPTH == 1 else self.low_ring.index(slot).load(LOAD))
+        high = low
         if BITS == 3:
-            made = made + (gl.load(planes[1] + (mine // 2).to(gl.int64) * (rows * 16), mask=live, other=0),)
-    for j in gl.static_range(SLABS):
-        k = mine * (SLABS * 16) + j * 16
-        m_here = x[1] & live
-        if not EVEN:
-            m_here = m_here & (k + x[2] < K // 2)
-        made = made + (gl.load(x[0] + k, mask=m_here, other=0),)
-    i_r = gl.arange(0, W, gl.SliceLayout(1, ROW))[:, None]
-    for c in gl.static_range(SLABS // CHUNK):
-        i_g = gl.minimum(((block + i_r) * (SLABS * 32) + c * CHUNK * 32) // GROUP, groups - 1)
-        made = made + (gl.load(terms[0] + i_g.to(gl.int64) * terms[2], mask=terms[3], other=0.0),)
-        if terms[1] is not None:
-            made = made + (gl.load(terms[1] + i_g.to(gl.int64) * terms[2], mask=terms[3], other=0),)
-    return made
-
-
-@jit
-def bring_step(ring, slot, planes, block, end, rows, BITS: gl.constexpr, LOAD: gl.constexpr):
-    """Copy the weights of the blocks `block` + warp to a slot of the ring: each thread what it will read itself."""
-    W: gl.constexpr = planes[0].shape[0]
-    mine = block + gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, LOAD)))[:, None, None]
-    live = mine < end
-    copy_async(ring[0].index(slot), planes[0] + mine.to(gl.int64) * (rows * 16), mask=live)
-    if BITS == 3:
-        copy_async(ring[1].index(slot), planes[1] + (mine // 2).to(gl.int64) * (rows * 16), mask=live)
-    copies_commit()
-
-
-@jit
-def use_step(acc, ring, slot, block, step, BITS: gl.constexpr, CHUNK: gl.constexpr, SLABS: gl.constexpr, ZEROS: gl.constexpr,
-             LOAD: gl.constexpr, ACC: gl.constexpr, DTYPE: gl.constexpr, DEPTH: gl.constexpr):  # fmt: skip
-    """acc + the products of one step, each chunk's times its scales."""
-    A: gl.constexpr = gl.DotOperandLayout(0, ACC, k_width=2)
-    B: gl.constexpr = gl.DotOperandLayout(1, ACC, k_width=2)
-    FIRST: gl.constexpr = 0 if DEPTH > 1 else 2 if BITS == 3 else 1
-    EACH: gl.constexpr = 2 if ZEROS else 1
-    low = in_order(step[0] if DEPTH == 1 else ring[0].index(slot).load(LOAD))
-    high = low
-    if BITS == 3:
-        mine = block + gl.arange(0, acc.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, LOAD)))[:, None, None]
-        words = step[1] if DEPTH == 1 else ring[1].index(slot).load(LOAD)
-        high = in_order(words.to(gl.uint32, bitcast=True) >> (8 * (mine & 1)).to(gl.uint32)).to(gl.int32, bitcast=True)
-    for c in gl.static_range(SLABS // CHUNK):
-        if ZEROS:
-            z = zero_terms(step[FIRST + SLABS + EACH * c + 1].to(gl.float32), BITS, DTYPE)
-            z = gl.convert_layout(twice(z), gl.SliceLayout(2, low.type.layout), assert_trivial=True)
-            zeros = gl.expand_dims(z, 2).broadcast_to(low.shape)
-        else:
-            zeros = twice(gl.full(low.shape, middle(BITS, DTYPE), DTYPE, low.type.layout))
-        part = gl.zeros_like(acc)
-        for j in gl.static_range(CHUNK):
-            w = gl.convert_layout(unpack_words(low, high, zeros, c * CHUNK + j, BITS, DTYPE), A, assert_trivial=True)
-            x = halves(in_order(step[FIRST + c * CHUNK + j]), DTYPE).permute([0, 2, 1])
-            part = mma(w, gl.convert_layout(x, B, assert_trivial=True), part)
-        acc = acc + part * gl.expand_dims(step[FIRST + SLABS + EACH * c].to(gl.float32), 2)
-    return acc
+            words = step[1] if self.DEPTH == 1 else self.high_ring.index(slot).load(LOAD)
+            shift = (8 * (self._mine(block) & 1)).to(gl.uint32)
+            high = in_order(words.to(gl.uint32, bitcast=True) >> shift).to(gl.int32, bitcast=True)
+        for c in gl.static_range(SLABS // self.CHUNK):
+            if ZEROS:
+                z = zero_terms(step[FIRST + SLABS + EACH * c + 1].to(gl.float32), BITS, DTYPE)
+                z = gl.convert_layout(twice(z), gl.SliceLayout(2, low.type.layout), assert_trivial=True)
+                zeros = gl.expand_dims(z, 2).broadcast_to(low.shape)
+            else:
+                zeros = twice(gl.full(low.shape, middle(BITS, DTYPE), DTYPE, low.type.layout))
+            part = gl.zeros_like(acc)
+            for j in gl.static_range(self.CHUNK):
+                w = unpack_words(low, high, zeros, c * self.CHUNK + j, BITS, DTYPE)
+                x = halves(in_order(step[FIRST + c * self.CHUNK + j]), DTYPE).permute([0, 2, 1])
+                part = mma(
+                    gl.convert_layout(w, A, assert_trivial=True), gl.convert_layout(x, B, assert_trivial=True), part
+                )
+            acc = acc + part * gl.expand_dims(step[FIRST + SLABS + EACH * c].to(gl.float32), 2)
+        return acc
 
 
 @jit(do_not_specialize=RUNTIME)
@@ -110,7 +150,6 @@ def lowbit_rows(
     LOAD: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 8, 4], [W, 1, 1], [2, 1, 0])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
     ROW: gl.constexpr = gl.SliceLayout(2, ACC)
-    ZEROS: gl.constexpr = Zeros is not None
     tile, i_k = gl.program_id(0), gl.program_id(1)
     first = i_k * each
     end = gl.minimum(first + each, blocks)
@@ -118,58 +157,46 @@ def lowbit_rows(
     o_l = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, LOAD)))[None, None, :]
     o_w = (tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, gl.SliceLayout(2, LOAD))))[None, :, None] * 16 + o_l
     o_w = o_w + gl.full([W, BLOCK_N, 16], 0, gl.int32, LOAD)
-    planes = (Packed + o_w, None)
+    low, high = Packed + o_w, None
     if BITS == 3:
-        planes = (Packed + o_w, High + o_w)
+        high = High + o_w
     o_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(2, LOAD)))[None, :, None]
     words = X.to(gl.pointer_type(gl.int32), bitcast=True)
-    x = (words + o_m.to(gl.int64) * (stride_xm // 2) + o_l, o_m < M, o_l)
     o_n = (tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, ROW)))[None, :]
-    terms = (Scales + o_n * stride_sn, None, stride_sg, o_n < N)
-    if ZEROS:
-        terms = (Scales + o_n * stride_sn, Zeros + o_n * stride_sn, stride_sg, o_n < N)
+    scales, zeros = Scales + o_n * stride_sn, None
+    if Zeros is not None:
+        zeros = Zeros + o_n * stride_sn
     acc = gl.zeros([W, BLOCK_N, BLOCK_M], gl.float32, ACC)
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    low_ring = gl.allocate_shared_memory(gl.int32, [DEPTH, W, BLOCK_N, 16], SHARED)
-    ring = (low_ring, low_ring)
+    low_ring, high_ring = gl.allocate_shared_memory(gl.int32, [DEPTH, W, BLOCK_N, 16], SHARED), None
     if BITS == 3 and DEPTH > 1:
-        ring = (low_ring, gl.allocate_shared_memory(gl.int32, [DEPTH, W, BLOCK_N, 16], SHARED))
+        high_ring = gl.allocate_shared_memory(gl.int32, [DEPTH, W, BLOCK_N, 16], SHARED)
+    x = words + o_m.to(gl.int64) * (stride_xm // 2) + o_l
+    steps = Steps(low, high, low_ring, high_ring, x, o_m < M, o_l, scales, zeros, stride_sg, o_n < N, end, K, rows, groups, BITS,
+                  GROUP, CHUNK, SLABS, EVEN, DEPTH)  # fmt: skip
     for d in gl.static_range(DEPTH - 1):
-        bring_step(ring, d, planes, first + d * W, end, rows, BITS, LOAD)
-    a = load_step(planes, x, terms, first, end, K, rows, groups, EVEN, BITS, GROUP, CHUNK, SLABS, LOAD, ROW, DEPTH)
+        steps.copy(d, first + d * W)
+    a = steps.load(first)
     slot = 0
     # two names for what is held of x, in turn: nothing is moved from register to register
     for block in range(first, end, 2 * W):
         if DEPTH > 1:
             copies_wait(DEPTH - 2)
-        b = load_step(
-            planes, x, terms, block + W, end, K, rows, groups, EVEN, BITS, GROUP, CHUNK, SLABS, LOAD, ROW, DEPTH
-        )
+        b = steps.load(block + W)
         if DEPTH > 1:
-            bring_step(ring, (slot + DEPTH - 1) % DEPTH, planes, block + (DEPTH - 1) * W, end, rows, BITS, LOAD)
-        acc = use_step(acc, ring, slot, block, a, BITS, CHUNK, SLABS, ZEROS, LOAD, ACC, DTYPE, DEPTH)
+            steps.copy((slot + DEPTH - 1) % DEPTH, block + (DEPTH - 1) * W)
+        acc = steps.multiply(acc, slot, block, a, DTYPE)
         slot = (slot + 1) % DEPTH
         if DEPTH > 1:
             copies_wait(DEPTH - 2)
-        a = load_step(
-            planes, x, terms, block + 2 * W, end, K, rows, groups, EVEN, BITS, GROUP, CHUNK, SLABS, LOAD, ROW, DEPTH
-        )
+        a = steps.load(block + 2 * W)
         if DEPTH > 1:
-            bring_step(ring, (slot + DEPTH - 1) % DEPTH, planes, block + DEPTH * W, end, rows, BITS, LOAD)
-        acc = use_step(acc, ring, slot, block + W, b, BITS, CHUNK, SLABS, ZEROS, LOAD, ACC, DTYPE, DEPTH)
+            steps.copy((slot + DEPTH - 1) % DEPTH, block + DEPTH * W)
+        acc = steps.multiply(acc, slot, block + W, b, DTYPE)
         slot = (slot + 1) % DEPTH
     if DEPTH > 1:
         copies_wait(0)
     let_next_start(EARLY)
-    # [BLOCK_N, BLOCK_M]
-    SUM: gl.constexpr = gl.SliceLayout(0, ACC)
-    total = gl.sum(acc, 0)
-    o_n = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, SUM))
-    o_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, SUM))
-    inside = (o_n < N)[:, None] & (o_m < M)[None, :]
-    place = o_m[None, :].to(gl.int64) * N + o_n[:, None]
-    total, last = joined_sum(total, Part, Arrived, tile, i_k, place, inside, M.to(gl.int64) * N, SPLITS)
-    if last:
-        if Bias is not None:
-            total += gl.load(Bias + o_n, mask=o_n < N, other=0.0).to(gl.float32)[:, None]
-        gl.store(Out + o_m[None, :].to(gl.int64) * stride_om + o_n[:, None], total.to(DTYPE), mask=inside)
+    total = gl.sum(acc, 0)  # [BLOCK_N, BLOCK_M]
+    partials = Partials(Part, Arrived, M.to(gl.int64) * N, SPLITS)
+    LowbitOutput(Out, Bias, stride_om, M, N, partials).finish(total, tile * BLOCK_N, 0, tile, i_k)

@@ -14,133 +14,152 @@ Source: sums outside: DeepSeek-V3 (arXiv:2412.19437), 3.3.2.
 """
 
 from .gluon import (
-    barriers,
+    descriptor,
     fence_async_shared,
     gl,
     jit,
     let_next_start,
-    mbarrier,
     reinterpret,
     tma_load,
     wait_for_previous,
     wgmma,
     wgmma_wait,
 )
-from .matmul_parts import bytes_swizzled, finish_part, place_of_work, scaled_sums, swizzled, wait_for_stores
+from .matmul_epilogue import Epilogue, Scales
+from .matmul_scheduler import TileScheduler
+from .ring import Ring, make_ring, swizzled
+from .structs import struct
 
 # not n and the strides: pairs of columns are loaded at once where they are known to be aligned
 RUNTIME = ["m", "tiles_m", "tiles_n", "steps", "splits", "work", "stride_sa", "stride_sb", "stride_os"]
 
 
+@struct
+class Operands:
+    """The tiles of A, 128 x 128, and of B, BLOCK_N x 128, in shared memory, and what they are loaded from.  a_buf: 64 rows a
+    consumer."""
+
+    a_desc: descriptor
+    b_desc: descriptor
+    a_buf: gl.shared_memory_descriptor
+    b_buf: gl.shared_memory_descriptor
+    ring: Ring
+    BLOCK_N: gl.constexpr
+
+    @jit
+    def load(self, t, row, column, k):
+        """Issue the TMA loads of step t: from `row` of A, `column` of B and k on."""
+        stage = self.ring.stage(t)
+        self.ring.acquire(stage, self.ring.turn(t))
+        bar = self.ring.expect(stage, (128 + self.BLOCK_N) * 128)
+        for c in gl.static_range(2):
+            tma_load(self.a_desc, [row + c * 64, k], bar, self.a_buf.index(stage * 2 + c))
+        tma_load(self.b_desc, [column, k], bar, self.b_buf.index(stage))
+
+    @jit
+    def a(self, stage, CID: gl.constexpr):
+        """Consumer CID's [64, 128] of A."""
+        return self.a_buf.index(stage * 2 + CID)
+
+    @jit
+    def b(self, stage, HALF: gl.constexpr):
+        """128 columns of B: [128, 128]."""
+        HALVES: gl.constexpr = self.BLOCK_N // 128
+        tiles = reinterpret(self.b_buf, self.b_buf.dtype, [self.ring.STAGES * HALVES, 128, 128], swizzled(2, 8))
+        return tiles.index(stage * HALVES + HALF).permute((1, 0))
+
+
 @jit
-def _produce(a_desc, b_desc, rings, sizes, EARLY: gl.constexpr, GROUP: gl.constexpr, BLOCK_N: gl.constexpr,
-             SLOTS: gl.constexpr):  # fmt: skip
+def _produce(operands, scheduler, EARLY: gl.constexpr):
     """Every load, in the order in which the consumers need them."""
-    a_buf, b_buf, full, empty = rings
-    m, n, tiles_m, tiles_n, steps, splits, work = sizes
     t = 0
-    for item in range(gl.program_id(0), work, gl.num_programs(0)):
-        i_m, i_n, i_b, i_s = place_of_work(item, tiles_m, tiles_n, splits, GROUP)
-        for j in range(steps * i_s // splits, steps * (i_s + 1) // splits):
-            slot = t % SLOTS
-            mbarrier.wait(empty.index(slot), ((t // SLOTS) & 1) ^ 1)
-            bar = full.index(slot)
-            mbarrier.expect(bar, (128 + BLOCK_N) * 128)
-            for c in gl.static_range(2):
-                tma_load(a_desc, [i_m * 128 + c * 64, j * 128], bar, a_buf.index(slot * 2 + c))
-            tma_load(b_desc, [i_n * BLOCK_N, j * 128], bar, b_buf.index(slot))
+    for item in range(gl.program_id(0), scheduler.work, gl.num_programs(0)):
+        tile = scheduler.tile(item)
+        for j in range(tile.first, tile.last):
+            operands.load(t, tile.row, tile.column, j * 128)
             t += 1
     let_next_start(EARLY)
 
 
 @jit
-def _sum_inside(rings, first, last, t, CID: gl.constexpr, HALVES: gl.constexpr, SLOTS: gl.constexpr):
-    """Products of one tile's share, summed by the tensor cores -> left and right [64, 128] int32 (e4m3: fp32; of one half the
-    left alone), position in the ring."""
-    a_tiles, b_tiles, full, empty = rings
-    ACC: gl.constexpr = gl.int32 if a_tiles.dtype == gl.int8 else gl.float32
+def _sum_inside(operands, tile, t, CID: gl.constexpr):
+    """Products of one work tile, summed by the tensor cores -> left and right [64, 128] int32 (e4m3: fp32; of one half the
+    left alone), the next step."""
+    ring = operands.ring
+    HALVES: gl.constexpr = operands.BLOCK_N // 128
+    ACC: gl.constexpr = gl.int32 if operands.a_buf.dtype == gl.int8 else gl.float32
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     left = gl.zeros([64, 128], ACC, LAYOUT)
     right = gl.zeros([64, 128], ACC, LAYOUT)
-    for j in range(first, last):
-        slot = t % SLOTS
-        mbarrier.wait(full.index(slot), (t // SLOTS) & 1)
-        a = a_tiles.index(slot * 2 + CID)
-        left = wgmma(a, b_tiles.index(slot * HALVES).permute((1, 0)), left, is_async=True)
-        # of the step before this one every product is through: its buffers are free
+    for j in range(tile.first, tile.last):
+        stage = ring.stage(t)
+        ring.wait(stage, ring.turn(t))
+        a = operands.a(stage, CID)
+        left = wgmma(a, operands.b(stage, 0), left, is_async=True)
+        # of the step before this one every product is through: its stage is free
         if HALVES == 1:
             left = wgmma_wait(1, deps=(left,))
         else:
-            right = wgmma(a, b_tiles.index(slot * 2 + 1).permute((1, 0)), right, is_async=True)
+            right = wgmma(a, operands.b(stage, 1), right, is_async=True)
             left, right = wgmma_wait(2, deps=(left, right))
-        if j > first:
-            mbarrier.arrive(empty.index((t - 1) % SLOTS), count=1)
+        if j > tile.first:
+            ring.release(ring.stage(t - 1))
         t += 1
     left, right = wgmma_wait(0, deps=(left, right))
-    mbarrier.arrive(empty.index((t - 1) % SLOTS), count=1)
+    ring.release(ring.stage(t - 1))
     return left, right, t
 
 
 @jit
 def _outside_product(a, b, nothing):
-    """a b^T, waited for."""
-    part = wgmma(a, b.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    """a b, waited for."""
+    part = wgmma(a, b, nothing, use_acc=False, is_async=True)
     return wgmma_wait(0, deps=(part,))
 
 
 @jit
-def _sum_outside(rings, first, last, t, CID: gl.constexpr, HALVES: gl.constexpr, SLOTS: gl.constexpr):
+def _sum_outside(operands, tile, t, CID: gl.constexpr):
     """The same with sums of 128 added to fp32 registers."""
-    a_tiles, b_tiles, full, empty = rings
+    ring = operands.ring
+    HALVES: gl.constexpr = operands.BLOCK_N // 128
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     nothing = gl.zeros([64, 128], gl.float32, LAYOUT)
     left = gl.zeros([64, 128], gl.float32, LAYOUT)
     right = gl.zeros([64, 128], gl.float32, LAYOUT)
-    for j in range(first, last):
-        slot = t % SLOTS
-        mbarrier.wait(full.index(slot), (t // SLOTS) & 1)
-        a = a_tiles.index(slot * 2 + CID)
-        part = _outside_product(a, b_tiles.index(slot * HALVES), nothing)
+    for j in range(tile.first, tile.last):
+        stage = ring.stage(t)
+        ring.wait(stage, ring.turn(t))
+        a = operands.a(stage, CID)
+        part = _outside_product(a, operands.b(stage, 0), nothing)
         if HALVES == 1:
-            mbarrier.arrive(empty.index(slot), count=1)
+            ring.release(stage)
             left += part
         else:
             left += part
-            part = _outside_product(a, b_tiles.index(slot * 2 + 1), nothing)
-            mbarrier.arrive(empty.index(slot), count=1)
+            part = _outside_product(a, operands.b(stage, 1), nothing)
+            ring.release(stage)
             right += part
         t += 1
     return left, right, t
 
 
 @jit
-def _consume(o_desc, p_desc, Out, Pre, Bias, scales, rings, staging, sizes, steps_of, CID: gl.constexpr, DTYPE: gl.constexpr,
-             OUTSIDE: gl.constexpr, BOXES: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
-             GROUP: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr):  # fmt: skip
+def _consume(operands, scheduler, scales, epilogue, OUTSIDE: gl.constexpr, CID: gl.constexpr):
     """Consumer number CID: rows CID * 64 on of each tile of this program."""
-    a_buf, b_buf, full, empty = rings
-    m, n, tiles_m, tiles_n, steps, splits, work = sizes
-    HALVES: gl.constexpr = BLOCK_N // 128
-    b_tiles = reinterpret(b_buf, DTYPE, [SLOTS * HALVES, 128, 128], bytes_swizzled())
-    tiles = (a_buf, b_tiles, full, empty)
     t = 0
-    for item in range(gl.program_id(0), work, gl.num_programs(0)):
-        i_m, i_n, i_b, i_s = place_of_work(item, tiles_m, tiles_n, splits, GROUP)
-        first = steps * i_s // splits
-        last = steps * (i_s + 1) // splits
+    for item in range(gl.program_id(0), scheduler.work, gl.num_programs(0)):
+        tile = scheduler.tile(item)
         if OUTSIDE:
-            left, right, t = _sum_outside(tiles, first, last, t, CID, HALVES, SLOTS)
+            left, right, t = _sum_outside(operands, tile, t, CID)
         else:
-            left, right, t = _sum_inside(tiles, first, last, t, CID, HALVES, SLOTS)
-        row = i_m * 128 + CID * 64
-        column = i_n * BLOCK_N
-        finish_part(scaled_sums(left, scales, row, column, m, n), o_desc, p_desc, Out, Pre, Bias, staging, CID, i_s, i_b, row,
-                    column, m, n, steps_of, BOXES, BIAS, ACTIVATION)  # fmt: skip
-        if HALVES == 2:
-            finish_part(scaled_sums(right, scales, row, column + 128, m, n), o_desc, p_desc, Out, Pre, Bias, staging, CID, i_s,
-                        i_b, row, column + 128, m, n, steps_of, BOXES, BIAS, ACTIVATION)  # fmt: skip
-    if BOXES:
-        wait_for_stores()
+            left, right, t = _sum_inside(operands, tile, t, CID)
+        row = tile.row + CID * 64
+        column = tile.column
+        epilogue.finish(scales.apply(left, row, column, epilogue.m, epilogue.n), tile, row, column, CID)
+        if operands.BLOCK_N == 256:
+            column = column + 128
+            epilogue.finish(scales.apply(right, row, column, epilogue.m, epilogue.n), tile, row, column, CID)
+    epilogue.drain()
 
 
 @jit(do_not_specialize=RUNTIME)
@@ -157,22 +176,20 @@ def matmul_eight_hopper(
     work = tiles_m * tiles_n * splits.  Grid (min(work, SMs),)."""
     DTYPE: gl.constexpr = a_desc.dtype
     wait_for_previous(EARLY)
-    a_buf = gl.allocate_shared_memory(DTYPE, [SLOTS * 2, 64, 128], bytes_swizzled())
-    b_buf = gl.allocate_shared_memory(DTYPE, [SLOTS, BLOCK_N, 128], bytes_swizzled())
-    staging = ()
+    a_buf = gl.allocate_shared_memory(DTYPE, [SLOTS * 2, 64, 128], swizzled(2, 8))
+    b_buf = gl.allocate_shared_memory(DTYPE, [SLOTS, BLOCK_N, 128], swizzled(2, 8))
+    staging = None
     if BOXES:
-        staging = (gl.allocate_shared_memory(o_desc.dtype, [4, 1, 64, 64], swizzled(3)),)
-    full = barriers(SLOTS, 1)
-    empty = barriers(SLOTS, 2)
+        staging = gl.allocate_shared_memory(o_desc.dtype, [4, 1, 64, 64], swizzled(3))
+    ring = make_ring(SLOTS, 2)
     fence_async_shared()
-    rings = (a_buf, b_buf, full, empty)
-    sizes = (m, n, tiles_m, tiles_n, steps, splits, work)
-    scales = (ScaleA, ScaleB, stride_sa, stride_sb)
-    steps_of = (stride_cb, stride_cm, stride_cn, stride_os, stride_ob, stride_om)
+    operands = Operands(a_desc, b_desc, a_buf, b_buf, ring, BLOCK_N)
+    scheduler = TileScheduler(tiles_m, tiles_n, steps, splits, work, GROUP, BLOCK_N)
+    scales = Scales(ScaleA, ScaleB, stride_sa, stride_sb)
+    epilogue = Epilogue(o_desc, p_desc, Out, Pre, Bias, staging, m, n, stride_cb, stride_cm, stride_cn, stride_os, stride_ob,
+                        stride_om, BOXES, BIAS, ACTIVATION)  # fmt: skip
     gl.warp_specialize([
-        (_consume, (o_desc, p_desc, Out, Pre, Bias, scales, rings, staging, sizes, steps_of, 0, DTYPE, OUTSIDE, BOXES,
-                    BIAS, ACTIVATION, GROUP, BLOCK_N, SLOTS)),
-        (_consume, (o_desc, p_desc, Out, Pre, Bias, scales, rings, staging, sizes, steps_of, 1, DTYPE, OUTSIDE, BOXES,
-                    BIAS, ACTIVATION, GROUP, BLOCK_N, SLOTS)),
-        (_produce, (a_desc, b_desc, rings, sizes, EARLY, GROUP, BLOCK_N, SLOTS)),
+        (_consume, (operands, scheduler, scales, epilogue, OUTSIDE, 0)),
+        (_consume, (operands, scheduler, scales, epilogue, OUTSIDE, 1)),
+        (_produce, (operands, scheduler, EARLY)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

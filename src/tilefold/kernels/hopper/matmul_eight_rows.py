@@ -2,7 +2,7 @@
 
 A program makes CONSUMERS * 64 rows of W times BLOCK_M rows of x, over `each` steps of 128 * PANELS numbers of the sum:
 
-    producer    1 warp     brings panels of W and of x by the copy engine into a ring of SLOTS buffers
+    producer    1 warp     loads panels of W and of x by TMA into a ring of SLOTS stages
     consumers   4 warps    64 rows of W each
 
 Memory-bound: what counts is that W never stops coming.  EARLY: the kernel before this one makes x's codes, and lets this one
@@ -11,102 +11,123 @@ Splits of the sum are added by the last to arrive, in their order.
 """
 
 from .gluon import (
-    barriers,
+    descriptor,
     fence_async_shared,
     gl,
     jit,
     let_next_start,
-    mbarrier,
     tma_load,
     wait_for_previous,
     wgmma,
     wgmma_wait,
 )
-from .lowbit_parts import joined_sum
-from .matmul_parts import bytes_swizzled
+from .ring import Ring, make_ring, swizzled
+from .split_k import Partials, tile_of_program
+from .structs import Value, struct
 
 RUNTIME = ["M", "N", "steps", "each", "stride_sb"]
 
 
-@jit
-def _bring_w(w_desc, rings, slot, row, j, BLOCK_M: gl.constexpr, PANELS: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Have the panels of W of step j brought to a slot; its barrier waits for x's, too."""
-    w_buf, x_buf, full, empty = rings
-    mbarrier.expect(full.index(slot), (CONSUMERS * 64 + BLOCK_M) * 128 * PANELS)
-    for p in gl.static_range(PANELS):
-        place = [row, (j * PANELS + p) * 128]
-        tma_load(w_desc, place, full.index(slot), w_buf.index(slot * PANELS + p))
+@struct
+class Operands:
+    """Panels of 128 numbers of the sum, PANELS a stage: ROWS rows of W, BLOCK_M rows of x."""
+
+    w_desc: descriptor
+    x_desc: descriptor
+    w_buf: gl.shared_memory_descriptor
+    x_buf: gl.shared_memory_descriptor
+    ring: Ring
+    ROWS: gl.constexpr
+    BLOCK_M: gl.constexpr
+    PANELS: gl.constexpr
+
+    @jit
+    def load_w(self, stage, row, j):
+        """Issue the TMA loads of W of step j; the stage's barrier waits for those of x, too."""
+        bar = self.ring.expect(stage, (self.ROWS + self.BLOCK_M) * 128 * self.PANELS)
+        for p in gl.static_range(self.PANELS):
+            tma_load(self.w_desc, [row, (j * self.PANELS + p) * 128], bar, self.w_buf.index(stage * self.PANELS + p))
+
+    @jit
+    def load_x(self, stage, token, j):
+        """Issue those of x."""
+        bar = self.ring.full.index(stage)
+        for p in gl.static_range(self.PANELS):
+            tma_load(self.x_desc, [token, (j * self.PANELS + p) * 128], bar, self.x_buf.index(stage * self.PANELS + p))
+
+
+@struct
+class Output:
+    """As of matmul_eight_rows."""
+
+    Out: gl.tensor
+    Bias: Value
+    ScaleA: gl.tensor
+    ScaleB: gl.tensor
+    stride_sb: Value
+    stride_om: Value
+    M: Value
+    N: Value
+    partials: Partials
+
+    @jit
+    def finish(self, acc, row, token, item, split):
+        """Store the scaled sums acc [64 rows of W, BLOCK_M rows of x], if this is the last split to arrive."""
+        M, N = self.M, self.N
+        o_n = row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
+        o_m = token + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+        inside = (o_n < N)[:, None] & (o_m < M)[None, :]
+        place = o_m[None, :].to(gl.int64) * N + o_n[:, None]
+        acc, last = self.partials.join(acc, item, split, place, inside)
+        if last:
+            out = acc.to(gl.float32) * gl.load(self.ScaleA + o_m, mask=o_m < M, other=0.0)[None, :]
+            out = out * gl.load(self.ScaleB + o_n.to(gl.int64) * self.stride_sb, mask=o_n < N, other=0.0)[:, None]
+            if self.Bias is not None:
+                out += gl.load(self.Bias + o_n, mask=o_n < N, other=0.0).to(gl.float32)[:, None]
+            to = self.Out + o_m[None, :].to(gl.int64) * self.stride_om + o_n[:, None]
+            gl.store(to, out.to(self.Out.dtype.element_ty), mask=inside)
 
 
 @jit
-def _bring_x(x_desc, rings, slot, token, j, PANELS: gl.constexpr):
-    """Have the panels of x of step j brought to a slot."""
-    w_buf, x_buf, full, empty = rings
-    for p in gl.static_range(PANELS):
-        tma_load(x_desc, [token, (j * PANELS + p) * 128], full.index(slot), x_buf.index(slot * PANELS + p))
-
-
-@jit
-def _produce(w_desc, x_desc, rings, row, token, first, end, BLOCK_M: gl.constexpr, PANELS: gl.constexpr, CONSUMERS: gl.constexpr,
-             SLOTS: gl.constexpr, EARLY: gl.constexpr):  # fmt: skip
+def _produce(operands, tile, EARLY: gl.constexpr):
     """Make every load; those of W that the ring has room for before x's codes are there."""
-    empty = rings[3]
-    ahead = gl.minimum(first + SLOTS, end)
-    for j in range(first, ahead):
-        _bring_w(w_desc, rings, j - first, row, j, BLOCK_M, PANELS, CONSUMERS)
+    ring = operands.ring
+    ahead = gl.minimum(tile.first + ring.STAGES, tile.end)
+    for j in range(tile.first, ahead):
+        operands.load_w(j - tile.first, tile.row, j)
     wait_for_previous(EARLY)
-    for j in range(first, ahead):
-        _bring_x(x_desc, rings, j - first, token, j, PANELS)
-    for j in range(ahead, end):
-        slot = (j - first) % SLOTS
-        mbarrier.wait(empty.index(slot), (((j - first) // SLOTS) & 1) ^ 1)
-        _bring_w(w_desc, rings, slot, row, j, BLOCK_M, PANELS, CONSUMERS)
-        _bring_x(x_desc, rings, slot, token, j, PANELS)
+    for j in range(tile.first, ahead):
+        operands.load_x(j - tile.first, tile.token, j)
+    for j in range(ahead, tile.end):
+        stage = ring.stage(j - tile.first)
+        ring.acquire(stage, ring.turn(j - tile.first))
+        operands.load_w(stage, tile.row, j)
+        operands.load_x(stage, tile.token, j)
     let_next_start(EARLY)
 
 
 @jit
-def _finish(acc, outs, M, N, row, token, number, i_k, SPLITS: gl.constexpr):
-    """Add the splits' sums up, if this is the last to arrive, and store them scaled: acc [64 rows of W, BLOCK_M rows of x]."""
-    Out, Bias, ScaleA, ScaleB, Part, Arrived, stride_sb, stride_om = outs
-    o_n = row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
-    o_m = token + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
-    inside = (o_n < N)[:, None] & (o_m < M)[None, :]
-    place = o_m[None, :].to(gl.int64) * N + o_n[:, None]
-    acc, last = joined_sum(acc, Part, Arrived, number, i_k, place, inside, M.to(gl.int64) * N, SPLITS)
-    if last:
-        out = acc.to(gl.float32) * gl.load(ScaleA + o_m, mask=o_m < M, other=0.0)[None, :]
-        out = out * gl.load(ScaleB + o_n.to(gl.int64) * stride_sb, mask=o_n < N, other=0.0)[:, None]
-        if Bias is not None:
-            out += gl.load(Bias + o_n, mask=o_n < N, other=0.0).to(gl.float32)[:, None]
-        gl.store(Out + o_m[None, :].to(gl.int64) * stride_om + o_n[:, None], out.to(Out.dtype.element_ty), mask=inside)
-
-
-@jit
-def _consume(rings, outs, sizes, row, token, item, first, end, i_k, CID: gl.constexpr, SPLITS: gl.constexpr,
-             BLOCK_M: gl.constexpr, PANELS: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr,
-             EARLY: gl.constexpr):  # fmt: skip
+def _consume(operands, output, tile, CID: gl.constexpr, CONSUMERS: gl.constexpr, EARLY: gl.constexpr):
     """Consumer number CID: rows CID * 64 on of this program's tile.  e4m3: sums of 128 are added to fp32 outside of wgmma."""
-    w_buf, x_buf, full, empty = rings
-    M, N = sizes
-    INTEGER: gl.constexpr = w_buf.dtype == gl.int8
+    ring = operands.ring
+    INTEGER: gl.constexpr = operands.w_buf.dtype == gl.int8
     ACC: gl.constexpr = gl.int32 if INTEGER else gl.float32
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32])
-    acc = gl.zeros([64, BLOCK_M], ACC, LAYOUT)
-    nothing = gl.zeros([64, BLOCK_M], ACC, LAYOUT)
-    for j in range(first, end):
-        slot = (j - first) % SLOTS
-        mbarrier.wait(full.index(slot), ((j - first) // SLOTS) & 1)
-        for p in gl.static_range(PANELS):
-            w = w_buf.index(slot * PANELS + p).slice(CID * 64, 64, dim=0)
-            x = x_buf.index(slot * PANELS + p).permute((1, 0))
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, operands.BLOCK_M, 32])
+    acc = gl.zeros([64, operands.BLOCK_M], ACC, LAYOUT)
+    nothing = gl.zeros([64, operands.BLOCK_M], ACC, LAYOUT)
+    for j in range(tile.first, tile.end):
+        stage = ring.stage(j - tile.first)
+        ring.wait(stage, ring.turn(j - tile.first))
+        for p in gl.static_range(operands.PANELS):
+            w = operands.w_buf.index(stage * operands.PANELS + p).slice(CID * 64, 64, dim=0)
+            x = operands.x_buf.index(stage * operands.PANELS + p).permute((1, 0))
             if INTEGER:
                 acc = wgmma_wait(0, deps=(wgmma(w, x, acc, is_async=True),))
             else:
                 acc += wgmma_wait(0, deps=(wgmma(w, x, nothing, use_acc=False, is_async=True),))
-        mbarrier.arrive(empty.index(slot), count=1)
+        ring.release(stage)
     wait_for_previous(EARLY)  # x's scales
-    _finish(acc, outs, M, N, row + CID * 64, token, item * CONSUMERS + CID, i_k, SPLITS)
+    output.finish(acc, tile.row + CID * 64, tile.token, tile.item * CONSUMERS + CID, tile.split)
 
 
 @jit(do_not_specialize=RUNTIME)
@@ -120,31 +141,23 @@ def matmul_eight_rows(
     Part [SPLITS, M, N] of the accumulator's type, Arrived int32 zeros, CONSUMERS an item.
     EARLY: a dependent launch, after a kernel that lets this one start only when it has waited for its own predecessor."""
     DTYPE: gl.constexpr = w_desc.dtype
-    tiles_m = gl.cdiv(M, BLOCK_M)
-    item, i_k = gl.program_id(0), gl.program_id(1)
-    row = (item // tiles_m) * (CONSUMERS * 64)
-    token = (item % tiles_m) * BLOCK_M
-    first = i_k * each
-    end = gl.minimum(first + each, steps)
-    w_buf = gl.allocate_shared_memory(DTYPE, [SLOTS * PANELS, CONSUMERS * 64, 128], bytes_swizzled())
-    x_buf = gl.allocate_shared_memory(DTYPE, [SLOTS * PANELS, BLOCK_M, 128], bytes_swizzled())
-    full = barriers(SLOTS, 1)
-    empty = barriers(SLOTS, CONSUMERS)
+    ROWS: gl.constexpr = CONSUMERS * 64
+    tile = tile_of_program(M, steps, each, ROWS, BLOCK_M)
+    w_buf = gl.allocate_shared_memory(DTYPE, [SLOTS * PANELS, ROWS, 128], swizzled(2, 8))
+    x_buf = gl.allocate_shared_memory(DTYPE, [SLOTS * PANELS, BLOCK_M, 128], swizzled(2, 8))
+    ring = make_ring(SLOTS, CONSUMERS)
     fence_async_shared()
-    rings = (w_buf, x_buf, full, empty)
-    outs = (Out, Bias, ScaleA, ScaleB, Part, Arrived, stride_sb, stride_om)
-    sizes = (M, N)
+    operands = Operands(w_desc, x_desc, w_buf, x_buf, ring, ROWS, BLOCK_M, PANELS)
+    partials = Partials(Part, Arrived, M.to(gl.int64) * N, SPLITS)
+    output = Output(Out, Bias, ScaleA, ScaleB, stride_sb, stride_om, M, N, partials)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consume, (rings, outs, sizes, row, token, item, first, end, i_k, 0, SPLITS, BLOCK_M, PANELS, CONSUMERS, SLOTS,
-                        EARLY)),
-            (_consume, (rings, outs, sizes, row, token, item, first, end, i_k, 1, SPLITS, BLOCK_M, PANELS, CONSUMERS, SLOTS,
-                        EARLY)),
-            (_produce, (w_desc, x_desc, rings, row, token, first, end, BLOCK_M, PANELS, CONSUMERS, SLOTS, EARLY)),
+            (_consume, (operands, output, tile, 0, CONSUMERS, EARLY)),
+            (_consume, (operands, output, tile, 1, CONSUMERS, EARLY)),
+            (_produce, (operands, tile, EARLY)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (rings, outs, sizes, row, token, item, first, end, i_k, 0, SPLITS, BLOCK_M, PANELS, CONSUMERS, SLOTS,
-                        EARLY)),
-            (_produce, (w_desc, x_desc, rings, row, token, first, end, BLOCK_M, PANELS, CONSUMERS, SLOTS, EARLY)),
+            (_consume, (operands, output, tile, 0, CONSUMERS, EARLY)),
+            (_produce, (operands, tile, EARLY)),
         ], [1], [24])  # fmt: skip
