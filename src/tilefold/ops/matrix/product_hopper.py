@@ -31,8 +31,8 @@ def bind(x: Operands, plan: "MatmulPlan", device: torch.device, scales: Scales =
     through_boxes = not shared and problem.out_dtype == problem.dtype and problem.out_descriptors
     a_turned, b_turned = problem.a_major == "m", problem.b_major == "k"
     constants = {
-        "A_TURNED": a_turned,
-        "B_TURNED": b_turned,
+        "A_TRANSPOSED": a_turned,
+        "B_TRANSPOSED": b_turned,
         "FOLD": problem.fold,
         "BOXES": through_boxes,
         "BIAS": BIAS["none" if shared else problem.bias],
