@@ -20,19 +20,6 @@ from tilefold.plan.problem import MAX_HEAD_DIM, AttentionProblem, next_power_of_
 from tilefold.plan.table import RULE, measured
 from tilefold.plan.words import counted
 
-__all__ = [
-    "MERGES",
-    "STORAGES",
-    "DecodePlan",
-    "DecodeProblem",
-    "decode_kernel_refusal",
-    "plan_decode",
-    "require_dims",
-    "rules_decode",
-    "slice_shape",
-    "slices_of",
-]
-
 STORAGES = ("plain", *[each.name for each in FORMATS])  # elements of K and V: as q's, or bytes with scales
 MERGES = ("last", "kernel")  # the last program to arrive, or a second kernel
 MOST_ROWS = 128  # query heads of a KV head times query tokens that are taken from attention_cached

@@ -27,8 +27,6 @@ from tilefold.plan.limits import MAX_GRID, MAX_LENGTH, require_kernels
 from tilefold.plan.problem import AttentionProblem, next_power_of_two
 from tilefold.plan.words import counted
 
-__all__ = ["Constants", "InvariantPlan", "constants_of", "invariant_refusal", "plan_invariant", "plan_prompt"]
-
 CHUNK = CHUNK_KEYS  # keys that are folded from nothing: what a program has at least while it decodes
 MOST_PART_BYTES = 1 << 28  # of the states of chunks; where they take more, a program has all chunks of its rows
 

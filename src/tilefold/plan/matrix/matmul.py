@@ -26,8 +26,6 @@ from tilefold.plan.matrix.tiles import (
 )
 from tilefold.plan.table import RULE, measured
 
-__all__ = ["MatmulPlan", "MatmulProblem", "invariant_matmul", "plan_matmul", "rules_matmul"]
-
 ORDERS = ("grouped", "plain")
 
 

@@ -7,20 +7,6 @@ from tilefold.plan.device import Device
 from tilefold.plan.limits import MAX_GRID
 from tilefold.plan.matrix.problem import ITEMSIZE, MatmulProblem
 
-__all__ = [
-    "HOPPER",
-    "PORTABLE",
-    "MatmulTile",
-    "choose_hopper",
-    "choose_portable",
-    "hopper_refusal",
-    "hopper_slower",
-    "invariant_tiles",
-    "shared_bytes",
-    "tile_violation",
-    "traffic",
-]
-
 PORTABLE, HOPPER = "matmul", "matmul_hopper"
 GROUP = 8  # rows of tiles that are made together
 MAX_SPLITS = 64
