@@ -173,9 +173,17 @@ class PagedKVCache:
         # That they fit is known: the batch has reserved them.  So no longest is given, which would be a record for each.
         offsets = batch.cu_seqlens_q if batch.count is None else None
         call = Append(
-            *caches, *rows, batch.lengths_before, None, batch.block_table, rotary_cos, rotary_sin, interleaved, offsets,
+            *caches,
+            *rows,
+            batch.lengths_before,
+            None,
+            batch.block_table,
+            rotary_cos,
+            rotary_sin,
+            interleaved,
+            offsets,
             *self._scales[layer],
-        )  # fmt: skip
+        )
         cache_append(call, asked(None, "kvcache_append"))
 
     def attend(
