@@ -9,14 +9,34 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
 
 from ..check import check_whole
 from ..errors import OutOfPages, ValueRangeError
-from .sequence import Sequence
 from .statistics import CacheStatistics
 
 Pairs = list[tuple[int, int]]
 """(from, to) ids of pages."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """The host's record of one sequence, for batches over it, too.  Row j is row j % page_size of page pages[j // page_size].
+
+    pages: page ids, ceil(length / page_size) of them; negative ones name pages in host memory.
+    writable: rows up to here can be written as things are: neither a page nor a copy is needed.  -1 once freed or swapped out,
+        so that the comparison that every step makes anyway finds those, too.
+    edits: places of `pages` that have changed, in order; a batch remembers how many of them its table has.
+    moved: how often rows that were there before have come to lie elsewhere, or were given up.
+    state: "resident", "swapped" or "freed"."""
+
+    id: int
+    pages: list[int]
+    length: int
+    writable: int = 0
+    edits: list[int] = field(default_factory=list)
+    moved: int = 0
+    state: str = "resident"
 
 
 class PageAllocator:

@@ -8,7 +8,7 @@ import torch
 
 from ..check import check_whole
 from ..errors import DtypeError, ShapeError, ValueRangeError
-from .sequence import Sequence
+from .allocator import Sequence
 
 if TYPE_CHECKING:
     from .cache import PagedKVCache

@@ -9,7 +9,6 @@ import torch
 from ..cache_formats import listed
 from ..check import CODED, FLOATS, check_whole
 from ..errors import DeviceError, DtypeError, ValueRangeError
-from .access import append_rows, attend
 from .allocator import PageAllocator
 from .batch import CacheBatch
 from .pool import PagePool
@@ -166,9 +165,26 @@ class PagedKVCache:
             if interleaved, else (i, i + pairs).
 
         One launch; no gradients: k and v are taken as detached."""
+        from ..ops.cache.cache_append import Append, cache_append
+        from ..ops.faults import asked
+
         caches = self._caches(layer, batch)
         rows = batch.as_rows("k", k), batch.as_rows("v", v)
-        append_rows(caches, self._scales[layer], *rows, batch, rotary_cos, rotary_sin, interleaved)
+        # That they fit is known: the batch has reserved them.  So no longest is given, which would be a record for each.
+        offsets = batch.cu_seqlens_q if batch.count is None else None
+        call = Append(
+            *caches,
+            *rows,
+            batch.lengths_before,
+            None,
+            batch.block_table,
+            rotary_cos,
+            rotary_sin,
+            interleaved,
+            offsets,
+            *self._scales[layer],
+        )
+        cache_append(call, asked(None, "kvcache_append"))
 
     def attend(
         self,
@@ -186,6 +202,13 @@ class PagedKVCache:
         causal from the bottom right: each sees itself and what was before.  options: window, scale, softcap, alibi_slopes, sinks
         and numerics as for `tilefold.attention`, and num_splits (0: chosen).  Computed by what `tilefold.attention_kvcache`
         calls.  Returns out like q; with return_lse (out, lse), lse fp32 natural log [heads, T], or [B, heads, S]."""
+        from ..ops.cache.kvcache import ATTENTION_KVCACHE
+        from ..ops.call import Call
+        from ..ops.faults import asked
+        from ..ops.numerics import check_numerics
+        from ..ops.source import Cache
+        from ..ops.source import Scales as Factors
+
         caches = self._caches(layer, batch)
         unknown = sorted(set(options) - set(OPTIONS))
         if unknown:
@@ -195,7 +218,15 @@ class PagedKVCache:
         rows = batch.as_rows("q", q)
         if q.dim() == 3 and batch.count != 1:  # one query each is the same batch without offsets
             rows = q
-        out, lse = attend(caches, self._scales[layer], rows, batch, causal, dict(options))
+        splits, numerics = options.pop("num_splits", 0), check_numerics(options.pop("numerics", None))
+        packed = rows.dim() == 3
+        cache = Cache(
+            batch.cache_seqlens, None, None, batch.block_table, batch.cu_seqlens_q if packed else None, None,
+            batch.max_seqlen_q if packed else 0, 0, 0, splits,
+        )  # fmt: skip
+        factors = Factors(None, *self._scales[layer])
+        call = Call(causal, **options, source=cache, scales=factors, numerics=numerics)
+        out, lse = ATTENTION_KVCACHE(rows, *caches, call, asked(None, "attention_kvcache"))
         if rows.dim() != q.dim():
             out, lse = out.flatten(0, 1), lse[..., 0].T
         return (out, lse) if return_lse else out

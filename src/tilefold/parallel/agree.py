@@ -1,15 +1,16 @@
 """Before the first exchange of a kind of call, every rank learns what every other one was given; all raise the same error."""
 
 import os
-import struct
 import weakref
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..errors import ShapeError
+from ..plan.parallel.sharding import Sharding
 from .exchange import arrived, gather_flat, guarded
 from .group import Ranks, carried_by
 
@@ -19,40 +20,39 @@ MOST = 4096
 WIDTH = 24  # of what travels, whichever function was called: ranks in different functions must not differ in size
 
 
-def number_of(value: float) -> int:
-    """The bits of a float as an int, so that it travels exactly."""
-    return int(struct.unpack("<q", struct.pack("<d", value))[0])
-
-
-def text_of(value: object) -> int:
-    """A checksum of what can only be compared, the same in every process."""
-    return zlib.crc32(repr(value).encode())
+def _compared(value: object) -> tuple[int, str]:
+    """The number by which ranks compare a fact, itself or a checksum that is the same in every process, and how they write it."""
+    if type(value) is int:
+        return value, str(value)
+    return zlib.crc32(repr(value).encode()), f"[{value}]" if isinstance(value, Sharding) else str(value)
 
 
 def agree(
     ranks: Ranks,
-    fields: dict[str, tuple[int, str]],
+    function: str,
+    facts: Mapping[str, object],
     error: Exception | None,
-    device: torch.device,
+    like: object,
     always: bool = False,
 ) -> None:
-    """Compare this call with those of the other ranks: a collective, the first time that this rank sees these fields.
+    """Compare this call with those of the other ranks: a collective, the first time that this rank sees these facts.
 
-    fields: by name, the number to be compared and how this rank writes it; the first is "function", the others are the same
-    for every call of it, at most 22.  error: what this rank found wrong by itself, which it raises only after the others
-    have learnt that there is one, so that nobody waits for it.  always: compare this call whether or not its fields were seen,
-    where the host waits for the ranks anyway.
+    facts: what has to be the same on all ranks, by name; the same names for every call of the function, at most 22.  error: what
+    this rank found wrong by itself, which it raises only after the others have learnt that there is one, so that nobody waits
+    for it; its facts do not count.  like: a tensor of the call, on whose device ranks compare.  always: compare this call whether
+    or not its facts were seen, where the host waits for the ranks anyway.
 
     TILEFOLD_PARALLEL_CHECK=always in the environment of all ranks compares every call, which costs each a small exchange and a
     wait of the host: to find out who goes astray where a transfer has failed.
 
     Raises ShapeError on every rank, naming what differs and on which ranks."""
     seen = _AGREED.setdefault(ranks.flat, set())
+    fields = {name: _compared(value) for name, value in {"function": function, **facts}.items()}
     key = tuple(number for number, _ in fields.values())
     always = always or os.environ.get("TILEFOLD_PARALLEL_CHECK") == "always"
     if error is None and key in seen and not always:
         return
-    where = _carrier(ranks.flat, device)
+    where = _carrier(ranks.flat, like.device if isinstance(like, torch.Tensor) else torch.device("cpu"))
     row = [int(error is not None), *key]
     mine = torch.tensor(row + [0] * (WIDTH - len(row)), dtype=torch.int64, device=where)
     every = torch.zeros(ranks.size * mine.numel(), dtype=torch.int64, device=where)

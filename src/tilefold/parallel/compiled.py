@@ -110,17 +110,13 @@ def _apart(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return tuple(found)
 
 
-def _shapes(tokens: list[int], *tensors: torch.Tensor) -> list[tuple[torch.Tensor, list[int]]]:
-    return [(t, tokens[4 * i : 4 * i + 4]) for i, t in enumerate(tensors)]
-
-
 @context_attention_backward_op.register_fake
 def _(
     dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
     lse: torch.Tensor, tokens: list[int], number: int, causal: bool, left: int, right: int, scale: float | None, softcap: float,
     deterministic: bool,
 ) -> Three:  # fmt: skip
-    return tuple(t.new_empty(shape) for t, shape in _shapes(tokens, q, k, v))  # type: ignore[return-value]
+    return tuple(t.new_empty(tokens[4 * i : 4 * i + 4]) for i, t in enumerate((q, k, v)))  # type: ignore[return-value]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Seven) -> None:

@@ -7,7 +7,7 @@ import torch
 from ..cache_api import attention_kvcache as _local
 from ..errors import DtypeError, ShapeError, TilefoldError, Unsupported, ValueRangeError
 from ..ops.watch import wants_gradient
-from .agree import agree, number_of, text_of
+from .agree import agree
 from .exchange import gather_flat, guarded
 from .group import ranks_of
 
@@ -38,23 +38,27 @@ def attention_kvcache(
         What the local call raises; ShapeError on every rank if the queries' shapes differ between them; Unsupported for window,
         alibi_slopes and plan, and for causal with several queries; CommunicationError."""
     ranks = ranks_of(group)
-    given = options.get("sinks") is not None
     wants_lse = options.pop("return_lse", False)
     error: Exception | None = None
+    facts: dict[str, object] = {}
     try:
         _check(q, k_cache, v_cache, options, wants_lse)
         options.pop("causal", None)
         sinks = options.pop("sinks", None)
         mine = options if sinks is None or ranks.rank else options | {"sinks": sinks}
         out, lse = _local(q, k_cache, v_cache, return_lse=True, **mine)
+        scale, softcap = (options.get(name) for name in ("scale", "softcap"))
+        facts = {
+            "shape of q": tuple(q.shape),
+            "dtype of q": q.dtype,
+            "heads and dim of v_cache": tuple(v_cache.shape[2:]),
+            "scale": scale and float(scale),
+            "softcap": float(softcap or 0.0),
+            "sinks given": sinks is not None,
+        }
     except (TilefoldError, TypeError, ValueError) as refused:
         error = refused
-    agree(
-        ranks,
-        _fields(q, v_cache, options, given),
-        error,
-        q.device if isinstance(q, torch.Tensor) else torch.device("cpu"),
-    )
+    agree(ranks, "attention_kvcache", facts, error, q)
     out, lse = merge_ranks(out, lse, ranks)
     return (out, lse) if wants_lse else out
 
@@ -127,17 +131,3 @@ def _check(q: Any, k_cache: Any, v_cache: Any, options: dict[str, Any], wants_ls
             )
     if options.get("causal") and not (q.dim() == 4 and q.shape[1] == 1) and options.get("max_seqlen_q") != 1:
         raise Unsupported("causal with several queries a sequence: which keys a query sees depends on where they lie")
-
-
-def _fields(q: Any, v_cache: Any, options: dict[str, Any], sinks: bool) -> dict[str, tuple[int, str]]:
-    shape, dim = (tuple(t.shape) if isinstance(t, torch.Tensor) else () for t in (q, v_cache))
-    scale, softcap = (options.get(name) for name in ("scale", "softcap"))
-    return {
-        "function": (text_of("attention_kvcache"), "attention_kvcache"),
-        "shape of q": (text_of(shape), str(shape)),
-        "dtype of q": (text_of(getattr(q, "dtype", None)), str(getattr(q, "dtype", None))),
-        "heads and dim of v_cache": (text_of(dim[2:]), str(dim[2:])),
-        "scale": (number_of(float(scale or 0.0)), str(scale)),
-        "softcap": (number_of(float(softcap or 0.0)), str(softcap)),
-        "sinks given": (int(sinks), str(sinks)),
-    }

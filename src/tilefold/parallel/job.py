@@ -14,7 +14,7 @@ from ..plan.parallel.plan import ParallelPlan, plan_parallel
 from ..plan.parallel.problem import Links, ParallelProblem
 from ..plan.parallel.sharding import Sharding
 from ..types import Window
-from .agree import agree, keep, known, number_of, text_of
+from .agree import agree, keep, known
 from .group import Ranks, check_device, check_sharding
 from .local import Kernels, Pair
 from .schemes import Job
@@ -84,17 +84,17 @@ def agreed_job(
         return kept
     job: Job | None = None
     error: Exception | None = None
-    sizes: dict[str, int] = {}
+    facts: dict[str, object] = {}
     try:
         refuse_invariant("attention over several ranks", "pieces of the keys are merged as the ranks have them")
         check_kinds(return_lse, deterministic=scores[4])
         refuse_tangents({"q": q, "k": k, "v": v})
         sizes = sizes_of(setting, q, k, v)
         job = job_of(setting, q, sizes, scores, needs)
+        facts = _facts(job, sizes, q, needs)
     except (TilefoldError, TypeError, ValueError) as refused:
         error = refused
-    device = q.device if isinstance(q, torch.Tensor) else torch.device("cpu")
-    agree(setting.ranks, _fields(job, sizes, q, needs), error, device)
+    agree(setting.ranks, "attention", facts, error, q)
     assert job is not None
     if key is not None:
         keep(key, job)
@@ -188,25 +188,22 @@ def plan_of(
     raise Unsupported("scheme 'two_level' needs a group of two levels: ranks_of(group, ranks_per_node=...)")
 
 
-def _fields(job: Job | None, sizes: dict[str, int], q: torch.Tensor, needs: bool) -> dict[str, tuple[int, str]]:
-    """What all ranks have to have in common, as numbers and as text; the same names whatever was given."""
-    counts = ("batch", "heads", "kv_heads", "dim_qk", "dim_v")
-    found = {"function": (text_of("attention"), "attention")}
-    found |= {name: (sizes.get(name, 0), str(sizes.get(name, 0))) for name in counts}
-    texts: dict[str, object] = {"dtype of q": getattr(q, "dtype", None), "gradients wanted": needs}
-    found |= {name: (text_of(value), str(value)) for name, value in texts.items()}
-    if job is None:
-        names = ("scheme", "sharding", "kv_sharding", "window", "scale", "softcap", "deterministic", "ranks per node")
-        return found | dict.fromkeys(names, (0, ""))
+def call_facts(sizes: dict[str, int], q: torch.Tensor, needs: bool) -> dict[str, object]:
+    """What all ranks have to have in common in a call of any attention."""
+    named = {name: int(sizes[name]) for name in ("batch", "heads", "kv_heads", "dim_qk", "dim_v")}
+    return {**named, "dtype of q": q.dtype, "gradients wanted": needs}
+
+
+def _facts(job: Job, sizes: dict[str, int], q: torch.Tensor, needs: bool) -> dict[str, object]:
+    """What all ranks have to have in common in one call."""
     pair = job.pair
-    scale = 0.0 if pair.scale is None else float(pair.scale)
-    return found | {
-        "scheme": (text_of(job.scheme), repr(job.scheme)),
-        "sharding": (text_of(job.q_tokens), f"[{job.q_tokens}]"),
-        "kv_sharding": (text_of(job.k_tokens), f"[{job.k_tokens}]"),
-        "window": (text_of(pair.window), str(pair.window)),
-        "scale": (number_of(scale), str(pair.scale)),
-        "softcap": (number_of(pair.softcap), str(pair.softcap)),
-        "deterministic": (int(pair.deterministic), str(pair.deterministic)),
-        "ranks per node": (job.ranks.per_node, str(job.ranks.per_node)),
+    return call_facts(sizes, q, needs) | {
+        "scheme": repr(job.scheme),
+        "sharding": job.q_tokens,
+        "kv_sharding": job.k_tokens,
+        "window": pair.window,
+        "scale": pair.scale and float(pair.scale),
+        "softcap": pair.softcap,
+        "deterministic": pair.deterministic,
+        "ranks per node": job.ranks.per_node,
     }

@@ -82,7 +82,8 @@ class Places:
                     arriving.append(t.new_empty(t.shape[0], self.length(part), *t.shape[2:]))
                     staged.append((places, self._parts(arriving[-1], part)))
             receives.append(arriving)
-        sends = [[m for t in one for m in self._messages(t, self.rank)] for one in self._others(mine)]
+        others = [() if part == self.rank else one for part, one in enumerate(mine)]
+        sends = [[m for t in one for m in self._messages(t, self.rank)] for one in others]
         transfer = begin(sends, receives, self.group, what)
         for t, whole in zip(mine[self.rank], joint, strict=True):
             for to, of in zip(_cut(whole, self.rows[self.rank]), self._parts(t, self.rank), strict=False):
@@ -111,9 +112,6 @@ class Places:
         """Copy this rank's rows of a joint tensor to where they belong, [batch, own rows, ...]."""
         for into, of in zip(self._parts(to, self.rank), _cut(t, self.rows[self.rank]), strict=True):
             into.copy_(of)
-
-    def _others(self, each: Sequence[Tensors]) -> list[Tensors]:
-        return [() if part == self.rank else one for part, one in enumerate(each)]
 
 
 def _cut(t: torch.Tensor, rows: Sequence[tuple[int, int]]) -> list[torch.Tensor]:

@@ -13,11 +13,11 @@ from ..plan.parallel.sharding import Sharding
 from ..sparse import BlockIndex
 from ..sparse.lists import sizes_by_row
 from ..sparse_api import sparse_attention as _local
-from .agree import agree, text_of
+from .agree import agree
 from .blocks import blocks_of
 from .exchange import all_to_all, arrived, gather_flat, guarded, unpack
 from .group import Ranks, check_device, check_sharding, ranks_of
-from .job import wanted
+from .job import call_facts, wanted
 
 Places = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Batch entry, KV head and block of each of many blocks."""
@@ -90,6 +90,7 @@ def block_exchange(index: BlockIndex, sharding: Sharding, kv_heads: int, group: 
     ranks = ranks_of(group)
     error: Exception | None = None
     blocks: list[list[int]] = []
+    facts: dict[str, object] = {}
     try:
         if not isinstance(index, BlockIndex):
             raise DtypeError(f"index must be a BlockIndex, got {type(index).__name__}")
@@ -100,10 +101,18 @@ def block_exchange(index: BlockIndex, sharding: Sharding, kv_heads: int, group: 
         if index.heads > 1 and index.heads % kv_heads:
             raise ShapeError(f"index has lists of {index.heads} heads, no multiple of {kv_heads} KV heads")
         blocks = [blocks_of(sharding, r, index.block_k, "keys") for r in range(ranks.size)]
+        facts = {
+            "block_k": index.block_k,
+            "keys of index": index.seq_k,
+            "batch of index": index.indices.shape[0],
+            "heads of index": index.indices.shape[1],
+            "kv_heads": kv_heads,
+            "sharding": sharding,
+        }
     except TilefoldError as refused:
         error = refused
-    fields, device = _fields(index, sharding, kv_heads), getattr(index, "device", torch.device("cpu"))
-    agree(ranks, fields, error, device, always=True)  # the host waits for the counts in any case
+    like = getattr(index, "indices", None)
+    agree(ranks, "block_exchange", facts, error, like, always=True)  # the host waits for the counts in any case
     need = _needed(index, kv_heads)
     every = torch.empty((ranks.size, *need.shape), dtype=torch.uint8, device=need.device)
     with guarded(ranks.flat, "telling which blocks of keys its lists name"):
@@ -120,20 +129,6 @@ def block_exchange(index: BlockIndex, sharding: Sharding, kv_heads: int, group: 
         take.append((b, g, slot[b, g, theirs[n]]))
     local = _compact(index, need, slot, slots)
     return BlockExchange(ranks, local, give, tuple(take), kv_heads, sharding.length(ranks.rank), slots)
-
-
-def _fields(index: Any, sharding: Any, kv_heads: int) -> dict[str, tuple[int, str]]:
-    known = isinstance(index, BlockIndex)
-    facts = {
-        "block_k": index.block_k if known else 0,
-        "keys of index": index.seq_k if known else 0,
-        "batch of index": index.indices.shape[0] if known else 0,
-        "heads of index": index.indices.shape[1] if known else 0,
-        "kv_heads": kv_heads if isinstance(kv_heads, int) else 0,
-    }
-    found = {"function": (text_of("block_exchange"), "block_exchange")}
-    found |= {name: (int(value), str(value)) for name, value in facts.items()}
-    return found | {"sharding": (text_of(sharding), f"[{sharding}]")}
 
 
 def _needed(index: BlockIndex, kv_heads: int) -> torch.Tensor:
@@ -214,16 +209,17 @@ def sparse_attention(
     ranks = exchange.ranks if isinstance(exchange, BlockExchange) else ranks_of(group)
     error: Exception | None = None
     sizes: dict[str, int] = {}
+    facts: dict[str, object] = {}
     try:
         sizes = bind(_SPECS, {"q": q, "k": k, "v": v})
         check_device("q", q, ranks.flat)
         _check_call(sizes, index, scale, softcap, return_lse)
         if exchange is not None:
             _fits(sizes, index, exchange)
+        facts = call_facts(sizes, q, wanted(q, k, v)) | {"exchange given": exchange is not None}
     except TilefoldError as refused:
         error = refused
-    where = q.device if isinstance(q, torch.Tensor) else torch.device("cpu")
-    agree(ranks, _call_fields(sizes, q, wanted(q, k, v), exchange is not None), error, where)
+    agree(ranks, "sparse_attention", facts, error, q)
     if exchange is None:
         exchange = block_exchange(index, sharding, sizes["kv_heads"], ranks)
         _fits(sizes, index, exchange)
@@ -236,15 +232,6 @@ _SPECS = (
     TensorSpec("k", "batch seq_k kv_heads dim_qk", FLOATS, same_dtype_as="q", contiguous_last=True),
     TensorSpec("v", "batch seq_k kv_heads dim_v", FLOATS, same_dtype_as="q", contiguous_last=True),
 )
-
-
-def _call_fields(sizes: dict[str, int], q: Any, needs: bool, given: bool) -> dict[str, tuple[int, str]]:
-    """What all ranks have to have in common in one call."""
-    texts = {"dtype of q": str(getattr(q, "dtype", None)), "gradients wanted": str(needs), "exchange given": str(given)}
-    found = {"function": (text_of("sparse_attention"), "sparse_attention")}
-    names = ("batch", "heads", "kv_heads", "dim_qk", "dim_v")
-    found |= {name: (sizes.get(name, 0), str(sizes.get(name, 0))) for name in names}
-    return found | {name: (text_of(text), text) for name, text in texts.items()}
 
 
 def _check_call(sizes: dict[str, int], index: Any, scale: Any, softcap: Any, return_lse: object) -> None:

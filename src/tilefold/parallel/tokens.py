@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from ..errors import DtypeError, ShapeError, TilefoldError
 from ..plan.parallel.sharding import Sharding, Spans, ordered
-from .agree import agree, text_of
+from .agree import agree
 from .exchange import gather_flat, guarded
 from .group import check_device, check_sharding, ranks_of
 
@@ -71,7 +71,7 @@ def gather_sequence(x: torch.Tensor, sharding: Sharding, group: object = None, d
     group_ranks = ranks_of(group)
     flat, rank, ranks = group_ranks.flat, group_ranks.rank, group_ranks.size
     error: Exception | None = None
-    rest: tuple[int, ...] = ()
+    facts: dict[str, object] = {}
     try:
         _check("x", x, sharding, dim)
         check_device("x", x, flat)
@@ -79,14 +79,10 @@ def gather_sequence(x: torch.Tensor, sharding: Sharding, group: object = None, d
         if x.shape[dim] != sharding.length(rank):
             raise ShapeError(f"x has {x.shape[dim]} tokens in dim {dim}, rank {rank} has {sharding.length(rank)}")
         rest = tuple(x.movedim(dim, 0).shape[1:])
+        facts = {"dtype of x": x.dtype, "sizes of x beside its tokens": rest, "sharding": sharding}
     except TilefoldError as refused:
         error = refused
-    dtype = getattr(x, "dtype", None)
-    texts = {"function": "gather_sequence", "dtype of x": str(dtype), "sizes of x beside its tokens": str(rest)}
-    fields = {name: (text_of(text), text) for name, text in texts.items()} | {
-        "sharding": (text_of(sharding), f"[{sharding}]")
-    }
-    agree(group_ranks, fields, error, getattr(x, "device", torch.device("cpu")))
+    agree(group_ranks, "gather_sequence", facts, error, x)
     most = max(sharding.length(r) for r in range(ranks))
     rows = x.detach().movedim(dim, 0)
     if rows.is_floating_point() and rows.element_size() == 1:
@@ -187,11 +183,9 @@ def loss_mean(losses: torch.Tensor, keep: torch.Tensor | None = None, group: obj
         _check_losses(losses, keep, flat)
     except TilefoldError as refused:
         error = refused
-    exact64 = isinstance(losses, torch.Tensor) and losses.dtype == torch.float64
-    texts = {"function": "loss_mean", "losses are float64": str(exact64)}
-    fields = {name: (text_of(text), text) for name, text in texts.items()}
     if not torch.compiler.is_compiling():
-        agree(ranks, fields, error, getattr(losses, "device", torch.device("cpu")))
+        facts = {"losses are float64": getattr(losses, "dtype", None) == torch.float64}
+        agree(ranks, "loss_mean", facts, error, losses)
     elif error is not None:
         raise error
     exact = losses.double() if losses.dtype == torch.float64 else losses.float()

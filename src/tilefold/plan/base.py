@@ -127,6 +127,11 @@ def require_equal(made: Any, asked: Any, names: tuple[str, ...] = ()) -> None:
             raise PlanError(f"plan was made for {name}={mine!r}, the call has {name}={wanted!r}")
 
 
+def fields_of(record: Any) -> dict[str, Any]:
+    """The fields of a record with slots, by name: what of a tile a plan has as its own."""
+    return {name: getattr(record, name) for name in record.__slots__}
+
+
 def changed(record: Record, **given: Any) -> Record:
     """The record with the fields that are not None."""
     found: Record = replace(record, **{name: value for name, value in given.items() if value is not None})  # type: ignore[type-var]

@@ -13,16 +13,6 @@ from tilefold.cache_formats import FORMATS
 from tilefold.errors import Unsupported
 from tilefold.plan.architecture import CPU, SM_90, Architecture, HasArchitecture, architecture_of
 
-__all__ = [
-    "CAPABILITIES",
-    "Capability",
-    "architecture_refusal",
-    "capability",
-    "function_of",
-    "plan_of",
-    "refuse_arguments",
-]
-
 FLOATS = ("float16", "bfloat16", "float32")
 HALVES = ("float16", "bfloat16")
 HELD = (*FLOATS, *[each.name for each in FORMATS])  # by caches

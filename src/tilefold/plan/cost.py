@@ -1,5 +1,6 @@
 """What a problem costs, exactly and in closed form, and the least time that a device needs for it."""
 
+import math
 from dataclasses import dataclass
 
 from tilefold.plan.device import Device
@@ -93,6 +94,20 @@ def bound(cost: Cost, device: Device, dtype: str = "bfloat16") -> Bound:
         times += (("L2 to SM", cost.l2_bytes / device.measured_l2_bytes_per_s),)
     resource, longest = max(times, key=lambda entry: entry[1])
     return Bound(resource if longest else "none", longest, times)
+
+
+def even_shares(items: int, tiles: int, slots: int, most: int) -> int:
+    """Fewest shares, up to `most`, of items of `tiles` tiles each whose efficiency reaches 95 % of the best reachable one.
+
+    The efficiency is that of waves over the slots that run at once, times that of the uneven shares, which differ by a tile."""
+
+    def efficiency(shares: int) -> float:
+        waves, share = items * shares / slots, tiles / shares
+        return waves / math.ceil(waves) * share / math.ceil(share)
+
+    possible = range(1, most + 1)
+    best = max(map(efficiency, possible))
+    return next(shares for shares in possible if efficiency(shares) >= 0.95 * best)
 
 
 def _floor_sum(count: int, step: int, start: int, divisor: int) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from tilefold.plan.capabilities import architecture_refusal
 from tilefold.plan.device import Device
-from tilefold.plan.limits import Tile
+from tilefold.plan.limits import Tile, shared_fault
 from tilefold.plan.problem import AttentionProblem
 
 PRODUCER_REGISTERS = (
@@ -44,7 +44,4 @@ def tile_fault(
             return name, f"must be {wanted} with {kernel}, got {getattr(tile, name)}"
     if type(tile.num_stages) is not int or not 1 <= tile.num_stages <= MAX_STAGES:
         return "num_stages", f"must be from 1 to {MAX_STAGES}, got {tile.num_stages!r}"
-    if shared > device.smem_per_block:
-        need, have = shared / 1024, device.smem_per_block / 1024
-        return "num_stages", f"needs {need:.0f} KiB of shared memory, a program on {device.name} has {have:.0f} KiB"
-    return None
+    return shared_fault("num_stages", shared, device)

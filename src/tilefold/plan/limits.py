@@ -1,5 +1,6 @@
 """What fits: shared memory, registers, tile sizes and grids, estimated before anything is compiled."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tilefold.errors import Unsupported
@@ -150,10 +151,8 @@ def _kernel_violation(problem: AttentionProblem, device: Device, kernel: str, ti
 
 
 def _resource_violation(problem: AttentionProblem, device: Device, kernel: str, tile: Tile) -> tuple[str, str] | None:
-    shared = shared_bytes(problem, device, tile)
-    if shared > device.smem_per_block:
-        need, have = shared / 1024, device.smem_per_block / 1024
-        return "shared_bytes", f"needs {need:.0f} KiB of shared memory, a program on {device.name} has {have:.0f} KiB"
+    if fault := shared_fault("shared_bytes", shared_bytes(problem, device, tile), device):
+        return fault
     held, limit = accumulator_registers(problem, device, tile), tile.maxnreg or device.registers_per_thread
     if held > limit:
         return "num_warps", f"accumulators need {held} registers per thread, a thread has {limit}"
@@ -161,6 +160,27 @@ def _resource_violation(problem: AttentionProblem, device: Device, kernel: str, 
         threads = device.warp_size * tile.num_warps
         return "num_warps", f"{threads} threads need more registers than an SM of {device.name} has"
     return None
+
+
+def shared_fault(field: str, shared: int, device: Device) -> tuple[str, str] | None:
+    """(field, sentence) where a program needs more bytes of shared memory than it can have, else None."""
+    need, have = shared / 1024, device.smem_per_block / 1024
+    if need <= have:
+        return None
+    return field, f"needs {need:.0f} KiB of shared memory, a program on {device.name} has {have:.0f} KiB"
+
+
+def first_fit(
+    tiles: Iterable[Tile], device: Device, violation: Callable[[Tile], tuple[str, str] | None], what: str
+) -> Tile:
+    """The first tile that breaks no limit; Unsupported with what each one breaks.  what: they are for."""
+    faults = []
+    for tile in tiles:
+        fault = violation(tile)
+        if fault is None:
+            return tile
+        faults.append(f"{tile}: {fault[1]}")
+    raise Unsupported(f"no tile fits {device.name} for {what} ({'; '.join(faults)})")
 
 
 def box_refusal(problem: AttentionProblem, device: Device) -> str | None:

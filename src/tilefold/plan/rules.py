@@ -194,10 +194,6 @@ def _few(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
     return tuple(smaller)
 
 
-def _is_few(problem: AttentionProblem, device: Device) -> bool:
-    return bool(_few(problem, device))
-
-
 def _cuda(problem: AttentionProblem, device: Device, least: int, below: int, width: int) -> bool:
     return least <= device.generation < below and _width(problem) <= width
 
@@ -287,7 +283,7 @@ RULES: tuple[Rule, ...] = (
         "few-programs",
         "Full tiles make fewer programs than there are SMs, so rows are halved, as far as the tensor cores allow.",
         "An idle SM costs more than the extra reads of K and V, which the L2 serves.",
-        _is_few,
+        lambda problem, device: bool(_few(problem, device)),
         _few,
     ),
     *_LONG_RULES,

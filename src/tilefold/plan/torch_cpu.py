@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import Any
 
 from tilefold.errors import PlanError, Unsupported
-from tilefold.plan.base import Shown, said_sizes
+from tilefold.plan.base import Shown, changed, said_sizes
 from tilefold.plan.cache.invariant import invariant_refusal
 from tilefold.plan.capabilities import capability
 from tilefold.plan.device import Device
@@ -75,10 +75,7 @@ class TorchPlan(Shown):
         for name, value in given.items():
             if value is not None and (type(value) is not int or value < 1):
                 raise PlanError(f"plan field {name}: must be an integer of at least 1, got {value!r}")
-        cut = replace(
-            self.cut or Cut(1, 1, 1, 1), **{name: value for name, value in given.items() if value is not None}
-        )
-        return replace(self, cut=cut)
+        return replace(self, cut=changed(self.cut or Cut(1, 1, 1, 1), **given))
 
     def check(self, problem: Any, device: Device) -> None:
         """PlanError unless the plan is one for this problem and device."""

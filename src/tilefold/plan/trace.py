@@ -1,6 +1,6 @@
 """A whole generation, step by step: the steps grouped into ranges in which a policy's decision stays the same."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilefold.errors import DtypeError, ShapeError, Unsupported, ValueRangeError
 from tilefold.plan.base import Plan
@@ -129,16 +129,15 @@ def trace_generation(generation: Generation, device: Device, policy: str = "tile
         made = _decide(generation, device, policy, step)
         seconds = made.predicted_s
         if ranges and _same(ranges[-1].last, made):
-            before = ranges.pop()
-            part = TraceRange(
-                before.first_step,
-                step,
-                before.first,
-                made,
-                before.bound_s + made.bound.seconds,
-                before.predicted_s + seconds,
-                min(before.least_s, seconds),
-                max(before.most_s, seconds),
+            one = ranges.pop()
+            part = replace(
+                one,
+                last_step=step,
+                last=made,
+                bound_s=one.bound_s + made.bound.seconds,
+                predicted_s=one.predicted_s + seconds,
+                least_s=min(one.least_s, seconds),
+                most_s=max(one.most_s, seconds),
             )
         else:
             part = TraceRange(step, step, made, made, made.bound.seconds, seconds, seconds, seconds)

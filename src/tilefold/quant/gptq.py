@@ -8,9 +8,9 @@ AWQ: Ji Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compressi
 
 import torch
 
-from ..errors import DtypeError, ShapeError, Unsupported, ValueRangeError
+from ..errors import ShapeError, Unsupported, ValueRangeError
 from .packing import check_bits
-from .tensor import DTYPES, QuantizedTensor
+from .tensor import DTYPES, QuantizedTensor, check_dtype
 from .words import build, check_tensor, column_order, group_size, read_fields, read_stream
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of the eight that each nibble of a word holds, lowest first
@@ -89,8 +89,7 @@ def from_awq(
 
 def _two(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> tuple[int, int]:
     """Both sizes of a matrix that is not empty."""
-    if tensor.dtype not in dtypes:
-        raise DtypeError(f"{name} must be one of {', '.join(map(str, dtypes))}, got {tensor.dtype}")
+    check_dtype(name, tensor.dtype, dtypes)
     if tensor.dim() != 2 or 0 in tensor.shape:
         raise ShapeError(f"{name} must be a matrix that is not empty, got {list(tensor.shape)}")
     return tensor.shape[0], tensor.shape[1]

@@ -13,7 +13,7 @@ import torch
 
 from ..errors import DtypeError, ShapeError, Unsupported, ValueRangeError
 from .packing import pack
-from .tensor import DTYPES, QuantizedTensor, check_dtype
+from .tensor import DTYPES, NAMED, QuantizedTensor, check_dtype
 from .words import check_tensor
 
 NF4_CODE = (
@@ -147,10 +147,9 @@ def _read_state(quant_state: torch.Tensor | Mapping[str, Any] | None) -> dict[st
     names = ("shape", "blocksize", "nested_blocksize", "nested_offset")
     state = {name: quant_state[name] for name in names if quant_state.get(name) is not None}
     if "dtype" in quant_state:
-        dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
-        if quant_state["dtype"] not in dtypes:
-            raise DtypeError(f"quant_state must have a dtype of {sorted(dtypes)}, got {quant_state['dtype']!r}")
-        state["dtype"] = dtypes[quant_state["dtype"]]
+        if quant_state["dtype"] not in NAMED:
+            raise DtypeError(f"quant_state must have a dtype of {sorted(NAMED)}, got {quant_state['dtype']!r}")
+        state["dtype"] = NAMED[quant_state["dtype"]]
     return state
 
 

@@ -8,7 +8,7 @@ import torch
 from ..errors import DeviceError, DtypeError, LayoutError, ShapeError, Unsupported, ValueRangeError
 from .packing import check_bits, pack
 from .refine import nearest_codes, real_columns, refine_zeros, squared_errors
-from .tensor import DTYPES, QuantizedTensor, check_dtype
+from .tensor import QuantizedTensor, check_dtype
 
 GROUP = 128
 CHUNK = 1 << 22  # weights handled at a time, so that temporaries stay small
@@ -45,8 +45,7 @@ def quantize_weight(
     Raises DtypeError, ShapeError, DeviceError (meta: no values), LayoutError, ValueRangeError (NaN,
     infinities, scales that `dtype` cannot hold) and Unsupported."""
     _check_tensor(w)
-    if w.dtype not in DTYPES:
-        raise DtypeError(f"w must be one of {', '.join(map(str, DTYPES))}, got {w.dtype}")
+    check_dtype("w", w.dtype)
     if w.dim() != 2 or 0 in w.shape:
         raise ShapeError(f"w must be [N, K] with both at least 1, got {list(w.shape)}")
     check_bits(bits)

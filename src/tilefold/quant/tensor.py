@@ -11,6 +11,7 @@ from .packing import check_bits, check_plane, packed_shapes, unpack
 
 SCHEMES = ("symmetric", "asymmetric", "table")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+NAMED = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 VERSION = 1  # of the layout of packed codes and of the metadata in state()
 TENSORS = ("packed", "packed_high", "scales", "zeros", "table", "perm")
 
@@ -198,11 +199,10 @@ class QuantizedTensor:
         if not isinstance(meta, dict) or meta.get("version") != VERSION:
             found = meta.get("version") if isinstance(meta, dict) else meta
             raise ValueRangeError(f"{prefix}meta must be of version {VERSION}, got {found!r}")
-        dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
         missing = {"bits", "group", "shape", "scheme", "dtype"} - set(meta)
-        if missing or meta["dtype"] not in dtypes:
+        if missing or meta["dtype"] not in NAMED:
             raise ValueRangeError(
-                f"{prefix}meta lacks {sorted(missing)} or has a dtype not in {sorted(dtypes)}, got {meta}"
+                f"{prefix}meta lacks {sorted(missing)} or has a dtype not in {sorted(NAMED)}, got {meta}"
             )
         return cls(
             **{name: state[prefix + name] for name in TENSORS if prefix + name in state},
@@ -210,7 +210,7 @@ class QuantizedTensor:
             group=meta["group"],
             shape=tuple(meta["shape"]),
             scheme=meta["scheme"],
-            dtype=dtypes[meta["dtype"]],
+            dtype=NAMED[meta["dtype"]],
         )
 
     def _tensors(self) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from cases.refusals import refuses
 from tilefold.errors import DtypeError, PlanError, Unsupported, ValueRangeError
 from tilefold.plan.parallel.cost import head_refusal
 from tilefold.plan.parallel.plan import SCHEMES, plan_parallel
@@ -85,8 +86,7 @@ def test_memory_rules_out_gathering():
     assert plan.scheme != "all_gather"
     gather = next(one for one in plan.rejected if one.scheme == "all_gather")
     assert "are free" in gather.refusal
-    with pytest.raises(PlanError, match="no scheme fits"):
-        plan_parallel(LONG, Links(64, 8, memory=1e6))
+    refuses(PlanError, "no scheme fits", plan_parallel, LONG, Links(64, 8, memory=1e6))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 96, 4096])
@@ -121,8 +121,7 @@ def test_what_is_asked_for_and_impossible_is_refused():
         Unsupported, match="28 query heads are not a multiple of 8 ranks; possible here: ring, all_gather"
     ):
         plan_parallel(dataclasses.replace(SHORT, heads=28, kv_heads=4), Links(8), "heads")
-    with pytest.raises(Unsupported, match="all ranks lie in one node"):
-        plan_parallel(SHORT, Links(8, 8), "two_level")
+    refuses(Unsupported, "all ranks lie in one node", plan_parallel, SHORT, Links(8, 8), "two_level")
     assert plan_parallel(SHORT, Links(8), "ring").reason == "asked for"
 
 
@@ -142,8 +141,7 @@ def test_what_is_asked_for_and_impossible_is_refused():
     ],
 )
 def test_wrong_values_are_named(make, name):
-    with pytest.raises(ValueRangeError, match=name):
-        make()
+    refuses(ValueRangeError, name, make)
 
 
 @pytest.mark.parametrize(
@@ -155,8 +153,7 @@ def test_wrong_values_are_named(make, name):
     ],
 )
 def test_wrong_types_are_named(make, text):
-    with pytest.raises(DtypeError, match=text):
-        make()
+    refuses(DtypeError, text, make)
 
 
 def test_one_is_one_and_the_same_memory_is_said():

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 
+from cases.refusals import refuses
 from tilefold.errors import DeviceError
 from tilefold.ops.cache.merge import _merge_plainly, merge_into
 from tilefold.parallel import agree
@@ -128,8 +129,7 @@ def test_tensors_that_a_group_does_not_carry(monkeypatch):
     assert agree._carrier(None, GPU) == GPU
     group_of(monkeypatch, "gloo")
     check_device("q", CPU, None)
-    with pytest.raises(DeviceError, match="q is on meta"):
-        check_device("q", META, None)
+    refuses(DeviceError, "q is on meta", check_device, "q", META, None)
     assert agree._carrier(None, GPU) == torch.device("cpu"), "what is compared is read by the host"
     group_of(monkeypatch, "cpu:gloo,cuda:nccl", "nccl")
     check_device("q", CPU, None)

@@ -85,7 +85,6 @@ def test_every_problem_gets_a_plan_within_the_limits_or_unsupported(problem: Att
     again = plan_attention.__wrapped__(problem, device)
     assert again == plan
     assert str(again) == str(plan)
-    assert AttentionPlan.from_json(plan.to_json()) == plan
     assert AttentionPlan.from_json(plan.to_json()).to_json() == plan.to_json()
     assert all(len(line) <= 120 for line in str(plan).splitlines())
 
@@ -128,8 +127,7 @@ def test_head_dims_above_256_need_shared_memory(name: str) -> None:
     """64 and 99 KiB hold tiles of 16 bits forward; backward in fp32 they do not."""
     wide = AttentionProblem(4, 4096, 4096, 32, 8, 512, 512)
     assert plan_attention(wide, device_named(name)).block_n >= 16
-    with pytest.raises(Unsupported, match="no tile fits"):
-        plan_attention_backward(replace(wide, dtype="float32"), device_named(name))
+    refuses(Unsupported, "no tile fits", plan_attention_backward, replace(wide, dtype="float32"), device_named(name))
 
 
 FIRES = {
@@ -220,7 +218,6 @@ def test_the_kernel_for_sm_90_is_taken_where_it_can_be() -> None:
     plan = plan_attention(LONG, H200)
     assert (plan.kernel, plan.tile) == (HOPPER, Tile(128, 128, 4, 2))
     assert "two warpgroups fold" in str(plan)
-    assert AttentionPlan.from_json(plan.to_json()) == plan
     few = plan_attention(replace(LONG, seq_q=1024, heads=8, kv_heads=8), H200)
     assert few.kernel != HOPPER
     assert "It would have 64 blocks of 128 queries for 132 SMs" in str(few).replace("\n" + " " * 40, " ")
@@ -264,8 +261,7 @@ def test_the_kernel_for_sm_90_is_taken_where_it_can_be() -> None:
         ({"options": ("polynomial 2", "polynomial 4")}, "each version once"),
         ({"options": ("tanh",)}, "a version of softcap, which the problem does not have"),
     ):
-        with pytest.raises(PlanError, match=why):
-            plan.with_tile(**change)  # type: ignore[arg-type]
+        refuses(PlanError, why, plan.with_tile, **change)
     with pytest.raises(PlanError, match="options: attention_forward_box has no versions"):
         portable(LONG, H200).with_tile(options=("turns",))
     assert plan_attention(LONG, H200, portable=True).kernel == "attention_forward_box"
@@ -295,7 +291,6 @@ def test_tiles_for_sm_90(dims: tuple[int, int], keys: int, stages: int) -> None:
     plan = plan_attention(problem, H200)
     assert plan.kernel == HOPPER
     assert plan.tile == Tile(128, keys, 4, stages)
-    assert AttentionPlan.from_json(plan.to_json()) == plan
     plan.check(problem, H200)
 
 
@@ -473,14 +468,12 @@ def test_versions_that_are_taken(problem: AttentionProblem, options: tuple[str, 
     ],
 )
 def test_lazy_needs_a_first_tile_to_go_by(changes: dict[str, Any], options: tuple[str, ...], text: str) -> None:
-    with pytest.raises(PlanError, match=text):
-        forced(replace(LONG, **changes), options=options)
+    refuses(PlanError, text, forced, replace(LONG, **changes), options=options)
 
 
 def test_versions_for_sm_90_may_be_asked_for() -> None:
     plan = forced(replace(LONG, dim_qk=64, dim_v=64), block_m=192, options=("turns", "skip", "polynomial 4"))
     assert "three warpgroups fold (turns, skip, polynomial 4)" in " ".join(str(plan).split())
-    assert AttentionPlan.from_json(plan.to_json()) == plan
     packed = forced(replace(LONG, varlen=True, sinks=True, score_mods=("softcap",)), options=("tanh",))
     assert packed.kernel == HOPPER
     few = forced(replace(LONG, batch=8, seq_q=16, kv_heads=2), options=("pack",))
@@ -516,9 +509,7 @@ def test_buffers() -> None:
     ],
 )
 def test_what_no_kernel_serves_is_unsupported(change: dict[str, int], text: str) -> None:
-    with pytest.raises(Unsupported) as caught:
-        portable(replace(LONG, **change), H200)  # type: ignore[arg-type]
-    assert text in str(caught.value)
+    refuses(Unsupported, text, portable, replace(LONG, **change), H200)  # type: ignore[arg-type]
 
 
 def test_old_and_unknown_devices_are_unsupported() -> None:
@@ -544,22 +535,25 @@ def test_with_tile_recomputes_what_follows() -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"block_m": 48}, "block_m must be a power of two of at least 16, got 48"),
-        ({"block_n": 8}, "block_n must be a power of two of at least 16, got 8"),
-        ({"num_warps": 3}, "num_warps must be a power of two from 1 to 32, got 3"),
-        ({"num_stages": 0}, "num_stages must be from 1 to 8, got 0"),
-        ({"maxnreg": 300}, "maxnreg must be None or from 24 to 255, got 300"),
-        ({"block_m": 256}, "accumulators need 384 registers per thread, a thread has 255"),
-        ({"block_n": 256, "num_warps": 8}, "needs 401 KiB of shared memory, a program on h200 has 227 KiB"),
-        ({"kernel": "fast"}, "kernel must be one of"),
-        ({"kernel": "attention_forward_varlen"}, "does not serve a problem with varlen=False"),
+        ({"block_m": 48}, "block_m: block_m must be a power of two of at least 16, got 48"),
+        ({"block_n": 8}, "block_n: block_n must be a power of two of at least 16, got 8"),
+        ({"num_warps": 3}, "num_warps: num_warps must be a power of two from 1 to 32, got 3"),
+        ({"num_stages": 0}, "num_stages: num_stages must be from 1 to 8, got 0"),
+        ({"maxnreg": 300}, "maxnreg: maxnreg must be None or from 24 to 255, got 300"),
+        ({"block_m": 256}, "num_warps: accumulators need 384 registers per thread, a thread has 255"),
+        (
+            {"block_n": 256, "num_warps": 8},
+            "shared_bytes: needs 401 KiB of shared memory, a program on h200 has 227 KiB",
+        ),
+        ({"kernel": "fast"}, "kernel: kernel must be one of"),
+        (
+            {"kernel": "attention_forward_varlen"},
+            "kernel: kernel attention_forward_varlen does not serve",
+        ),
     ],
 )
 def test_with_tile_refuses_what_does_not_fit(change: dict[str, object], text: str) -> None:
-    with pytest.raises(PlanError) as caught:
-        portable(LONG, H200).with_tile(**change)  # type: ignore[arg-type]
-    assert str(caught.value).startswith("plan field ")
-    assert text in str(caught.value)
+    refuses(PlanError, f"plan field {text}", portable(LONG, H200).with_tile, **change)
 
 
 def test_check_names_the_field_that_differs() -> None:

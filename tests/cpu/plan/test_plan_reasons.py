@@ -28,6 +28,7 @@ def test_reasons_say_what_their_numbers_say(kind, data):
         reject()
     if isinstance(plan, Plan):  # a planner leaves the checks out, and what no launch needs for later
         assert replace(plan) == plan
+        assert type(plan).from_json(plan.to_json()) == plan
     assert not list(contradictions(plan))
 
 

@@ -12,12 +12,12 @@ from tilefold.plan.backward import attention_backward_spans as spans
 from tilefold.plan.backward.attention_backward_hopper import KERNEL as HOPPER
 from tilefold.plan.backward.attention_backward_reduce import KERNEL as REDUCE
 from tilefold.plan.backward.attention_backward_reduce import ReduceOptions
-from tilefold.plan.backward.backward import backward_box_refusal, backward_tile_violation, first_fit, not_a_tile
+from tilefold.plan.backward.backward import PASS, backward_box_refusal, backward_tile_violation, not_a_tile
 from tilefold.plan.backward.backward_time import RATES, features
 from tilefold.plan.base import Plan, changed, require_device, require_fit, said_sizes
 from tilefold.plan.cost import Cost, attention_cost
 from tilefold.plan.device import Device
-from tilefold.plan.limits import MAX_BOX_ROWS, MAX_GRID, MOD_BYTES, Tile, require_supported
+from tilefold.plan.limits import MAX_BOX_ROWS, MAX_GRID, MOD_BYTES, Tile, first_fit, require_supported
 from tilefold.plan.problem import AttentionProblem, next_power_of_two
 
 POINTERS, BOX = "attention_backward", "attention_backward_box"
@@ -269,7 +269,10 @@ def _portable(
     kernel = POINTERS if device.backend == "interpreter" or backward_box_refusal(problem, device) else BOX
     queries, keys, scores = (
         first_fit(
-            _tiles(problem, device, kernel, own), device, partial(_tile_violation, problem, device, kernel, own=own)
+            _tiles(problem, device, kernel, own),
+            device,
+            partial(_tile_violation, problem, device, kernel, own=own),
+            PASS,
         )
         for own in ("block_m", "block_n", "scores")
     )

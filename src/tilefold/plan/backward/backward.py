@@ -1,10 +1,7 @@
 """What every plan of a backward pass asks of a tile: shared memory, registers, warps; estimated before anything is compiled."""
 
-from collections.abc import Callable, Iterable
-
-from tilefold.errors import Unsupported
 from tilefold.plan.device import Device
-from tilefold.plan.limits import MOD_BYTES, Tile, box_refusal
+from tilefold.plan.limits import MOD_BYTES, Tile, box_refusal, shared_fault
 from tilefold.plan.problem import AttentionProblem
 
 
@@ -35,10 +32,8 @@ def backward_tile_violation(
         return "maxnreg", f"must be None in a backward pass, got {tile.maxnreg!r}"
     if device.backend == "interpreter":
         return None
-    shared = backward_shared_bytes(problem, device, tile, own)
-    if shared > device.smem_per_block:
-        need, have = shared / 1024, device.smem_per_block / 1024
-        return "shared_bytes", f"needs {need:.0f} KiB of shared memory, a program on {device.name} has {have:.0f} KiB"
+    if fault := shared_fault("shared_bytes", backward_shared_bytes(problem, device, tile, own), device):
+        return fault
     if held is None:
         held = (
             tile.block_m * problem.block_qk if own == "block_m" else tile.block_n * (problem.block_qk + problem.block_v)
@@ -60,15 +55,7 @@ def not_a_tile(**tiles: object) -> tuple[str, str] | None:
     return None
 
 
-def first_fit(tiles: Iterable[Tile], device: Device, violation: Callable[[Tile], tuple[str, str] | None]) -> Tile:
-    """The first tile that breaks no limit; Unsupported with what each one breaks."""
-    faults = []
-    for tile in tiles:
-        fault = violation(tile)
-        if fault is None:
-            return tile
-        faults.append(f"{tile}: {fault[1]}")
-    raise Unsupported(f"no tile fits {device.name} for the backward pass of this problem ({'; '.join(faults)})")
+PASS = "the backward pass of this problem"  # as what no tile fits
 
 
 def backward_box_refusal(problem: AttentionProblem, device: Device) -> str | None:

@@ -20,19 +20,6 @@ from tilefold.plan.problem import MAX_HEAD_DIM, AttentionProblem, next_power_of_
 from tilefold.plan.table import RULE, measured
 from tilefold.plan.words import counted
 
-__all__ = [
-    "MERGES",
-    "STORAGES",
-    "DecodePlan",
-    "DecodeProblem",
-    "decode_kernel_refusal",
-    "plan_decode",
-    "require_dims",
-    "rules_decode",
-    "slice_shape",
-    "slices_of",
-]
-
 STORAGES = ("plain", *[each.name for each in FORMATS])  # elements of K and V: as q's, or bytes with scales
 MERGES = ("last", "kernel")  # the last program to arrive, or a second kernel
 MOST_ROWS = 128  # query heads of a KV head times query tokens that are taken from attention_cached
@@ -117,6 +104,13 @@ class CachePlan(Plan):
     problem: DecodeProblem
     device: Device
 
+    def _require(self, what: str, **limits: tuple[int, int]) -> None:
+        """PlanError, naming the field after `what`, unless fields are ints within limits, those of a tile powers of two."""
+        for name, (low, high) in limits.items():
+            value, power = getattr(self, name), name in ("block_m", "block_n", "num_warps")
+            if type(value) is not int or not low <= value <= high or (power and value & (value - 1)):
+                raise PlanError(f"{what}{name} must be {'a power of two from ' * power}{low} to {high}, got {value!r}")
+
     @property
     def cost(self) -> Cost:
         """Of a full cache."""
@@ -160,19 +154,8 @@ class DecodePlan(CachePlan):
     rejected: tuple[Rejected, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, low, high in (("block_m", 16, 64), ("block_n", 16, 256), ("num_warps", 1, 16)):
-            value = getattr(self, name)
-            if type(value) is not int or not low <= value <= high or value & (value - 1):
-                raise PlanError(f"{name} must be a power of two from {low} to {high}, got {value!r}")
-        for name, low, high in (
-            ("num_stages", 1, 16),
-            ("programs", 1, MAX_GRID),
-            ("least", 1, 1 << 20),
-            ("splits", 0, MAX_SPLITS),
-        ):
-            value = getattr(self, name)
-            if type(value) is not int or not low <= value <= high:
-                raise PlanError(f"{name} must be {low} to {high}, got {value!r}")
+        self._require("", block_m=(16, 64), block_n=(16, 256), num_warps=(1, 16))
+        self._require("", num_stages=(1, 16), programs=(1, MAX_GRID), least=(1, 1 << 20), splits=(0, MAX_SPLITS))
         if self.merge not in MERGES:
             raise PlanError(f"merge must be one of {', '.join(MERGES)}, got {self.merge!r}")
         if self.most_tiles >= 1 << 30:

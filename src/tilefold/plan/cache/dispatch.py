@@ -8,8 +8,7 @@ from tilefold.errors import PlanError, ShapeError, Unsupported, ValueRangeError
 from tilefold.plan import serialise
 from tilefold.plan.base import Plan
 from tilefold.plan.cache.cached import LEAST_TILES, MAX_SPLITS, plan_cached
-from tilefold.plan.cache.decode import DecodePlan
-from tilefold.plan.cache.dispatch_decode import decode_fields, fields_of
+from tilefold.plan.cache.decode import DecodePlan, DecodeProblem, decode_kernel_refusal, plan_decode, slices_of
 from tilefold.plan.cache.flash_split import (
     CALLS,
     COMBINE,
@@ -304,8 +303,7 @@ def _ours(
     packed = call == "varlen"
     plan = plan_forward(replace(problem, varlen=packed, descriptors=problem.descriptors and not packed), device)
     if isinstance(plan, DecodePlan):
-        fields = fields_of(problem, plan)
-        return SplitDecision(**same, **fields, bound=bound(fields["cost"], device, problem.dtype))
+        return SplitDecision(**same, **_decode_fields(problem, plan), rejected=plan.rejected)
     cost = plan.cost
     if plan.kernel != HOPPER:
         cost = _cost(problem, problem.heads, _keys_drawn(problem, plan.block_m, plan.block_n), 1, problem.dim_v)
@@ -323,10 +321,10 @@ def _ours_cached(
     extra = [mod for mod in (*problem.score_mods, *problem.mask_mods) if mod not in ("softcap", "alibi")]
     if extra:
         raise Unsupported(f"policy tilefold: over a cache scores have softcap and alibi only, got {', '.join(extra)}")
-    fields = decode_fields(problem, device, capacity, given)
-    if fields is not None:
-        return SplitDecision(**same, **fields, bound=bound(fields["cost"], device, problem.dtype))
     whole = replace(problem, seq_k=capacity)
+    if not decode_kernel_refusal(whole):
+        plan = plan_decode(DecodeProblem(whole), device, given)
+        return SplitDecision(**same, **_decode_fields(problem, plan, given), rejected=_decode_rejected(plan, given))
     tile, splits = plan_cached(whole, device, given)
     tiles = -(-problem.seq_q // tile.block_m) * problem.batch * problem.heads
     parts = -(-live_keys(problem) // tile.block_n)
@@ -370,4 +368,64 @@ def _ours_rejected(
     if problem.group > 1:
         why = f"One tile for the {problem.group} query heads of a KV head would read K and V once; this kernel does not pack."
         found.append(Rejected("packed heads", why))
+    return tuple(found)
+
+
+# ---------------------------------------------------------------- calls of the decode kernel
+
+
+def _decode_fields(problem: AttentionProblem, plan: DecodePlan, given: int = 0) -> dict[str, Any]:
+    """Fields of the decision where the decode kernel follows this plan; who owns which keys is found on the device."""
+    working, merged = _decode_working(problem, plan)
+    partials = 2 * merged * min(plan.block_m, plan.problem.rows) * (problem.dim_v + 2) * 4
+    once = replace(plan.problem, attention=problem).cost
+    cost = Cost(once.flops, once.bytes + partials, once.exps, once.bytes + partials)
+    parts = max(1, plan.splits)
+    merge = "decode_combine" if plan.merge == "kernel" and plan.splits != 1 else ""
+    return {
+        "kernel": "attention_decode", "combine": merge, "block_m": plan.block_m, "block_n": plan.block_n,
+        "tiles": plan.grid // parts, "splits": parts, "programs": plan.grid, "working": working, "slots": plan.programs,
+        "reason": _decode_reason(plan, given), "cost": cost, "bound": bound(cost, plan.device, problem.dtype),
+    }  # fmt: skip
+
+
+def _decode_working(problem: AttentionProblem, plan: DecodePlan) -> tuple[int, int]:
+    """(programs that have keys, parts that are merged) where every sequence has seq_k keys."""
+    tiles = max(1, -(-live_keys(problem) // plan.block_n))
+    if plan.splits:
+        return plan.items * min(plan.splits, tiles), plan.items * plan.splits if plan.splits > 1 else 0
+    if plan.items > 4096:  # nearly as many tiles for each program, few of them others', too
+        return min(plan.programs, plan.items), 0
+    owned = slices_of([tiles] * problem.batch, plan.items // problem.batch, plan.programs, plan.least)
+    return sum(bool(pieces) for pieces in owned), sum(slot >= 0 for pieces in owned for *_, slot in pieces)
+
+
+def _decode_reason(plan: DecodePlan, given: int) -> str:
+    who = "the last to arrive" if plan.merge == "last" else "decode_combine"
+    if given:
+        return f"The caller asked for {given}{f'; {who} merges' if given > 1 else ''}."
+    if plan.splits:
+        shares = f"{plan.splits} equal shares" if plan.splits > 1 else "one share"
+        merges = f", and {who} merges" if plan.splits > 1 else ""
+        return f"Few keys, or one sequence: those of each of {plan.items} KV heads and row blocks in {shares}{merges}."
+    return (
+        f"None by number: {plan.programs} programs own equal numbers of tiles of {plan.block_n} keys, "
+        f"at least {plan.least} or none, whosever they are, and {who} merges what several have of one KV head."
+    )
+
+
+def _decode_rejected(plan: DecodePlan, given: int) -> tuple[Rejected, ...]:
+    group = plan.problem.attention.group
+    why = (
+        f"Reads keys {group} times, once a query head."
+        if group > 1
+        else "Splits by the capacity, not by the keys that there are."
+    )
+    found = [Rejected("attention_cached", why)]
+    if plan.splits and not given:
+        found.append(
+            Rejected("even slices of all keys", "Fixed shares are sooner known, which counts where keys are few.")
+        )
+    elif not given:
+        found.append(Rejected("equal splits", "Lengths are on the device: a long sequence would be the work of few."))
     return tuple(found)

@@ -27,8 +27,6 @@ from tilefold.plan.limits import MAX_GRID, MAX_LENGTH, require_kernels
 from tilefold.plan.problem import AttentionProblem, next_power_of_two
 from tilefold.plan.words import counted
 
-__all__ = ["Constants", "InvariantPlan", "constants_of", "invariant_refusal", "plan_invariant", "plan_prompt"]
-
 CHUNK = CHUNK_KEYS  # keys that are folded from nothing: what a program has at least while it decodes
 MOST_PART_BYTES = 1 << 28  # of the states of chunks; where they take more, a program has all chunks of its rows
 
@@ -64,14 +62,8 @@ class InvariantPlan(CachePlan):
     rejected: tuple[Rejected, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, low, high in (("block_m", 16, 128), ("block_n", 16, 256), ("num_warps", 1, 16)):
-            value = getattr(self, name)
-            if type(value) is not int or not low <= value <= high or value & (value - 1):
-                raise PlanError(f"plan field {name} must be a power of two from {low} to {high}, got {value!r}")
-        for name, low, high in (("num_stages", 1, 16), ("splits", 1, MAX_SPLITS), ("chunk", self.block_n, MAX_LENGTH)):
-            value = getattr(self, name)
-            if type(value) is not int or not low <= value <= high:
-                raise PlanError(f"plan field {name} must be {low} to {high}, got {value!r}")
+        self._require("plan field ", block_m=(16, 128), block_n=(16, 256), num_warps=(1, 16), num_stages=(1, 16))
+        self._require("plan field ", splits=(1, MAX_SPLITS), chunk=(self.block_n, MAX_LENGTH))
         if self.chunk % self.block_n:
             raise PlanError(f"plan field chunk must be a multiple of block_n={self.block_n}, got {self.chunk}")
         if self.grid > MAX_GRID:

@@ -5,6 +5,7 @@ from functools import lru_cache
 
 from tilefold.cache_formats import format_named
 from tilefold.plan.device import Device
+from tilefold.plan.problem import DTYPE_BYTES
 
 LAUNCHES_S = (
     8e-6  # what two launches more take, the prefix's and the merge's: beginning, end, and half-empty SMs between them
@@ -12,7 +13,6 @@ LAUNCHES_S = (
 PRODUCT_SHARE = 0.4  # of the matrix rate, that a fold over a cache reaches
 L2_OVER_DRAM = 1.3  # rates, where the L2 cache was not measured
 KEPT = 0.7  # of the L2 cache, that a prefix may fill and still be there when the next sequence reads it
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def plan_shared_prefix(problem: PrefixProblem, device: Device) -> SharedPrefixPl
     DRAM too.  Cascade: prefix rows from DRAM, two partial results written, read and merged, and two launches more.
     Either takes as long as its products, if that is longer."""
     p = problem
-    size = ITEMSIZE[p.dtype]
+    size = DTYPE_BYTES[p.dtype]
     once = (
         p.prefix
         * p.kv_heads

@@ -7,7 +7,7 @@ from typing import Any
 
 from tilefold.errors import Unsupported
 from tilefold.plan.architecture import SM_90
-from tilefold.plan.base import Plan, changed, require_derived, require_device, require_fit
+from tilefold.plan.base import Plan, changed, fields_of, require_derived, require_device, require_fit
 from tilefold.plan.cost import Bound, Cost, attention_cost, bound
 from tilefold.plan.dense.attention_hopper import KERNEL as HOPPER
 from tilefold.plan.dense.attention_hopper import (
@@ -325,13 +325,9 @@ def _plan(
         problem=problem,
         device=device,
         kernel=choice.kernel,
-        block_m=tile.block_m,
-        block_n=tile.block_n,
+        **fields_of(tile),
         block_qk=problem.block_qk,
         block_v=problem.block_v,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        maxnreg=tile.maxnreg,
         splits=1,
         grid=_grid(problem, choice, options),
         rule=rule,

@@ -23,6 +23,7 @@ from tilefold.plan.limits import Tile, require_supported
 from tilefold.plan.problem import NARROW_HEAD_DIM, AttentionProblem
 
 EVIDENCE = "Measured on an H200 beside bfloat16's kernel; the figures are in docs/performance/attention_fp8.md."
+NO_TILE = Tile(0, 0, 0, 0)  # of tensors that are dequantised
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +92,11 @@ class AttentionFp8Plan(Plan):
         """The plan with a chosen tile, kernel or versions of it (None keeps the field, or takes the kernel's own); PlanError
         names the field that does not fit."""
         chosen = self.kernel if kernel is None else kernel
-        base = self.tile if chosen == self.kernel else _tile(self.problem, chosen)
+        base = self.tile if chosen == self.kernel else fp8_tile(self.problem) if chosen == KERNEL else NO_TILE
         tile = changed(base, block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
         if options is None:
-            options = self.options if chosen == self.kernel else _options(self.problem, chosen, tile)
+            own = fp8_options(self.problem, tile) if chosen == KERNEL else ()
+            options = self.options if chosen == self.kernel else own
         require_fit(_violation(self.problem, self.device, chosen, tile, options))
         replaced = Rejected(self.kernel, f"Replaced by the caller; rule {self.rule} had chosen it.")
         why = (
@@ -129,16 +131,8 @@ def plan_attention_fp8(problem: AttentionProblem, device: Device, portable: bool
     why = refusal or "portable kernels were asked for"
     reason = "q, k and v become bfloat16 tensors, as exact as they are, which the kernel of bfloat16 attention reads."
     rejected = (Rejected(KERNEL, f"{why[0].upper()}{why[1:]}."),)
-    plan = _plan(problem, device, DEQUANTISE, Tile(0, 0, 0, 0), (), ("dequantise", reason, ""), rejected)
+    plan = _plan(problem, device, DEQUANTISE, NO_TILE, (), ("dequantise", reason, ""), rejected)
     return replace(plan, evidence=plan.portable.evidence)
-
-
-def _tile(problem: AttentionProblem, kernel: str) -> Tile:
-    return fp8_tile(problem) if kernel == KERNEL else Tile(0, 0, 0, 0)
-
-
-def _options(problem: AttentionProblem, kernel: str, tile: Tile) -> tuple[str, ...]:
-    return fp8_options(problem, tile) if kernel == KERNEL else ()
 
 
 def _violation(
@@ -153,7 +147,7 @@ def _violation(
         return fp8_violation(problem, device, tile, options)
     if kernel != DEQUANTISE:
         return "kernel", f"must be {KERNEL!r} or {DEQUANTISE!r}, got {kernel!r}"
-    if tile != Tile(0, 0, 0, 0) or options:
+    if tile != NO_TILE or options:
         return "options" if options else "block_m", f"must be empty with {DEQUANTISE!r}: `portable` has its own"
     return None
 

@@ -19,36 +19,6 @@ from tilefold.plan.hopper import tile_fault, type_refusal
 from tilefold.plan.limits import MAX_GRID, Tile
 from tilefold.plan.problem import AttentionProblem
 
-__all__ = [
-    "CHUNK_KEYS",
-    "INVARIANT",
-    "INVARIANT_KEYS",
-    "KERNEL",
-    "LISTS_FROM",
-    "MAX_PACKED",
-    "MOD_SLOTS",
-    "OPTIONS",
-    "REGISTERS",
-    "consumers_of",
-    "hopper_few",
-    "hopper_grid",
-    "hopper_options",
-    "hopper_programs",
-    "hopper_refusal",
-    "hopper_shared_bytes",
-    "hopper_tile",
-    "hopper_unmeasured",
-    "hopper_violation",
-    "invariant_tile",
-    "invariant_unserved",
-    "lists_refusal",
-    "packable_heads",
-    "packed_heads",
-    "polynomial_of",
-    "rows_of_tile",
-    "width_of",
-]
-
 KERNEL = "attention_forward_hopper"
 WIDTHS = (64, 96, 128, 192, 256)  # of a tile; TMA fills what a head dim leaves of it with zeros
 REGISTERS = {1: (128, 232), 2: (168, 240), 3: (128, 160)}  # by warpgroups: of a thread at launch, of a folding thread

@@ -11,8 +11,6 @@ from tilefold.plan.cost import Bound, Cost
 from tilefold.plan.device import Device
 from tilefold.plan.matrix.lowbit_choices import Choice, choice_for
 
-__all__ = ["LowbitPlan", "LowbitProblem", "invariant_lowbit", "plan_lowbit"]
-
 BITS = (8, 4, 3, 2)
 ZEROS = ("none", "integer", "float", "table")
 HALVES = ("float16", "bfloat16")

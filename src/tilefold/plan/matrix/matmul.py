@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import Any
 
 from tilefold.errors import PlanError, Unsupported
-from tilefold.plan.base import Plan, changed, require_derived, require_device, require_equal, require_fit
+from tilefold.plan.base import Plan, changed, fields_of, require_derived, require_device, require_equal, require_fit
 from tilefold.plan.cost import Bound, Cost, bound
 from tilefold.plan.dense.attention import Rejected
 from tilefold.plan.device import Device
@@ -25,8 +25,6 @@ from tilefold.plan.matrix.tiles import (
     traffic,
 )
 from tilefold.plan.table import RULE, measured
-
-__all__ = ["MatmulPlan", "MatmulProblem", "invariant_matmul", "plan_matmul", "rules_matmul"]
 
 ORDERS = ("grouped", "plain")
 
@@ -249,14 +247,8 @@ def _plan(
         problem=problem,
         device=device,
         kernel=kernel,
-        block_m=tile.block_m,
-        block_n=tile.block_n,
-        block_k=tile.block_k,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **fields_of(tile),
         order=order,
-        group=tile.group,
-        splits=tile.splits,
         grid=_grid(problem, device, kernel, tile),
         shared_bytes=shared_bytes(problem, kernel, tile),
         rule=rule,

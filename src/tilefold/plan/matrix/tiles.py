@@ -4,22 +4,8 @@ from dataclasses import dataclass, replace
 
 from tilefold.plan.capabilities import architecture_refusal
 from tilefold.plan.device import Device
-from tilefold.plan.limits import MAX_GRID
+from tilefold.plan.limits import MAX_GRID, shared_fault
 from tilefold.plan.matrix.problem import ITEMSIZE, MatmulProblem
-
-__all__ = [
-    "HOPPER",
-    "PORTABLE",
-    "MatmulTile",
-    "choose_hopper",
-    "choose_portable",
-    "hopper_refusal",
-    "hopper_slower",
-    "invariant_tiles",
-    "shared_bytes",
-    "tile_violation",
-    "traffic",
-]
 
 PORTABLE, HOPPER = "matmul", "matmul_hopper"
 GROUP = 8  # rows of tiles that are made together
@@ -239,10 +225,9 @@ def tile_violation(problem: MatmulProblem, device: Device, kernel: str, tile: Ma
         return "splits", f"must be at most {tile.steps(problem)}, the tiles of the sum over k, got {tile.splits}"
     if tile.tiles(problem) * tile.splits > MAX_GRID:
         return "grid", f"{tile.tiles(problem) * tile.splits} tiles are more than the {MAX_GRID} that a launch takes"
-    shared = shared_bytes(problem, kernel, tile)
-    if device.backend != "interpreter" and shared > device.smem_per_block:
-        need, have = shared / 1024, device.smem_per_block / 1024
-        return "num_stages", f"needs {need:.0f} KiB of shared memory, a program on {device.name} has {have:.0f} KiB"
+    fault = shared_fault("num_stages", shared_bytes(problem, kernel, tile), device)
+    if fault and device.backend != "interpreter":
+        return fault
     held = tile.block_m * tile.block_n // (tile.num_warps * device.warp_size)
     if kernel == PORTABLE and held > device.registers_per_thread:
         return "num_warps", f"the accumulator needs {held} registers a thread, there are {device.registers_per_thread}"

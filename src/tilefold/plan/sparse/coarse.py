@@ -1,12 +1,12 @@
 """The plan of coarse attention: tiles and loads of its forward and backward kernels, and shares of the queries for dk and dv."""
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from tilefold.errors import PlanError, Unsupported, ValueRangeError
+from tilefold.errors import PlanError, ValueRangeError
 from tilefold.plan.architecture import SM_90
 from tilefold.plan.base import Shown
+from tilefold.plan.cost import even_shares
 from tilefold.plan.device import Device
 from tilefold.plan.limits import (
     BOX,
@@ -14,7 +14,7 @@ from tilefold.plan.limits import (
     POINTER,
     Tile,
     box_refusal,
-    programs_per_sm,
+    first_fit,
     require_supported,
     tile_violation,
 )
@@ -126,27 +126,25 @@ def plan_coarse(problem: CoarseProblem, device: Device) -> CoarsePlan:
     kv_boxes = not exact and box_refusal(n, device) is None
     # A box would read queries past a block's size, which may hold anything.
     q_boxes = kv_boxes and problem.descriptors and not problem.query_masked
-    forward = _first_fit(problem, device, _forward_tiles(problem, device), BOX if kv_boxes else POINTER)
+    loads = BOX if kv_boxes else POINTER
+
+    def fault(tile: Tile) -> tuple[str, str] | None:
+        return None if device.backend == "interpreter" else tile_violation(n, device, loads, tile)
+
+    forward = first_fit(_forward_tiles(problem, device), device, fault, "this coarse problem")
     queries, keys = _queries_tile(problem, device), _keys_tile(problem, device, q_boxes)
     shares = _shares(problem, device, keys)
     return CoarsePlan(problem, device, forward, queries, keys, (kv_boxes, kv_boxes, q_boxes), shares)
 
 
 def _shares(problem: CoarseProblem, device: Device, keys: Tile) -> int:
-    """Fewest shares whose efficiency, that of the waves times that of the uneven shares, reaches 95 % of the best reachable."""
+    """Of the queries, for dk and dv: `even_shares`, each of TILES_PER_SHARE tiles at least."""
     n = problem.attention
     tiles, items = -(-n.seq_q // keys.block_m), -(-n.seq_k // keys.block_n) * n.heads * n.batch
     if device.backend == "interpreter":  # two, so that short tests see the sum
         return min(2, tiles)
     slots = device.sms * (2 if keys.num_warps <= 4 else 1)  # as the accumulators' registers allow
-    possible = range(1, max(1, min(MAX_SHARES, tiles // TILES_PER_SHARE)) + 1)
-
-    def efficiency(shares: int) -> float:
-        waves, share = items * shares / slots, tiles / shares
-        return waves / math.ceil(waves) * share / math.ceil(share)
-
-    best = max(map(efficiency, possible))
-    return next(s for s in possible if efficiency(s) >= 0.95 * best)
+    return even_shares(items, tiles, slots, max(1, min(MAX_SHARES, tiles // TILES_PER_SHARE)))
 
 
 def _forward_tiles(problem: CoarseProblem, device: Device) -> tuple[Tile, ...]:
@@ -191,15 +189,3 @@ def _keys_tile(problem: CoarseProblem, device: Device, boxes: bool) -> Tile:
         return Tile(16, 64, 8, 1) if device.backend == "hip" else Tile(min(most, 32), 64, 8, 2)
     whole = boxes and n.seq_q % 64 == 0 and device.architecture is SM_90
     return Tile(min(most, 64 if whole else 32), 64, 4, 2)
-
-
-def _first_fit(problem: CoarseProblem, device: Device, tiles: tuple[Tile, ...], loads: str) -> Tile:
-    faults = []
-    for tile in tiles:
-        fault = None if device.backend == "interpreter" else tile_violation(problem.attention, device, loads, tile)
-        if fault is None and (
-            device.backend == "interpreter" or programs_per_sm(problem.attention, device, loads, tile) >= 1
-        ):
-            return tile
-        faults.append(f"{tile}: {fault[1] if fault else 'no program fits'}")
-    raise Unsupported(f"no tile fits {device.name} for this coarse problem ({'; '.join(faults)})")

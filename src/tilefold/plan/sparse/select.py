@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from ...errors import Unsupported
 from ..device import Device
+from ..limits import MAX_GRID
 
 LONGEST_ROW = 4096  # blocks a row that the kernel sorts in registers
 ONE_WARP = 32  # numbers a thread that one warp may sort: at 64 they no longer fit its registers
@@ -12,7 +13,6 @@ FORCED = 16  # the same where blocks are forced, which takes as many registers a
 MOST_WARPS = 4  # that search a row without sorting it; more numbers a thread above that
 SEVERAL_WARPS = 16  # numbers a thread where a row needs more than one warp
 INTERPRETED_ROWS = 64  # rows a program in the interpreter, whose cost is that of its steps
-MAX_GRID = 2**31 - 1
 # What of a sparsity counts as the rounding of its binary number: 1 - 0.7 of 10 blocks are 3, in fp32, too.
 SHARE_ROUNDING = 1e-6
 

@@ -1,6 +1,5 @@
 """The plan of block-sparse attention: tile, loads and splits for lists of KV blocks."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -8,6 +7,7 @@ from functools import lru_cache
 from tilefold.errors import ShapeError, Unsupported, ValueRangeError
 from tilefold.plan.base import Plan, require_device, require_equal, require_fit, said_sizes
 from tilefold.plan.capabilities import architecture_refusal
+from tilefold.plan.cost import even_shares
 from tilefold.plan.device import Device
 from tilefold.plan.limits import (
     BOX,
@@ -16,6 +16,7 @@ from tilefold.plan.limits import (
     VARLEN,
     Tile,
     box_refusal,
+    first_fit,
     programs_per_sm,
     require_supported,
     tile_violation,
@@ -197,13 +198,13 @@ def _plan(
 def _portable(problem: SparseProblem, device: Device) -> SparsePlan:
     """The first portable tile that fits."""
     kernel = _layout_kernel(problem) or (BOX_KERNEL if _box_refusal(problem, device) is None else POINTER_KERNEL)
-    faults = []
-    for tile in _tiles(problem, device):
-        fault = _violation(problem, device, kernel, tile, 1)
-        if fault is None:
-            return _with_splits(problem, device, kernel, tile)
-        faults.append(f"{tile}: {fault[1]}")
-    raise Unsupported(f"no tile fits {device.name} for this sparse problem ({'; '.join(faults)})")
+    tile = first_fit(
+        _tiles(problem, device),
+        device,
+        lambda tile: _violation(problem, device, kernel, tile, 1),
+        "this sparse problem",
+    )
+    return _with_splits(problem, device, kernel, tile)
 
 
 def _most_splits(tiles: int, keys_per_tile: int) -> int:
@@ -212,20 +213,10 @@ def _most_splits(tiles: int, keys_per_tile: int) -> int:
 
 
 def choose_splits(items: int, tiles: int, keys_per_tile: int, slots: int) -> int:
-    """Fewest shares of a list of `tiles` tiles whose wave efficiency reaches 95 % of the best reachable one.
-
-    items: programs without splitting; slots: programs that run at once.  A share holds at least MIN_KEYS keys.  The efficiency is
-    that of the waves times that of the uneven shares, which differ by up to one tile."""
-    top = _most_splits(tiles, keys_per_tile)
-
-    def efficiency(splits: int) -> float:
-        waves, share = items * splits / slots, tiles / splits
-        return waves / math.ceil(waves) * share / math.ceil(share)
-
+    """`even_shares` of a list of `tiles` tiles, each of at least MIN_KEYS keys; items: programs without splitting."""
     if items == 0 or tiles == 0 or items >= slots:
         return 1
-    best = max(efficiency(s) for s in range(1, top + 1))
-    return next(s for s in range(1, top + 1) if efficiency(s) >= 0.95 * best)
+    return even_shares(items, tiles, slots, _most_splits(tiles, keys_per_tile))
 
 
 def _with_splits(problem: SparseProblem, device: Device, kernel: str, tile: Tile) -> SparsePlan:

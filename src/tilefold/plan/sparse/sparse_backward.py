@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
-from tilefold.plan.backward.backward import backward_box_refusal, backward_tile_violation, first_fit, not_a_tile
+from tilefold.plan.backward.backward import PASS, backward_box_refusal, backward_tile_violation, not_a_tile
 from tilefold.plan.base import Plan, changed, require_device, require_fit, said_sizes
 from tilefold.plan.device import Device
-from tilefold.plan.limits import MAX_GRID, Tile, require_supported
+from tilefold.plan.limits import MAX_GRID, Tile, first_fit, require_supported
 from tilefold.plan.problem import NARROW_HEAD_DIM
 from tilefold.plan.sparse.sparse import SparseProblem
 from tilefold.plan.sparse.sparse_backward_hopper import KERNEL as HOPPER
@@ -117,7 +117,9 @@ def _hopper(problem: SparseProblem, device: Device) -> SparseBackwardPlan:
 def _portable(problem: SparseProblem, device: Device) -> SparseBackwardPlan:
     kernel = POINTERS if _box_refusal(problem, device) or device.backend == "interpreter" else BOX
     queries, keys = (
-        first_fit(_tiles(problem, device, kernel, own), device, partial(_tile_violation, problem, device, own=own))
+        first_fit(
+            _tiles(problem, device, kernel, own), device, partial(_tile_violation, problem, device, own=own), PASS
+        )
         for own in ("block_m", "block_n")
     )
     reason = "Each program owns its rows and follows one list."
