@@ -11,25 +11,6 @@ import torch
 if TYPE_CHECKING:
     from .launch import Launch
 
-__all__ = [
-    "Bound",
-    "Box",
-    "Launched",
-    "Prepared",
-    "RuntimeInt",
-    "Slot",
-    "attribute",
-    "contiguous",
-    "general",
-    "is_wide",
-    "meta",
-    "new_results",
-    "run",
-    "runtime_ints",
-    "stand_in",
-    "strides_named",
-]
-
 
 class RuntimeInt(int):
     """An integer in a tuple of arguments of which only the width, 32 or 64 bits, decides a compilation."""

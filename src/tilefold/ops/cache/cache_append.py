@@ -21,8 +21,6 @@ from ..watch import is_watched
 from .cached_call import check_scales
 from .rotary import ELEMENTS, angles_of
 
-__all__ = ["LARGEST_DIM", "Append", "cache_append", "example_launch"]
-
 LARGEST_DIM = 1024  # rows are copied whole, whatever the attention kernels take
 BLOCK_SEQUENCES = 256  # offsets of sequences that one step of the search looks at
 _INT = (torch.int32,)

@@ -28,8 +28,6 @@ from .cached_call import (
     watched_call,
 )
 
-__all__ = ["attention_cached", "check_cached", "example_launch"]
-
 GIVEN = ("q", "k", "v", "out", "lse", "call")
 BLOCK_SPLITS = 32  # partials that one step of the merge takes in
 LEAST_ROWS = 16  # of a tile of the decode kernel

@@ -29,20 +29,6 @@ if TYPE_CHECKING:
     from ...plan.cache.invariant import InvariantPlan
     from ...plan.device import Device
 
-__all__ = [
-    "Decoder",
-    "Step",
-    "bind_decode",
-    "cut_alike",
-    "example_launch",
-    "invariant_or_none",
-    "problem_of_decode",
-    "remember_cut",
-    "shares_storage",
-    "step_of",
-    "storage_of",
-]
-
 ONE_CHUNK, LARGE_CHUNK = 128, 1024  # sequences whose tiles are counted at a time
 
 

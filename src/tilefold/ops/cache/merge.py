@@ -16,8 +16,6 @@ from ..serve import function_at
 from ..watch import refuse_at_once
 from .cache_append import LARGEST_DIM
 
-__all__ = ["example_launch", "merge_attention", "merge_into", "merge_results"]
-
 ELEMENTS = 2048  # of a program's tile
 MOST_ROWS = 1 << 30
 

@@ -18,8 +18,6 @@ from ..serve import function_at
 from ..source import Packed, facts_of_values
 from ..watch import is_transformed, is_watched, refuse_gradients, resolved, wants_gradient
 
-__all__ = ["angles_of", "apply_rotary", "checked_offsets", "example_launch", "turn"]
-
 ELEMENTS = 2048  # of a program's tile, about: 16 bytes a thread and load with 4 warps
 INDICES = (torch.int32, torch.int64)
 

@@ -42,14 +42,6 @@ if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays lig
     from ...plan import AttentionPlan, AttentionProblem, DecodePlan, InvariantPlan
     from ...plan.device import Device
 
-__all__ = [
-    "example_call",
-    "example_launch",
-    "forward",
-    "prepare",
-    "step",
-]
-
 HOPPER_KERNEL = "attention_forward_hopper"
 
 

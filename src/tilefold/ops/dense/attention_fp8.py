@@ -9,7 +9,7 @@ import torch
 from ...check import TensorSpec, bind
 from ...errors import DtypeError, ShapeError
 from ...types import Layout
-from ..bound import Bound, Prepared, Slot, attribute, strides_named
+from ..bound import Bound, Box, Prepared, Slot, attribute, strides_named
 from ..call import NARROW_HEAD_DIM, UNBOUNDED, Call, check_heads, check_options, layout_hint, result_shapes, window_of
 from ..device import device_of
 from ..hopper import shared_layout
@@ -21,14 +21,6 @@ from .fp8 import E4M3
 
 if TYPE_CHECKING:
     from ...plan import AttentionFp8Plan, AttentionProblem
-    from ..launch import Box
-
-__all__ = [
-    "example_launch",
-    "example_transposition",
-    "prepare",
-    "result_shapes_of",
-]
 
 GIVEN = ("q", "k", "v", "out", "lse", "call", "made")
 """What a call gives to the launches; made: V transposed."""
@@ -242,7 +234,7 @@ def _boxes(
 
     panel = min(128, fp8_width(plan.problem.dim_qk))
 
-    def box(t: torch.Tensor, order: Layout, rows: int, columns: int) -> "Box":
+    def box(t: torch.Tensor, order: Layout, rows: int, columns: int) -> Box:
         return describe_box(t, order, rows, columns, TensorDescriptor, shared_layout((1, 1, rows, columns), E4M3))
 
     rows = fp8_width(plan.problem.dim_v)

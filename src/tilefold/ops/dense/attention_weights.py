@@ -13,8 +13,6 @@ from ..operator import Operation
 from ..source import Packed
 from .attention_parts import head_strides, kind_of, option_values, sequence_strides
 
-__all__ = ["ATTENTION_WEIGHTS", "attention_weights", "example_launch"]
-
 GIVEN = ("Q", "K", "Weights", "call")
 """What a call gives to the kernel."""
 

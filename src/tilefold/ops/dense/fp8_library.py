@@ -16,8 +16,6 @@ from .fp8 import DESCALES, refuse_packed
 if TYPE_CHECKING:
     from ...plan import AttentionFp8Plan
 
-__all__ = ["ATTENTION_FP8", "plan_of", "refuse_others", "run"]
-
 
 def refuse_others(q: torch.Tensor, **options: Any) -> None:
     """Unsupported, naming it, for an option that e4m3 attention does not have."""

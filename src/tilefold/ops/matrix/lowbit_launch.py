@@ -9,7 +9,7 @@ import torch
 from ...check import FLOATS, TensorSpec, bind
 from ...errors import DtypeError, PlanError, ShapeError
 from ...quant import QuantizedTensor
-from ..bound import Bound, Slot, meta, strides_named
+from ..bound import Bound, Box, Slot, meta, strides_named
 from ..cache.decode_counters import counters
 from ..device import device_of, interpreting
 from ..numerics import is_invariant
@@ -338,7 +338,7 @@ def _bind_hopper(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -
     """The launch of the kernel of sm_90 for many rows of x."""
     from ...kernels.hopper.gluon import TensorDescriptor, gl
     from ...kernels.hopper.lowbit_matmul import lowbit_matmul_hopper as kernel
-    from ..launch import Box, Launch
+    from ..launch import Launch
 
     p = plan.problem
     early, option = _early(plan)

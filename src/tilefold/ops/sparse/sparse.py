@@ -24,12 +24,6 @@ from .sparse_parts import GIVEN, HOPPER_KERNEL, list_values, mod_values
 if TYPE_CHECKING:
     from ...plan.sparse.sparse import SparsePlan
 
-__all__ = [
-    "bind",
-    "forward",
-    "prepare",
-]
-
 BLOCK_SPLITS = 16  # partials that one step of the merge takes in
 
 
