@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from .launch import Launch
 
 
+Example = tuple[Any, tuple[Any, ...], dict[str, Any]]
+"""(kernel, args, kwargs) of a launch on tensors without memory: to compile ahead of time."""
+
+
 class RuntimeInt(int):
     """An integer in a tuple of arguments of which only the width, 32 or 64 bits, decides a compilation."""
 
@@ -147,7 +151,7 @@ class Bound:
         """Compile without launching; tensors may lie anywhere.  Raises what the compiler raises."""
         self.launch.compile(self.arguments(given))
 
-    def example(self, given: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    def example(self, given: tuple[Any, ...]) -> Example:
         """(kernel, args, kwargs) of a call, to compile ahead of time."""
         return self.launch.fn, general(self.arguments(given)), self.launch.keywords
 

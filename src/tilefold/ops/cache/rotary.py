@@ -6,7 +6,7 @@ import torch
 
 from ...check import FLOATS, TensorSpec, bind, check_own_rows
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
-from ..bound import Bound, Launched, meta, strides_named
+from ..bound import Bound, Example, Launched, meta, strides_named
 from ..call import MAX_HEAD_DIM, check_integer
 from ..dense.attention_parts import sequence_strides
 from ..device import interpreting, on_host
@@ -274,9 +274,7 @@ class _InPlace(torch.autograd.Function):
 # ---------------------------------------------------------------- without a GPU
 
 
-def example_launch(
-    dtype: str, dim: int, pairs: int, interleaved: bool, packed: bool = False
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def example_launch(dtype: str, dim: int, pairs: int, interleaved: bool, packed: bool = False) -> Example:
     """(kernel, args, kwargs) of a call on tensors without memory: to compile ahead of time."""
     kind = getattr(torch, dtype)
     x = meta(*((512, 16, dim) if packed else (2, 256, 16, dim)), dtype=kind)

@@ -9,7 +9,7 @@ import torch
 from ...check import TensorSpec, bind
 from ...errors import DtypeError, ShapeError
 from ...types import Layout
-from ..bound import Bound, Box, Prepared, Slot, attribute, strides_named
+from ..bound import Bound, Box, Example, Prepared, Slot, attribute, strides_named
 from ..call import NARROW_HEAD_DIM, UNBOUNDED, Call, check_heads, check_options, layout_hint, result_shapes, window_of
 from ..device import device_of
 from ..hopper import shared_layout
@@ -283,18 +283,14 @@ def _dequantised(p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
 # ---------------------------------------------------------------- without a GPU
 
 
-def example_launch(
-    problem: "AttentionProblem", plan: "AttentionFp8Plan"
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def example_launch(problem: "AttentionProblem", plan: "AttentionFp8Plan") -> Example:
     """(kernel, args, kwargs) of a call that has this problem and plan, on tensors without memory: to compile ahead of time."""
     p, given = _example(problem, plan)
     bound: Bound = p.bound.launch
     return bound.example(given)
 
 
-def example_transposition(
-    problem: "AttentionProblem", plan: "AttentionFp8Plan"
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def example_transposition(problem: "AttentionProblem", plan: "AttentionFp8Plan") -> Example:
     """The same of transpose_values."""
     p, given = _example(problem, plan)
     bound: Bound = p.bound.transpose

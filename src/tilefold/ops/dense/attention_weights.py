@@ -1,12 +1,11 @@
 """The weights of an attention call written out, dropped ones negative: flash_attn's S_dmask.  For tests, not for training."""
 
 import math
-from typing import Any
 
 import torch
 
 from ...errors import Unsupported
-from ..bound import Bound, strides_named
+from ..bound import Bound, Example, strides_named
 from ..call import Call, sizes_of, window_of
 from ..device import interpreting
 from ..operator import Operation
@@ -87,7 +86,7 @@ def _bound(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, call: Call, 
     return Bound(launch, GIVEN, values)
 
 
-def example_launch(dtype: str, dim: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def example_launch(dtype: str, dim: int) -> Example:
     """(kernel, args, kwargs) of a call on tensors without memory: to compile ahead of time."""
     q = torch.empty((2, 512, 8, dim), dtype=getattr(torch, dtype), device="meta")
     seed = torch.empty(1, dtype=torch.int64, device="meta")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ..backward.backward_parts import ROWS, boxes, delta_bound, readable, side_strides, tiled
-from ..bound import Bound, meta
+from ..bound import Bound, Example, meta
 from ..dense.attention_parts import boxable
 from ..serve import BoundFunction, function_at
 from ..source import facts_of
@@ -103,7 +103,7 @@ def bind(
 
 def example_launch(
     plan: "CoarsePlan", tensors: tuple[torch.Tensor, ...], lse: torch.Tensor, call: "CoarseCall", part: str
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+) -> Example:
     """(kernel, args, kwargs) of "queries" or "keys" on tensors without memory: q, k, v and out."""
     q, k, v, out = tensors
     bound: Bound = getattr(bind(plan, tensors, out, call, 1.0), part)

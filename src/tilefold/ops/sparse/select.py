@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 
 from ...errors import ValueRangeError
-from ..bound import Bound, meta, strides_named
+from ..bound import Bound, Example, meta, strides_named
 from ..device import device_of
 from ..records import recorded
 from ..serve import function_at
@@ -226,9 +226,7 @@ def _bound(fn: Any, given: tuple[str, ...], plan: "SelectPlan", scores: torch.Te
 # ---------------------------------------------------------------- without a GPU
 
 
-def example_select(
-    plan: "SelectPlan", method: str = "gini", sizes: bool = False, tensors: bool = False
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def example_select(plan: "SelectPlan", method: str = "gini", sizes: bool = False, tensors: bool = False) -> Example:
     """(kernel, args, kwargs) of a selection that has this plan, on tensors without memory, to compile ahead.
 
     A forced problem has a map and a window; tensors: settings for each head."""
@@ -248,7 +246,7 @@ def example_select(
     return _bind(plan, call, scores).example((scores, block_sizes, force, *made, *_settings(call)))
 
 
-def example_gini(plan: "SelectPlan") -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def example_gini(plan: "SelectPlan") -> Example:
     """The same of the Gini coefficients alone."""
     p = plan.problem
     scores = meta(p.batch, p.heads, p.q_blocks, p.kv_blocks)
