@@ -23,8 +23,18 @@ from .attention_backward_loads import (
     needed,
     no_gradients,
 )
-from .attention_backward_weights import bind_weights, weighted
-from .backward_parts import ROWS, boxes, delta_bound, readable, score_slope, side_strides, slopes_of, tiled
+from .backward_parts import (
+    ROWS,
+    bind_weights,
+    boxes,
+    delta_bound,
+    readable,
+    score_slope,
+    side_strides,
+    slopes_of,
+    tiled,
+    weighted,
+)
 
 if TYPE_CHECKING:
     from ...plan.backward.attention_backward import AttentionBackwardPlan

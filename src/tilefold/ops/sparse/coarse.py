@@ -18,7 +18,7 @@ from ..records import recorded
 from ..serve import function_at, plan_at
 from ..source import facts_of_values
 from . import coarse_backward
-from .coarse_parts import CoarseCall, Prepared, constants_of, values_of
+from .coarse_backward import CoarseCall, Prepared, constants_of, values_of
 from .project import SIZES
 
 if TYPE_CHECKING:
