@@ -158,16 +158,16 @@ def attention(
          score_grad) = spelled(q, k, terms, score, layout)  # fmt: skip
     scaled = q_descale is not None or k_descale is not None or v_descale is not None
     if (scaled or getattr(q, "dtype", None) is E4M3) and is_fp8(q, q_descale, k_descale, v_descale):
-        from .ops.dense import fp8_library  # here: `import tilefold` stays light
+        from .ops.dense import attention_fp8  # here: `import tilefold` stays light
 
         refuse("e4m3 tensors")
-        fp8_library.refuse_others(
+        attention_fp8.refuse_others(
             q, softcap=softcap, alibi_slopes=alibi_slopes, bias=bias, mask=mask, sinks=sinks, score_mod=score_mod,
             score_args=score_args, mask_mod=mask_mod, mask_args=mask_args, score_grad=score_grad, backward_plan=backward_plan,
             dropout_p=dropout_p, dropout_seed=dropout_seed)  # fmt: skip
         descales = (q_descale, k_descale, v_descale)
         given = Call(causal, window, scale, layout=layout, plan=plan, scales=Scales(*descales), numerics=asked)
-        out, lse = fp8_library.run(q, k, v, given)
+        out, lse = attention_fp8.run(q, k, v, given)
         return (out, lse) if return_lse else out
     call = Call(causal, window, scale, softcap, layout, alibi_slopes, bias, mask, sinks, score_mod,  # type: ignore[arg-type]
                 score_args, mask_mod, mask_args, None, plan, score_grad, backward_plan, dropout_p, dropout_seed,
@@ -323,9 +323,9 @@ def attention_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options:
     Unsupported for a call that has nothing to compute (no queries)."""
     options = _spelled(q, k, options)
     if is_fp8(q, *(options.get(name) for name in ("q_descale", "k_descale", "v_descale"))):
-        from .ops.dense import fp8_library  # here: `import tilefold` stays light
+        from .ops.dense import attention_fp8  # here: `import tilefold` stays light
 
-        return fp8_library.plan_of(q, k, v, options)
+        return attention_fp8.plan_of(q, k, v, options)
     prepared, _ = _prepared("attention_plan", q, k, v, options)
     return prepared.plan
 

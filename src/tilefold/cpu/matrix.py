@@ -10,17 +10,6 @@ from torch.nn import functional
 from . import ordered
 from .rotary import turned
 
-__all__ = [
-    "ACTIVATIONS",
-    "activation_gradient",
-    "dequantise",
-    "product",
-    "rms_norm",
-    "rms_norm_gradient",
-    "rms_norm_rotary",
-    "rms_norm_rotary_gradient",
-]
-
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "none": lambda x: x,
     "relu": torch.relu,

@@ -14,8 +14,6 @@ from .state import LEAST, LN2, LOG2E
 from .terms import Place, Terms, band_of, hide
 from .tiles import rows_of, spans
 
-__all__ = ["elementwise", "exp2", "forward", "log2", "product", "tanh"]
-
 ELEMENTS = 1 << 21  # of products that are summed at once
 LANES = 4096  # a multiple of what any processor computes at once, and too few for a second thread
 # 2^f, -0.5 <= f <= 0.5, by its series: the first term that is left out is below 2^-26

@@ -11,24 +11,9 @@ import torch
 if TYPE_CHECKING:
     from .launch import Launch
 
-__all__ = [
-    "Bound",
-    "Box",
-    "Launched",
-    "Prepared",
-    "RuntimeInt",
-    "Slot",
-    "attribute",
-    "contiguous",
-    "general",
-    "is_wide",
-    "meta",
-    "new_results",
-    "run",
-    "runtime_ints",
-    "stand_in",
-    "strides_named",
-]
+
+Example = tuple[Any, tuple[Any, ...], dict[str, Any]]
+"""(kernel, args, kwargs) of a launch on tensors without memory: to compile ahead of time."""
 
 
 class RuntimeInt(int):
@@ -166,7 +151,7 @@ class Bound:
         """Compile without launching; tensors may lie anywhere.  Raises what the compiler raises."""
         self.launch.compile(self.arguments(given))
 
-    def example(self, given: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    def example(self, given: tuple[Any, ...]) -> Example:
         """(kernel, args, kwargs) of a call, to compile ahead of time."""
         return self.launch.fn, general(self.arguments(given)), self.launch.keywords
 

@@ -18,26 +18,6 @@ if TYPE_CHECKING:  # imported where it is needed: `import tilefold` stays light
     from ..plan.sparse.sparse import SparsePlan
     from ..plan.sparse.sparse_backward import SparseBackwardPlan
 
-__all__ = [
-    "MAX_HEAD_DIM",
-    "NARROW_HEAD_DIM",
-    "SPECS",
-    "UNBOUNDED",
-    "Call",
-    "args_of",
-    "check_heads",
-    "check_hooks",
-    "check_integer",
-    "check_kinds",
-    "check_options",
-    "check_slope",
-    "layout_hint",
-    "result_shapes",
-    "shapes_of",
-    "sizes_of",
-    "window_of",
-]
-
 MAX_HEAD_DIM, NARROW_HEAD_DIM = 512, 256  # as plan.problem has them
 UNBOUNDED = (1 << 30) - 1  # a window side that never cuts; its sum with two positions fits int32
 

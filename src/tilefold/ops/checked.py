@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 
+from .bound import Example, meta
 from .device import device_of
 from .faults import WORDS, Mode, Watch, note_of, require_kernels, watch_of
 from .places import check_packed
@@ -222,20 +223,19 @@ def _(
 # ---------------------------------------------------------------- without a GPU
 
 
-def example_launch(what: str, full: bool) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def example_launch(what: str, full: bool) -> Example:
     """(kernel, args, kwargs) on tensors without memory: to compile ahead of time.  what: "places", full: of a paged cache, else
     of packed sequences; "lists", full: with sizes of blocks."""
 
-    def tensor(*shape: int, kind: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.empty(shape, dtype=kind, device="meta")
-
-    note, cu, each = tensor(WORDS, kind=torch.int64), tensor(17), tensor(16)
+    i32 = torch.int32
+    note, cu, each = meta(WORDS, dtype=torch.int64), meta(17, dtype=i32), meta(16, dtype=i32)
     if what == "places":
         packed: Places = (cu, cu, None, None, None, None)
-        places: Places = (None, None, each, each, each, tensor(16, 512)) if full else packed
+        places: Places = (None, None, each, each, each, meta(16, 512, dtype=i32)) if full else packed
         launch, scalars = _bind_places(places, [16384, 16384, 1024, 1024, 8192, 0, 8192, 16, 1, 0, 0, 0])
-        news = [None if shape is None else tensor(*shape) for shape in _news(places)]
+        news = [None if shape is None else meta(*shape, dtype=i32) for shape in _news(places)]
         return launch.fn, (note, *places, *news, *scalars), launch.keywords
-    indices, counts, sizes = tensor(1, 24, 364, 364), tensor(1, 24, 364), tensor(364) if full else None
+    indices, counts = meta(1, 24, 364, 364, dtype=i32), meta(1, 24, 364, dtype=i32)
+    sizes = meta(364, dtype=i32) if full else None
     launch, scalars = _bind_lists(indices, counts, (sizes, sizes), [64, 64, 23296, 23296, 5])
     return launch.fn, (note, indices, counts, sizes, sizes, counts, sizes, sizes, *scalars), launch.keywords

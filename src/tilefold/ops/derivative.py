@@ -19,8 +19,6 @@ from triton.language import math
 
 from ..errors import Unsupported
 
-__all__ = ["Derivative", "Node", "derivative_of", "is_one"]
-
 Node = ast.expr
 NUMBER = itertools.count()
 OWN = "_derived_tl"  # what triton.language is called in the functions that are made

@@ -14,8 +14,6 @@ from .environment import check_environment
 if TYPE_CHECKING:
     from ..plan.device import Device
 
-__all__ = ["device_of", "interpreting", "on_host", "stream_of"]
-
 
 def interpreting() -> bool:
     """Do kernels run in Triton's interpreter?  Set TRITON_INTERPRET before the first call: Triton reads it when imported."""

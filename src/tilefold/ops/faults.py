@@ -14,22 +14,6 @@ from ..errors import DeviceError, DtypeError, Unsupported, ValueRangeError
 from .device import interpreting
 from .watch import is_transformed, is_watched
 
-__all__ = [
-    "VARIABLE",
-    "Fault",
-    "Mode",
-    "Watch",
-    "asked",
-    "last_fault",
-    "mode_for",
-    "mode_of",
-    "name_in",
-    "note_of",
-    "require_kernels",
-    "too_long",
-    "watch_of",
-]
-
 VARIABLE = "TILEFOLD_CHECK"
 DEFAULT = os.environ.get(VARIABLE, "")  # read once, when tilefold is imported
 _DEFAULTS: dict[str, Any] = {"": False, "0": False, "1": True, "device": "device"}

@@ -16,8 +16,6 @@ import torch
 from ..errors import Unsupported
 from ..types import Constant, ModArgs, Window, constant
 
-__all__ = ["Arguments", "named", "several", "value_of"]
-
 Tensors = list[Any]  # of tensors and None
 NO_CHANGE: Callable[[Any], Any] = lambda value: value  # noqa: E731
 

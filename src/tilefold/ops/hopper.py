@@ -45,7 +45,7 @@ def disabled() -> bool:
     return os.environ.get(DISABLE, "0") not in ("", "0")
 
 
-def box_of(t: torch.Tensor, layout: Layout, rows: int, columns: int = 64, heads: int = 1) -> "Box":
+def box_of(t: torch.Tensor, layout: Layout, rows: int, columns: int = 64, heads: int = 1) -> Box:
     """Boxes of 64 columns (128 bytes, the widest that TMA swizzles) or 32.  heads: a divisor of rows; so many are
     brought together, of rows / heads tokens, and the descriptor is of [B, H / heads, N, heads, D]."""
     made = _box_of(t, layout, rows, columns, heads)
@@ -58,7 +58,7 @@ def box_of(t: torch.Tensor, layout: Layout, rows: int, columns: int = 64, heads:
     return made
 
 
-def _box_of(t: torch.Tensor, layout: Layout, rows: int, columns: int, heads: int) -> "Box":
+def _box_of(t: torch.Tensor, layout: Layout, rows: int, columns: int, heads: int) -> Box:
     if heads == 1:
         return describe_box(t, layout, rows, columns, *descriptor((1, 1, rows, columns), t.dtype))
     box = (1, 1, rows // heads, heads, columns)

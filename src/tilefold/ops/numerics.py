@@ -6,8 +6,6 @@ from contextlib import contextmanager
 
 from ..errors import DtypeError, Unsupported, ValueRangeError
 
-__all__ = ["ASKED", "NUMERICS", "VARIABLE", "check_numerics", "is_invariant", "numerics", "refuse_invariant"]
-
 NUMERICS = ("fast", "invariant")
 VARIABLE = "TILEFOLD_NUMERICS"
 ASKED = [os.environ.get(VARIABLE, "") or "fast"]

@@ -31,8 +31,6 @@ from .watch import (
     watchers,
 )
 
-__all__ = ["Gradient", "Operation", "Operator", "differentiable", "first_derivative", "one_by_one"]
-
 
 class Gradient(NamedTuple):
     """How an operation is differentiated, once.

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 from ..types import Rules
 
-__all__ = ["Reads", "reads"]
-
 PARAMETERS = ["score", "batch", "head", "q_index", "kv_index", "args"]  # of a mod
 
 

@@ -7,8 +7,6 @@ from typing import Any, ParamSpec, TypeVar
 from .first_call import without_collector
 from .source import facts_of_values
 
-__all__ = ["CACHE", "recorded", "remember"]
-
 LIMIT = 1 << 14  # records; a program that needs more makes new shapes all the time, and begins anew
 CACHE: dict[Any, Any] = {}
 """Records of all operations, by (operation, key)."""

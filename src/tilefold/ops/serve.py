@@ -16,8 +16,6 @@ from .numerics import is_invariant
 if TYPE_CHECKING:
     from ..plan.device import Device
 
-__all__ = ["BoundFunction", "function_at", "plan_at"]
-
 INVARIANT = (
     "attention",
     "attention_kvcache",

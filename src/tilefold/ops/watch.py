@@ -7,23 +7,6 @@ import torch
 
 from ..errors import Unsupported
 
-__all__ = [
-    "in_forward_mode",
-    "is_open",
-    "is_transformed",
-    "is_watched",
-    "refuse_at_once",
-    "refuse_batched",
-    "refuse_derivatives",
-    "refuse_gradients",
-    "refuse_tangents",
-    "refuse_transforms",
-    "resolved",
-    "transforms",
-    "wants_gradient",
-    "watchers",
-]
-
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 

@@ -9,7 +9,7 @@ from ..errors import ValueRangeError
 from ..ops.call import NARROW_HEAD_DIM, SPECS, check_heads
 from ..ops.records import recorded
 from ..ops.sparse.coarse import COARSE
-from ..ops.sparse.coarse_parts import CoarseCall
+from ..ops.sparse.coarse_backward import CoarseCall
 from ..ops.sparse.project import KINDS, NAMES, PROJECT, SPREAD, check_block, check_layout
 from ..ops.watch import is_watched
 from ..types import Layout

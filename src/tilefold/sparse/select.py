@@ -9,8 +9,7 @@ import torch
 from ..check import check_number
 from ..errors import DtypeError, ValueRangeError
 from ..ops.sparse import select as _select
-from ..ops.sparse.select import SelectCall, Selected
-from ..ops.sparse.select_library import GINI, select_dispatched
+from ..ops.sparse.select import GINI, SelectCall, Selected, select_dispatched
 from ..ops.watch import is_transformed, is_watched
 from ..plan.sparse.select import LONGEST_ROW
 from .index import BlockIndex

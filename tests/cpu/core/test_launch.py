@@ -10,9 +10,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilefold.ops import device as ops_device
 from tilefold.ops import launch as ops
-from tilefold.ops.bound import Bound, Slot, attribute, strides_named
+from tilefold.ops.bound import Bound, Box, Slot, attribute, strides_named
 from tilefold.ops.dense.attention import example_launch
-from tilefold.ops.launch import Box, Launch, Mapped, mapped
+from tilefold.ops.launch import Launch, Mapped, mapped
 from tilefold.plan import AttentionProblem, device_named, plan_attention
 
 SIGNATURE = {

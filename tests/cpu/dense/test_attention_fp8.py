@@ -12,7 +12,7 @@ from cases.refusals import refuses
 from tilefold.errors import DtypeError, LayoutError, PlanError, ShapeError, TilefoldError, Unsupported, ValueRangeError
 from tilefold.kernels.dense.transpose_values import transpose_values
 from tilefold.ops.call import Call
-from tilefold.ops.dense.fp8_library import ATTENTION_FP8
+from tilefold.ops.dense.attention_fp8 import ATTENTION_FP8
 from tilefold.ops.source import Scales
 from tilefold.plan import AttentionFp8Plan, AttentionProblem, device_named, plan_attention_fp8
 

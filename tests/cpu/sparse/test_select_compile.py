@@ -13,7 +13,7 @@ from cases import one_graph, qkv, same
 from cases.host import READS, NoReads, refuse_values
 from cases.select import rows
 from tilefold import sparse
-from tilefold.ops.sparse.select_library import GINI, SELECT
+from tilefold.ops.sparse.select import GINI, SELECT
 from tilefold.sparse import Selection
 
 pytestmark = pytest.mark.no_poison

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ...errors import DtypeError
-from ..bound import Bound
+from ..bound import Bound, Example
 from ..call import Call, window_of
 from ..dense import attention
 from ..dense.attention_parts import band_of, kind_of, option_values, side_of
@@ -23,8 +23,18 @@ from .attention_backward_loads import (
     needed,
     no_gradients,
 )
-from .attention_backward_weights import bind_weights, weighted
-from .backward_parts import ROWS, boxes, delta_bound, readable, score_slope, side_strides, slopes_of, tiled
+from .backward_parts import (
+    ROWS,
+    bind_weights,
+    boxes,
+    delta_bound,
+    readable,
+    score_slope,
+    side_strides,
+    slopes_of,
+    tiled,
+    weighted,
+)
 
 if TYPE_CHECKING:
     from ...plan.backward.attention_backward import AttentionBackwardPlan
@@ -335,7 +345,7 @@ def example_launch(
     backward_plan: "AttentionBackwardPlan",
     part: str,
     reads: bool = False,
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+) -> Example:
     """(kernel, args, kwargs) of a part of the backward pass of a call that has these plans, on tensors without memory, to compile
     ahead: "delta", "queries", "keys", "bias", "sinks" or "weights"; of a Gluon kernel "first", "main" (of several spans that of
     the last) or "last".  reads: the user's functions load from their arguments."""

@@ -1,4 +1,5 @@
-"""What the backward passes share on the host: launches by name, descriptors, strides, and dout as a kernel can read it."""
+"""What the backward passes share on the host: launches by name, descriptors, strides, dout as a kernel can read it, and the
+weights of rows in fp32."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from ..call import Call
 from ..dense.attention_parts import boxable, describe_box, sequence_strides
 
 if TYPE_CHECKING:
+    from ...plan.backward.attention_backward import AttentionBackwardPlan
     from ...plan.limits import Tile
     from ...plan.problem import AttentionProblem
 
@@ -79,3 +81,37 @@ def slopes_of(mods: Any, softcap: float, call: Call, exact: bool) -> tuple[tuple
     before = [cap] * bool(softcap) + [unit] * (call.alibi_slopes is not None) + [unit] * (call.bias is not None)
     after = [(score_slope(call.score_mod, call.score_grad), ())] if call.score_mod is not None else []
     return (*before, *after), (*[unit] * len(before), *after)
+
+
+# ---------------------------------------------------------------- fp32: probabilities made again are divided by their sum
+
+OF_WEIGHTS = ("Q", "K", "Lse2", "Weight", "call")
+"""What a call gives to the kernel of weights.  Both products of the probabilities, p^T dout and p * (dp - delta), are linear in
+dout and delta, so it is these that are multiplied by one number a row; every kernel that follows stays as it is."""
+
+
+def bind_weights(
+    plan: "AttentionBackwardPlan", constants: Mapping[str, Any], values: Mapping[str, Any], device: int
+) -> Bound | None:
+    """The launch that makes the weights of an fp32 call; None of any other call."""
+    from ...kernels.backward.attention_backward_weights import attention_backward_weights
+
+    if plan.problem.dtype != "float32":
+        return None
+    chosen = {name: constants[name] for name in ("KIND", "EMULATE", "WIDE", "DIM_QK", "BLOCK_QK")}
+    return Bound(tiled(attention_backward_weights, plan.queries, plan.grids[0], chosen, device), OF_WEIGHTS, values)
+
+
+def weighted(
+    bound: Bound, tensors: tuple[torch.Tensor, ...], dout: torch.Tensor, delta: torch.Tensor, call: Call
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dout, contiguous, and delta [batch, heads, rows] or packed, times the weights of their rows; tensors: q, k, and lse in base
+    2."""
+    q, k, lse2 = tensors
+    packed = call.packed is not None
+    weight = torch.ones_like(lse2) if packed else torch.empty_like(lse2)  # rows of no sequence have no program
+    bound((q, k, lse2, weight, call))
+    rows = weight if call.layout == "bhsd" and not packed else weight.transpose(-2, -1)
+    scaled = torch.empty_like(dout, memory_format=torch.contiguous_format)
+    torch.mul(dout, rows[..., None], out=scaled)
+    return scaled, delta * weight

@@ -8,7 +8,7 @@ import torch
 from ...cache_formats import listed
 from ...check import CODED, FLOATS, TensorSpec, bind, check_own_rows
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
-from ..bound import Bound, Launched, meta, strides_named
+from ..bound import Bound, Example, Launched, meta, strides_named
 from ..call import check_integer
 from ..checked import checked_places
 from ..device import device_of, interpreting, on_host
@@ -20,8 +20,6 @@ from ..source import Scales, facts_of_values
 from ..watch import is_watched
 from .cached_call import check_scales
 from .rotary import ELEMENTS, angles_of
-
-__all__ = ["LARGEST_DIM", "Append", "cache_append", "example_launch"]
 
 LARGEST_DIM = 1024  # rows are copied whole, whatever the attention kernels take
 BLOCK_SEQUENCES = 256  # offsets of sequences that one step of the search looks at
@@ -358,7 +356,7 @@ cache_append_op.register_fake(_fake)
 def example_launch(
     dtype: str, dim: int, page: int, pairs: int, cache: str = "", packed: bool = False, heads: int = 0, tokens: int = 64,
     native: bool = True, interleaved: bool = True, watched: bool = False,
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+) -> Example:  # fmt: skip
     """(kernel, args, kwargs) of a call on tensors without memory: to compile ahead of time.
 
     cache: dtype of the caches, "" for that of the source; heads: of q, 0 for none; native: the device converts to e4m3;

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ...errors import Unsupported
-from ..bound import Bound, Prepared, run, strides_named
+from ..bound import Bound, Example, Prepared, meta, run, strides_named
 from ..call import Call, check_options, window_of
 from ..dense.attention_parts import head_strides, kind_of, option_values, problem_of, shared_values
 from ..dense.split import Both, Split, bind_merge
@@ -27,8 +27,6 @@ from .cached_call import (
     check_values,
     watched_call,
 )
-
-__all__ = ["attention_cached", "check_cached", "example_launch"]
 
 GIVEN = ("q", "k", "v", "out", "lse", "call")
 BLOCK_SPLITS = 32  # partials that one step of the merge takes in
@@ -230,23 +228,22 @@ def example_launch(
     splits: int = 4,
     device: str = "h200",
     dim_v: int = 0,
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+) -> Example:
     """(kernel, args, kwargs) of a call on tensors without memory: to compile ahead of time."""
     from ...plan.cache.cached import plan_cached
     from ...plan.device import device_named
 
-    def tensor(*shape: int, kind: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.empty(shape, dtype=kind, device="meta")
-
     dt = getattr(torch, dtype)
-    q = tensor(2, seq_q, 8, dim, kind=dt)
-    k, v = (tensor(64, page, 2, d, kind=dt) if page else tensor(2, 4096, 2, d, kind=dt) for d in (dim, dim_v or dim))
-    cache = Cache(tensor(2), block_table=tensor(2, 32) if page else None, splits=splits)
+    q = meta(2, seq_q, 8, dim, dtype=dt)
+    k, v = (meta(64, page, 2, d, dtype=dt) if page else meta(2, 4096, 2, d, dtype=dt) for d in (dim, dim_v or dim))
+    cache = Cache(
+        meta(2, dtype=torch.int32), block_table=meta(2, 32, dtype=torch.int32) if page else None, splits=splits
+    )
     call = Call(causal=causal, source=cache)
     sizes = cached_sizes(q, k, v, call)
     problem = problem_of(q, k, v, call, {**sizes, "seq_k": sizes["capacity"]}, window_of(None, causal))
     tile, parts = plan_cached(problem, device_named(device), splits)
     made = _bind(q, k, v, call, sizes, tile, parts)
-    out, lse = (tensor(*shape, kind=torch.float32) for shape in cached_shapes(sizes, cache))
+    out, lse = (meta(*shape) for shape in cached_shapes(sizes, cache))
     bound = made.launch if isinstance(made, Split) else made
     return bound.example((q, k, v, out, lse, call))

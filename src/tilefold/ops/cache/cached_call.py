@@ -14,9 +14,6 @@ from ..faults import Watch
 from ..places import check_side
 from ..source import UNSCALED, Cache, Scales
 
-__all__ = ["cache_of", "cache_values", "cached_shapes", "cached_sizes", "check_contents", "check_longest", "check_room",
-           "check_values", "watched_call"]  # fmt: skip
-
 _INT = (torch.int32,)
 
 

@@ -12,7 +12,7 @@ import torch
 from ...cache_formats import format_named
 from ...errors import PlanError, Unsupported
 from .. import records
-from ..bound import Bound, Slot, attribute, new_results, strides_named
+from ..bound import Bound, Example, Slot, attribute, meta, new_results, strides_named
 from ..call import Call, window_of
 from ..dense.attention_parts import band_of, head_strides, kind_of, option_values, problem_of, shared_values
 from ..device import interpreting
@@ -28,20 +28,6 @@ if TYPE_CHECKING:
     from ...plan.cache.decode import DecodePlan, DecodeProblem
     from ...plan.cache.invariant import InvariantPlan
     from ...plan.device import Device
-
-__all__ = [
-    "Decoder",
-    "Step",
-    "bind_decode",
-    "cut_alike",
-    "example_launch",
-    "invariant_or_none",
-    "problem_of_decode",
-    "remember_cut",
-    "shares_storage",
-    "step_of",
-    "storage_of",
-]
 
 ONE_CHUNK, LARGE_CHUNK = 128, 1024  # sequences whose tiles are counted at a time
 
@@ -413,26 +399,21 @@ def example_launch(
     dtype: str, dim: int, page: int, seq_q: int = 1, group: int = 4, storage: str = "plain", dim_v: int = 0, causal: bool = True,
     per_page: bool = False, device: str = "h200", merge: bool = False, batch: int = 64, splits: int = 0, watched: bool = False,
     fixed: bool = False, score_mods: tuple[str, ...] = (), **changes: Any,
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+) -> Example:  # fmt: skip
     """(kernel, args, kwargs) of a call on tensors without memory: to compile ahead of time.  dim_v: V is so much of K.  fixed:
     with numerics="invariant"."""
     from ...plan import plan_decode, plan_invariant
     from ...plan.device import device_named
     from .cached_call import cached_sizes
 
-    def tensor(*shape: int, kind: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.empty(shape, dtype=kind, device="meta")
-
     dt = getattr(torch, dtype)
     stored = dt if storage == "plain" else getattr(torch, storage)
-    q = tensor(batch, seq_q, 2 * group, dim, kind=dt)
-    k = tensor(64, page, 2, dim, kind=stored) if page else tensor(batch, 4096, 2, dim, kind=stored)
+    q = meta(batch, seq_q, 2 * group, dim, dtype=dt)
+    k = meta(64, page, 2, dim, dtype=stored) if page else meta(batch, 4096, 2, dim, dtype=stored)
     v = k[..., :dim_v] if dim_v else k
-    scale = (
-        None if storage == "plain" else tensor(64, 2, kind=torch.float32) if per_page else tensor(2, kind=torch.float32)
-    )
-    cache = Cache(tensor(batch), block_table=tensor(batch, 32) if page else None)
-    slopes, cap = tensor(2 * group, kind=torch.float32), 30.0 * ("softcap" in score_mods)
+    scale = None if storage == "plain" else meta(64, 2) if per_page else meta(2)
+    cache = Cache(meta(batch, dtype=torch.int32), block_table=meta(batch, 32, dtype=torch.int32) if page else None)
+    slopes, cap = meta(2 * group), 30.0 * ("softcap" in score_mods)
     call = Call(causal=causal, softcap=cap, alibi_slopes=slopes if "alibi" in score_mods else None, source=cache,
                 scales=Scales(k=scale, v=scale))  # fmt: skip
     sizes = cached_sizes(q, k, v, call, quantised=True, shared=bool(dim_v))
@@ -443,13 +424,10 @@ def example_launch(
     changes |= {} if fixed else {"merge": "kernel" if merge else "last"}
     made = bind_decode(q, k, v, call, sizes, replace(plan, **changes), watched)
     out_shape, lse_shape = cached_shapes(sizes, cache)
-    out, lse, floats = (
-        tensor(*out_shape, kind=dt),
-        tensor(*lse_shape, kind=torch.float32),
-        tensor(64, kind=torch.float32),
-    )
-    noted = (torch.empty(WORDS, dtype=torch.int64, device="meta"), 1, made.limit, 0, 0, 32)
-    parts = (None, None, None) if splits == 1 or (fixed and made.plan.splits == 1) else (floats, floats, tensor(64))
+    out, lse, floats = meta(*out_shape, dtype=dt), meta(*lse_shape), meta(64)
+    noted = (meta(WORDS, dtype=torch.int64), 1, made.limit, 0, 0, 32)
+    alone = splits == 1 or (fixed and made.plan.splits == 1)
+    parts = (None, None, None) if alone else (floats, floats, meta(64, dtype=torch.int32))
     bound = made.merge if merge else made.launch
     assert bound is not None
     return bound.example((q, k, v, out, lse, call, *parts, noted))

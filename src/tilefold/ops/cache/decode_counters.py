@@ -10,8 +10,6 @@ import torch
 
 from ..device import interpreting, stream_of
 
-__all__ = ["counters"]
-
 SLAB = 1 << 20  # counters of a device, 4 MB: graphs may hold 4096 launches of 256 items
 
 _SLABS: dict[int, "_Slab"] = {}

@@ -47,9 +47,6 @@ if TYPE_CHECKING:
     from ...plan import DecodePlan, InvariantPlan
     from ...plan.device import Device
 
-__all__ = ["ATTENTION_KVCACHE", "plan_of", "sizes_of", "step"]
-
-
 Pair = tuple[torch.Tensor, torch.Tensor]
 Check = bool | Watch | None
 """Of index tensors and scales: looked at on the host where that costs nothing, or always, or on the device, or not at all."""

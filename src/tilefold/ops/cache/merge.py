@@ -9,14 +9,13 @@ import torch
 
 from ...check import FLOATS, TensorSpec, bind
 from ...errors import Unsupported
+from ..bound import Example
 from ..device import interpreting
 from ..operator import Operation
 from ..records import recorded
 from ..serve import function_at
 from ..watch import refuse_at_once
 from .cache_append import LARGEST_DIM
-
-__all__ = ["example_launch", "merge_attention", "merge_into", "merge_results"]
 
 ELEMENTS = 2048  # of a program's tile
 MOST_ROWS = 1 << 30
@@ -160,9 +159,7 @@ def _fake(
 MERGE_ATTENTION = Operation("merge_attention", merge_results, _fake, "merge_attention passes no gradients")
 
 
-def example_launch(
-    dtype: str, dim: int, first: str | None = None, to: str | None = None
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def example_launch(dtype: str, dim: int, first: str | None = None, to: str | None = None) -> Example:
     """(kernel, args, kwargs) of a call on tensors without memory: to compile ahead of time.  first, to: dtypes of the first
     result and of the merge, if not that of the second."""
     a, b, out = (

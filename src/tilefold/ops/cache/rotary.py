@@ -6,7 +6,7 @@ import torch
 
 from ...check import FLOATS, TensorSpec, bind, check_own_rows
 from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
-from ..bound import Bound, Launched, meta, strides_named
+from ..bound import Bound, Example, Launched, meta, strides_named
 from ..call import MAX_HEAD_DIM, check_integer
 from ..dense.attention_parts import sequence_strides
 from ..device import interpreting, on_host
@@ -17,8 +17,6 @@ from ..records import recorded
 from ..serve import function_at
 from ..source import Packed, facts_of_values
 from ..watch import is_transformed, is_watched, refuse_gradients, resolved, wants_gradient
-
-__all__ = ["angles_of", "apply_rotary", "checked_offsets", "example_launch", "turn"]
 
 ELEMENTS = 2048  # of a program's tile, about: 16 bytes a thread and load with 4 warps
 INDICES = (torch.int32, torch.int64)
@@ -276,9 +274,7 @@ class _InPlace(torch.autograd.Function):
 # ---------------------------------------------------------------- without a GPU
 
 
-def example_launch(
-    dtype: str, dim: int, pairs: int, interleaved: bool, packed: bool = False
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def example_launch(dtype: str, dim: int, pairs: int, interleaved: bool, packed: bool = False) -> Example:
     """(kernel, args, kwargs) of a call on tensors without memory: to compile ahead of time."""
     kind = getattr(torch, dtype)
     x = meta(*((512, 16, dim) if packed else (2, 256, 16, dim)), dtype=kind)

@@ -19,8 +19,6 @@ from .decode import storage_of
 from .kvcache import ATTENTION_KVCACHE, sizes_of
 from .merge import merge_attention
 
-__all__ = ["SharedPrefix", "attend", "plan_of"]
-
 
 class SharedPrefix(NamedTuple):
     """What `attention_shared_prefix` takes beside q and the caches, in the operator's order."""

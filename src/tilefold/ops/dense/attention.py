@@ -13,7 +13,7 @@ import torch
 from ...errors import DtypeError
 from ...types import Rule, Rules
 from .. import records
-from ..bound import Bound, Prepared, run
+from ..bound import Bound, Example, Prepared, meta, run
 from ..cache.decode import Decoder, Step, bind_decode, cut_alike, invariant_or_none, remember_cut, step_of
 from ..call import Call, check_hooks, check_options, result_shapes, sizes_of, window_of
 from ..device import device_of, interpreting, on_host
@@ -41,14 +41,6 @@ from .attention_tiles import tiles_of
 if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays light
     from ...plan import AttentionPlan, AttentionProblem, DecodePlan, InvariantPlan
     from ...plan.device import Device
-
-__all__ = [
-    "example_call",
-    "example_launch",
-    "forward",
-    "prepare",
-    "step",
-]
 
 HOPPER_KERNEL = "attention_forward_hopper"
 
@@ -383,7 +375,7 @@ def _bind_portable(
 
 def example_launch(
     problem: "AttentionProblem", plan: "AttentionPlan", bias: str | None = None, reads: bool = False
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+) -> Example:
     """(kernel, args, kwargs) of a call that has this problem and plan, on tensors without memory: to compile ahead of time.
     bias: its dtype, if not that of q.  reads: the user's functions load from their arguments."""
     (q, k, v), call, prepared, out, lse = example_call(problem, plan, bias, reads)
@@ -398,22 +390,19 @@ def example_call(
     from ...device import mods
     from ..derivative import derivative_of
 
-    def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
     n = problem
     dtype = getattr(torch, n.dtype)
     rows_q, rows_k = (
         ((n.seq_q * n.batch,), (n.seq_k * n.batch,)) if n.varlen else ((n.batch, n.seq_q), (n.batch, n.seq_k))
     )
-    q = tensor(*rows_q, n.heads, n.dim_qk, dtype=dtype)
-    k, v = (tensor(*rows_k, n.kv_heads, d, dtype=dtype) for d in (n.dim_qk, n.dim_v))
-    offsets = tensor(n.batch + 1, dtype=torch.int32)
+    q = meta(*rows_q, n.heads, n.dim_qk, dtype=dtype)
+    k, v = (meta(*rows_k, n.kv_heads, d, dtype=dtype) for d in (n.dim_qk, n.dim_v))
+    offsets = meta(n.batch + 1, dtype=torch.int32)
     rows_bias, rows_mask = (1 if d == "keys" else n.seq_q for d in (n.bias_descriptors, n.mask_descriptors))
     bias_dtype = getattr(torch, bias or n.dtype)
-    mask_mod, mask_args = _example_rules(n, tensor(n.batch, dtype=torch.int32), reads)
+    mask_mod, mask_args = _example_rules(n, meta(n.batch, dtype=torch.int32), reads)
     score_mod, score_grad, score_args = (
-        (mods.alibi, derivative_of(mods.alibi), (tensor(n.heads), 0, 1))
+        (mods.alibi, derivative_of(mods.alibi), (meta(n.heads), 0, 1))
         if reads
         else (mods.softcap, mods.softcap_slope, (30.0,))
     )
@@ -421,10 +410,10 @@ def example_call(
         causal=n.causal,
         window=n.window,
         softcap=30.0 if "softcap" in n.score_mods else 0.0,
-        alibi_slopes=tensor(n.heads) if "alibi" in n.score_mods else None,
-        bias=tensor(n.batch, 1, rows_bias, n.seq_k, dtype=bias_dtype) if "bias" in n.score_mods else None,
-        mask=tensor(n.batch, 1, rows_mask, n.seq_k, dtype=torch.bool) if "mask" in n.mask_mods else None,
-        sinks=tensor(n.heads) if n.sinks else None,
+        alibi_slopes=meta(n.heads) if "alibi" in n.score_mods else None,
+        bias=meta(n.batch, 1, rows_bias, n.seq_k, dtype=bias_dtype) if "bias" in n.score_mods else None,
+        mask=meta(n.batch, 1, rows_mask, n.seq_k, dtype=torch.bool) if "mask" in n.mask_mods else None,
+        sinks=meta(n.heads) if n.sinks else None,
         score_mod=score_mod if "user" in n.score_mods else None,
         score_grad=score_grad if "user" in n.score_mods else None,
         score_args=score_args if "user" in n.score_mods else (),
@@ -432,13 +421,13 @@ def example_call(
         mask_args=mask_args,
         source=Packed(offsets, offsets, n.seq_q, n.seq_k) if n.varlen else None,
         dropout_p=0.1 if n.dropout else 0.0,
-        dropout_seed=tensor(1, dtype=torch.int64) if n.dropout else None,
+        dropout_seed=meta(1, dtype=torch.int64) if n.dropout else None,
         plan=plan,
     )
     sizes = sizes_of(q, k, v, call)
     shapes = result_shapes(call, sizes)
     prepared = _bind(q, k, v, call, sizes, 1.0, shapes, plan)
-    return (q, k, v), call, prepared, tensor(*shapes[0], dtype=dtype), tensor(*shapes[1])
+    return (q, k, v), call, prepared, meta(*shapes[0], dtype=dtype), meta(*shapes[1])
 
 
 def _example_rules(problem: "AttentionProblem", lengths: torch.Tensor, reads: bool) -> tuple[Any, tuple[Any, ...]]:

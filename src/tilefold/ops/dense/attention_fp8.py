@@ -7,28 +7,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ...check import TensorSpec, bind
-from ...errors import DtypeError, ShapeError
+from ...errors import DtypeError, ShapeError, Unsupported
 from ...types import Layout
-from ..bound import Bound, Prepared, Slot, attribute, strides_named
+from ..bound import Bound, Box, Example, Prepared, Slot, attribute, strides_named
 from ..call import NARROW_HEAD_DIM, UNBOUNDED, Call, check_heads, check_options, layout_hint, result_shapes, window_of
 from ..device import device_of
+from ..flat import value_of
 from ..hopper import shared_layout
 from ..numerics import refuse_invariant
+from ..operator import Operation
 from ..records import recorded
 from ..source import UNSCALED, Scales, key_of
+from ..watch import is_transformed, refuse_at_once
 from .attention_parts import boxable, describe_box, head_strides, hooks_of, kind_of, shared_values
-from .fp8 import E4M3
+from .fp8 import DESCALES, E4M3, refuse_packed
 
 if TYPE_CHECKING:
     from ...plan import AttentionFp8Plan, AttentionProblem
-    from ..launch import Box
-
-__all__ = [
-    "example_launch",
-    "example_transposition",
-    "prepare",
-    "result_shapes_of",
-]
 
 GIVEN = ("q", "k", "v", "out", "lse", "call", "made")
 """What a call gives to the launches; made: V transposed."""
@@ -242,7 +237,7 @@ def _boxes(
 
     panel = min(128, fp8_width(plan.problem.dim_qk))
 
-    def box(t: torch.Tensor, order: Layout, rows: int, columns: int) -> "Box":
+    def box(t: torch.Tensor, order: Layout, rows: int, columns: int) -> Box:
         return describe_box(t, order, rows, columns, TensorDescriptor, shared_layout((1, 1, rows, columns), E4M3))
 
     rows = fp8_width(plan.problem.dim_v)
@@ -288,21 +283,79 @@ def _dequantised(p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     return (out if factor is None else (out * spread(factor)).to(torch.bfloat16)), lse
 
 
+# ---------------------------------------------------------------- the operation
+
+
+def refuse_others(q: torch.Tensor, **options: Any) -> None:
+    """Unsupported, naming it, for an option that e4m3 attention does not have."""
+    for name, value in options.items():
+        numbers = {"softcap": 0.0, "dropout_p": 0.0}  # what is no number is given, too
+        if value is not None and value != () and not (isinstance(value, int | float) and value == numbers.get(name)):
+            raise Unsupported(
+                f"{name} was given with q of dtype float8_e4m3fn, which has causal, window, scale, layout, descales and plan: "
+                "dequantise q, k and v to bfloat16 for the rest"
+            )
+
+
+def plan_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> "AttentionFp8Plan":
+    """The plan of a call given by keywords."""
+    options.pop("return_lse", None)
+    if any(
+        options.pop(name, None) is not None for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    ):
+        refuse_packed(q)
+    mine = {name: options.pop(name) for name in ("causal", "window", "scale", "layout") if name in options}
+    scales, given = Scales(*(options.pop(name, None) for name in DESCALES)), value_of(options.pop("plan", None))
+    refuse_others(q, **options)
+    plan: AttentionFp8Plan | None = prepare(q, k, v, _tidy(Call(**mine, scales=scales, plan=given))).plan
+    if plan is None:
+        raise Unsupported(
+            f"q has shape {tuple(q.shape)}: there is no query, so nothing is launched and there is no plan"
+        )
+    return plan
+
+
+def _tidy(call: Call) -> Call:
+    """A window given as a list is a pair too."""
+    window = tuple(call.window) if isinstance(call.window, list) else call.window
+    return call._replace(window=window)
+
+
+def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    out_shape, lse_shape = result_shapes_of(q, k, v, call)
+    return q.new_empty(out_shape, dtype=torch.bfloat16), q.new_empty(lse_shape, dtype=torch.float32)
+
+
+ATTENTION_FP8 = Operation(
+    "attention_fp8",
+    prepare,
+    _fake,
+    "attention of float8_e4m3fn tensors has no gradients: differentiate bfloat16 attention instead",
+    lambda q, k, v, call: check_options(call),
+    (Scales,),
+)
+
+
+def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse); Unsupported if a gradient is asked for."""
+    tensors = {"q": q, "k": k, "v": v, **dict(zip(DESCALES, call.scales, strict=True))}
+    refuse_at_once(tensors, "attention of float8_e4m3fn tensors has none: detach() it, or use bfloat16")
+    if not torch.compiler.is_compiling() and is_transformed():
+        raise Unsupported("attention of float8_e4m3fn tensors has no transforms of torch.func")
+    return ATTENTION_FP8(q, k, v, _tidy(call))  # type: ignore[no-any-return]
+
+
 # ---------------------------------------------------------------- without a GPU
 
 
-def example_launch(
-    problem: "AttentionProblem", plan: "AttentionFp8Plan"
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def example_launch(problem: "AttentionProblem", plan: "AttentionFp8Plan") -> Example:
     """(kernel, args, kwargs) of a call that has this problem and plan, on tensors without memory: to compile ahead of time."""
     p, given = _example(problem, plan)
     bound: Bound = p.bound.launch
     return bound.example(given)
 
 
-def example_transposition(
-    problem: "AttentionProblem", plan: "AttentionFp8Plan"
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def example_transposition(problem: "AttentionProblem", plan: "AttentionFp8Plan") -> Example:
     """The same of transpose_values."""
     p, given = _example(problem, plan)
     bound: Bound = p.bound.transpose

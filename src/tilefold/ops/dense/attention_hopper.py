@@ -8,7 +8,7 @@ import torch
 from ...device import mods
 from ...plan.dense import attention_hopper as rules
 from ...plan.hopper import PRODUCER_REGISTERS
-from ..bound import Bound, Prepared, Slot, attribute, runtime_ints, stand_in, strides_named
+from ..bound import Bound, Box, Prepared, Slot, attribute, runtime_ints, stand_in, strides_named
 from ..call import Call
 from ..hopper import WORK_COUNTER, box_of, require
 from ..launch import Launch
@@ -18,9 +18,6 @@ from .attention_tiles import bytes_of, steps_of, tile_box, tiles_of
 
 if TYPE_CHECKING:
     from ...plan import AttentionPlan
-    from ..launch import Box
-
-__all__ = ["bind", "compile", "grid_of", "slope_values", "values_of_lengths"]
 
 
 def bind(
@@ -168,7 +165,7 @@ def _lists_of(call: Call, plan: "AttentionPlan", window: tuple[int, int], device
     return TileLists(call, sizes, tile, window, device, "anew" in plan.options)
 
 
-def _tile_of(name: str, box: "Box") -> Callable[[Call], Any]:
+def _tile_of(name: str, box: Box) -> Callable[[Call], Any]:
     """The descriptor of a call's bias or mask."""
     return lambda call: box.over(bytes_of(getattr(call, name)))
 

@@ -15,29 +15,6 @@ from .attention_tiles import is_listed, tiles_of
 if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays light
     from ...plan import AttentionProblem
 
-__all__ = [
-    "GIVEN",
-    "TENSORS",
-    "band_of",
-    "boxable",
-    "boxed",
-    "broadcast_strides",
-    "describe_box",
-    "dropout_of",
-    "head_strides",
-    "hooks_of",
-    "kind_of",
-    "mask_mods_of",
-    "mods_of",
-    "option_values",
-    "problem_of",
-    "sequence_strides",
-    "shared_values",
-    "side_of",
-    "sides_of",
-]
-
-
 GIVEN = ("q", "k", "v", "out", "lse", "call")
 """What a call gives to a `Bound` of forward attention."""
 TENSORS = {name: Slot(name.lower()) for name in ("Q", "K", "V", "Out", "Lse")}
@@ -155,7 +132,7 @@ def sequence_strides(t: torch.Tensor | tuple[int, ...], layout: Layout) -> tuple
     return (0, *strides) if len(strides) == 2 else strides
 
 
-def describe_box(t: torch.Tensor, layout: Layout, rows: int, block_d: int, *kind: Any) -> "Box":
+def describe_box(t: torch.Tensor, layout: Layout, rows: int, block_d: int, *kind: Any) -> Box:
     """The descriptor of [B, H, N, D]; kind: as of Box.  A packed batch is one sequence to TMA.  The stride of a dimension of size
     1 means nothing and may be invalid: use one row's."""
     if t.dim() == 3:

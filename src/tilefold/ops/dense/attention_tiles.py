@@ -4,8 +4,6 @@ import torch
 
 from ..bound import Box
 
-__all__ = ["bytes_of", "is_listed", "steps_of", "tile_box", "tiles_of"]
-
 ROWS = 64  # queries of a warpgroup
 SHARED = 4  # heads that share a mask: looking at it once is then little beside what each of them does with it
 

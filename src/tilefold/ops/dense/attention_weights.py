@@ -1,19 +1,16 @@
 """The weights of an attention call written out, dropped ones negative: flash_attn's S_dmask.  For tests, not for training."""
 
 import math
-from typing import Any
 
 import torch
 
 from ...errors import Unsupported
-from ..bound import Bound, strides_named
+from ..bound import Bound, Example, strides_named
 from ..call import Call, sizes_of, window_of
 from ..device import interpreting
 from ..operator import Operation
 from ..source import Packed
 from .attention_parts import head_strides, kind_of, option_values, sequence_strides
-
-__all__ = ["ATTENTION_WEIGHTS", "attention_weights", "example_launch"]
 
 GIVEN = ("Q", "K", "Weights", "call")
 """What a call gives to the kernel."""
@@ -89,7 +86,7 @@ def _bound(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, call: Call, 
     return Bound(launch, GIVEN, values)
 
 
-def example_launch(dtype: str, dim: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def example_launch(dtype: str, dim: int) -> Example:
     """(kernel, args, kwargs) of a call on tensors without memory: to compile ahead of time."""
     q = torch.empty((2, 512, 8, dim), dtype=getattr(torch, dtype), device="meta")
     seed = torch.empty(1, dtype=torch.int64, device="meta")

@@ -6,8 +6,6 @@ import torch
 
 from ...errors import DtypeError, Unsupported
 
-__all__ = ["DESCALES", "E4M3", "is_fp8", "refuse_packed"]
-
 E4M3 = torch.float8_e4m3fn
 DESCALES = ("q_descale", "k_descale", "v_descale")
 

@@ -12,11 +12,6 @@ from ..operator import Gradient, Operation
 from ..source import Packed
 from .attention import prepare
 
-__all__ = [
-    "ATTENTION",
-    "resolved",
-]
-
 HOOKS = ("score_mod", "mask_mod", "plan", "score_grad", "backward_plan")
 NO_HOOKS = (None,) * len(HOOKS)
 Pair = tuple[torch.Tensor, torch.Tensor]

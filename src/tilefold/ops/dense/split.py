@@ -9,8 +9,6 @@ from ...types import Layout
 from ..bound import Bound, Slot, strides_named
 from .attention_parts import sequence_strides
 
-__all__ = ["Both", "Split", "bind_merge"]
-
 GIVEN = ("part", "part_lse", "out", "lse")
 """What a call gives to the launch that merges."""
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from ...check import TensorSpec, bind
-from ..bound import Bound, Launched
+from ..bound import Bound, Example, Launched
 from ..device import device_of, interpreting
 from ..operator import one_by_one
 from ..records import recorded
@@ -135,7 +135,7 @@ def _(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 add_op.register_autograd(lambda ctx, dout: (dout, dout))
 
 
-def example_launch(dtype: str, strided: bool) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def example_launch(dtype: str, strided: bool) -> Example:
     """(kernel, args, kwargs) of a call on tensors without memory: to compile ahead of time."""
     x = torch.empty((4096, 4096), dtype=getattr(torch, dtype), device="meta")
     x, y = (x[:, :4000], x[:, 16:4016]) if strided else (x, x)

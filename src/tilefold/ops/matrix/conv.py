@@ -7,6 +7,7 @@ import torch
 from ...check import FLOATS, TensorSpec, bind
 from ...errors import DtypeError, PlanError, ShapeError, ValueRangeError
 from ...plan.matrix.conv import METHODS, PARTS, ConvPlan, ConvProblem, ConvTile, method_named, plan_conv
+from ..bound import Example
 from ..call import check_integer
 from ..device import device_of
 from ..operator import Gradient, Operation
@@ -331,7 +332,7 @@ CONV = Operation("conv2d", _forward, _forward_fake, GRADIENT)
 # ---------------------------------------------------------------- without a GPU
 
 
-def example_launch(plan: ConvPlan, part: str, activation: str = "none") -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def example_launch(plan: ConvPlan, part: str, activation: str = "none") -> Example:
     """(kernel, args, kwargs) of the GEMM of one part of a plan, on tensors without memory: to compile ahead of time."""
     from .conv_launch import launch_gemm, weight_launch
 

@@ -8,6 +8,7 @@ import torch
 
 from ...plan.matrix.conv import RELAYOUT, ConvPlan, ConvProblem
 from ...plan.matrix.conv_layout import FEW, copy_tile, padded
+from ..bound import Example
 
 Numbers = tuple[int, ...]
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -140,7 +141,7 @@ def width_of(plan: ConvPlan) -> int:
     return padded(n) if plan.method == RELAYOUT and n.groups == 1 else n.reduced
 
 
-def example_copy(plan: ConvPlan) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def example_copy(plan: ConvPlan) -> Example:
     """(kernel, args, kwargs) of the copy of a channels-first x: to compile ahead of time."""
     n = plan.problem
     x = torch.empty((n.batch, n.channels, n.high, n.wide), dtype=INTEGERS[n.itemsize], device="meta")

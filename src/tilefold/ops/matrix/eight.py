@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...check import TensorSpec, bind
-from ...errors import DtypeError, ShapeError, Unsupported
-from ..bound import Bound, meta
+from ...errors import DtypeError, ShapeError
+from ..bound import Bound, Example, meta
 from ..cache.decode_counters import counters
 from ..device import device_of, interpreting
 from ..numerics import refuse_invariant
 from ..operator import Operation
 from ..records import recorded
-from ..watch import refuse_tangents, wants_gradient
+from ..watch import refuse_at_once
 from .eight_hopper import GIVEN
 
 if TYPE_CHECKING:
@@ -44,13 +44,7 @@ def matmul_w8a8(
         DtypeError, ShapeError, LayoutError, DeviceError, naming the argument; Unsupported for a gradient, or e4m3 before sm_89.
     """
     named = {"x": x, "weight": weight, "weight_scale": weight_scale, "bias": bias}
-    refuse_tangents(named)
-    if torch.is_grad_enabled():
-        for name, t in named.items():
-            if wants_gradient((t,)):
-                raise Unsupported(
-                    f"{name} requires a gradient, but matmul_w8a8 passes none: call it under torch.no_grad()"
-                )
+    refuse_at_once(named, "matmul_w8a8 passes none: call it under torch.no_grad()")
     made: torch.Tensor = EIGHT(x, weight, weight_scale, bias)
     return made
 
@@ -218,9 +212,7 @@ def matmul_w8a8_plan(x: torch.Tensor, weight: torch.Tensor) -> "EightPlan":
     return _plan_of(x.numel() // weight.shape[1], weight, device_of(x.device))
 
 
-def example_launch(
-    plan: "EightPlan", part: str = "product", dtype: str = "bfloat16", biased: bool = False
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def example_launch(plan: "EightPlan", part: str = "product", dtype: str = "bfloat16", biased: bool = False) -> Example:
     """(kernel, args, kwargs) of one launch of a planned call on tensors without memory: to compile ahead of time.
 
     part: "product", or "quantise", what makes x's codes."""

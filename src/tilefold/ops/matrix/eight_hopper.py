@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..bound import Bound, Slot, meta, strides_named
+from ..bound import Bound, Box, Slot, meta, strides_named
 from ..hopper import require, shared_layout
 from .operands import BIAS, GIVEN_TO_PRODUCTS, Scales, values_of
 from .options import CODES
@@ -12,7 +12,6 @@ from .options import CODES
 if TYPE_CHECKING:
     from ...plan.matrix.eight import EightPlan
     from ...plan.matrix.matmul import MatmulPlan
-    from ..launch import Box
     from .operands import Operands
 
 GIVEN = ("A", "B", "ScaleA", "ScaleB", "Bias", "Out", "Part", "Arrived")
@@ -21,21 +20,19 @@ REGISTERS = 168, 240, 24  # of a thread at launch, of one that multiplies, of th
 FEW = 128  # of a thread, where two programs of one consumer may share an SM
 
 
-def panel_box(t: torch.Tensor, rows: int) -> "Box":
+def panel_box(t: torch.Tensor, rows: int) -> Box:
     """The descriptor of t [rows, k] of bytes, k side by side, with boxes of `rows` by 128.  The stride of a dimension of size 1
     means nothing and may be invalid."""
     from ...kernels.hopper.gluon import TensorDescriptor, gl
-    from ..launch import Box
 
     row = -(-t.shape[1] // 16) * 16 if t.shape[0] == 1 else t.stride(0)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     return Box(t, list(t.shape), [row, 1], [rows, 128], TensorDescriptor, layout)
 
 
-def box_of_result(shape: tuple[int, int, int], dtype: torch.dtype) -> "Box":
+def box_of_result(shape: tuple[int, int, int], dtype: torch.dtype) -> Box:
     """The descriptor of a result that TMA stores."""
     from ...kernels.hopper.gluon import TensorDescriptor
-    from ..launch import Box
 
     made, box = meta(*shape, dtype=dtype), [1, 64, 64]
     return Box(made, list(shape), list(made.stride()), box, TensorDescriptor, shared_layout((1, 64, 64), dtype))

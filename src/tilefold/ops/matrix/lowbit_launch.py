@@ -9,7 +9,7 @@ import torch
 from ...check import FLOATS, TensorSpec, bind
 from ...errors import DtypeError, PlanError, ShapeError
 from ...quant import QuantizedTensor
-from ..bound import Bound, Slot, meta, strides_named
+from ..bound import Bound, Box, Example, Slot, meta, strides_named
 from ..cache.decode_counters import counters
 from ..device import device_of, interpreting
 from ..numerics import is_invariant
@@ -338,7 +338,7 @@ def _bind_hopper(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -
     """The launch of the kernel of sm_90 for many rows of x."""
     from ...kernels.hopper.gluon import TensorDescriptor, gl
     from ...kernels.hopper.lowbit_matmul import lowbit_matmul_hopper as kernel
-    from ..launch import Box, Launch
+    from ..launch import Launch
 
     p = plan.problem
     early, option = _early(plan)
@@ -383,7 +383,7 @@ def _bind_hopper(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -
 _BINDERS = {"tile": _bind_tile, "rows": _bind_rows, "hopper": _bind_hopper}
 
 
-def example_launch(plan: "LowbitPlan") -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def example_launch(plan: "LowbitPlan") -> Example:
     """(kernel, args, kwargs) of a planned call on tensors without memory: to compile ahead of time."""
     x, weight = example_tensors(plan)
     if plan.path == "dequantise":

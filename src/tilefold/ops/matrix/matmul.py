@@ -8,6 +8,7 @@ import torch
 from ...check import FLOATS, TensorSpec, bind
 from ...errors import DtypeError, LayoutError, PlanError, ShapeError, Unsupported, ValueRangeError
 from ...types import Constant, Numerics, constant
+from ..bound import Example
 from ..numerics import check_numerics
 from ..operator import Gradient, Operation
 from ..records import recorded
@@ -280,7 +281,7 @@ def _meta(plan: "MatmulPlan") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor 
     return made(n.m, n.k, n.a_major == "m", n.a_shared), made(n.k, n.n, n.b_major == "k", n.b_shared), bias
 
 
-def example_launch(plan: "MatmulPlan") -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def example_launch(plan: "MatmulPlan") -> Example:
     """(kernel, args, kwargs) of the plan's first launch on tensors without memory: to compile ahead of time."""
     from .operands import operands
     from .product import bind_portable
@@ -302,7 +303,7 @@ def example_launch(plan: "MatmulPlan") -> tuple[Any, tuple[Any, ...], dict[str, 
     return bind_portable(x, plan, scales, a.device).example(given)
 
 
-def example_finish(plan: "MatmulPlan") -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def example_finish(plan: "MatmulPlan") -> Example:
     """The same of the launch that adds the shares of the sum up."""
     from .operands import operands
     from .product import bind_finish
@@ -315,7 +316,7 @@ def example_finish(plan: "MatmulPlan") -> tuple[Any, tuple[Any, ...], dict[str, 
     return bound.example((part, out, out if n.saved else None, bias))
 
 
-def example_gradient(activation: str, dtype: str = "bfloat16") -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def example_gradient(activation: str, dtype: str = "bfloat16") -> Example:
     """The same of the activation's part of the gradient."""
     from .product import bind_gradient
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..bound import Bound, Slot, meta
+from ..bound import Bound, Box, Slot, meta
 from ..hopper import require, shared_layout
 from .eight_hopper import bind_product
 from .operands import BIAS, GIVEN_TO_PRODUCTS, Operands, Scales, values_of
@@ -12,7 +12,6 @@ from .options import CODES
 
 if TYPE_CHECKING:
     from ...plan.matrix.matmul import MatmulPlan
-    from ..launch import Box
 
 REGISTERS = 168, 240, 24  # of a thread at launch, of one that multiplies, of the loading warp
 
@@ -60,11 +59,10 @@ def bind(x: Operands, plan: "MatmulPlan", device: torch.device, scales: Scales =
     return Bound(Launch(matmul_hopper, plan.grid, constants, options, device.index or 0), GIVEN_TO_PRODUCTS, values)
 
 
-def _box(t: torch.Tensor, turned: bool, rows: int) -> "Box":
+def _box(t: torch.Tensor, turned: bool, rows: int) -> Box:
     """The descriptor of [batch, rows, columns], of its transpose if turned, with boxes of `rows` if it is brought so, and
     of 64 columns.  The stride of a dimension of size 1 means nothing and may be invalid."""
     from ...kernels.hopper.gluon import TensorDescriptor
-    from ..launch import Box
 
     t = t.mT if turned else t
     row = -(-t.shape[2] // 8) * 8

@@ -8,6 +8,7 @@ from ...check import FLOATS, TensorSpec, bind, check_number
 from ...errors import LayoutError
 from ...plan.matrix.rms_norm import RMSNormPlan, RMSNormProblem, plan_rms_norm
 from ...plan.torch_cpu import TorchPlan
+from ..bound import Example
 from ..device import device_of, interpreting
 from ..operator import Operator
 from ..records import recorded
@@ -218,7 +219,7 @@ rms_norm_op = Operator("rms_norm", _forward, _fake, _gradient, _gradient_fake, _
 # ---------------------------------------------------------------- without a GPU
 
 
-def example_launch(plan: RMSNormPlan, dtype: str, part: str = "forward") -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def example_launch(plan: RMSNormPlan, dtype: str, part: str = "forward") -> Example:
     """(kernel, args, kwargs) of a part of a call with this plan, "forward" or "backward", on tensors without memory: to compile
     ahead of time."""
     n = plan.problem

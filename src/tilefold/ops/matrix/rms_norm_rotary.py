@@ -7,7 +7,7 @@ import torch
 from ...check import FLOATS, TensorSpec, bind, check_number
 from ...errors import DtypeError, ShapeError, Unsupported
 from ...plan.matrix.rms_norm import RMSNormPlan, RMSNormProblem, plan_rms_norm
-from ..bound import meta
+from ..bound import Example, meta
 from ..device import device_of, interpreting
 from ..operator import Gradient, Operation
 from ..records import recorded
@@ -150,7 +150,7 @@ RMS_NORM_ROTARY = Operation("rms_norm_rotary", _forward, _fake, GRADIENT)
 
 def example_launch(
     plan: RMSNormPlan, dtype: str, heads: int, together: bool, interleaved: bool, part: str = "forward"
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+) -> Example:
     """(kernel, args, kwargs) of a part of a call with this plan, "forward" or "backward", on tensors without memory, x a slice of
     a fused projection: to compile ahead of time."""
     kind, n = getattr(torch, dtype), plan.problem

@@ -12,7 +12,7 @@ from ...plan.matrix.transpose import (
     check_method,
     plan_transpose,
 )
-from ..bound import Bound, Slot
+from ..bound import Bound, Box, Example, Slot
 from ..device import device_of
 from ..operator import one_by_one
 from ..records import recorded
@@ -74,7 +74,7 @@ def _prepare(x: torch.Tensor, method: str) -> Bound | None:
 
 def _bind(x: torch.Tensor, plan: TransposePlan) -> Bound | None:
     from ...kernels.matrix import transpose as kernels
-    from ..launch import Box, Launch
+    from ..launch import Launch
 
     if x.numel() == 0:
         return None
@@ -136,7 +136,7 @@ def _(x: torch.Tensor, method: str) -> torch.Tensor:
 transpose_op.register_autograd(_backward)
 
 
-def example_launch(dtype: str, plan: TransposePlan) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def example_launch(dtype: str, plan: TransposePlan) -> Example:
     """(kernel, args, kwargs) of a plan's launch on tensors without content: to compile ahead of time."""
     n = plan.problem
     boxed = plan.method == DESCRIPTORS

@@ -18,8 +18,6 @@ from ..reads import Reads, reads
 if TYPE_CHECKING:
     from ..launch import Launch
 
-__all__ = ["QueryLists", "TileLists", "block_kinds", "blocks_of", "lists_of_kinds"]
-
 KEPT = 4  # lists of a call's shapes and mask_mod: layers may take turns with their args
 ENTRIES = 128  # that are written at a time
 TILE = 8, 128  # queries and keys that are looked at at a time, at most,

@@ -9,7 +9,7 @@ import torch
 from ...check import TensorSpec, bind
 from ...errors import ValueRangeError
 from ..backward.backward_parts import boxes, side_strides
-from ..bound import Bound, meta
+from ..bound import Bound, Example, meta
 from ..call import NARROW_HEAD_DIM, SPECS, check_heads
 from ..dense.attention_parts import boxable
 from ..device import device_of
@@ -18,7 +18,7 @@ from ..records import recorded
 from ..serve import function_at, plan_at
 from ..source import facts_of_values
 from . import coarse_backward
-from .coarse_parts import CoarseCall, Prepared, constants_of, values_of
+from .coarse_backward import CoarseCall, Prepared, constants_of, values_of
 from .project import SIZES
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ COARSE = Operation(
 # ---------------------------------------------------------------- without a GPU
 
 
-def example_launch(plan: "CoarsePlan", part: str = "forward") -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def example_launch(plan: "CoarsePlan", part: str = "forward") -> Example:
     """(kernel, args, kwargs) of a part of a call with this plan ("forward", "queries" or "keys"), on tensors without memory, to
     compile ahead."""
     problem, n = plan.problem, plan.problem.attention

@@ -1,31 +1,90 @@
-"""Backward coarse attention: statistics, dq, and dk and dv over shares of the queries."""
+"""Coarse attention: its call and record, what all of its kernels share; backward: statistics, dq, and dk and dv over shares of
+the queries."""
 
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
 from ..backward.backward_parts import ROWS, boxes, delta_bound, readable, side_strides, tiled
-from ..bound import Bound, meta
+from ..bound import Bound, Example, meta, strides_named
 from ..dense.attention_parts import boxable
+from ..device import interpreting
 from ..serve import BoundFunction, function_at
 from ..source import facts_of
-from .coarse_parts import constants_of, values_of
+from .project import size_strides
 from .sparse_parts import Launches
 
 if TYPE_CHECKING:
     from ...plan.sparse.coarse import CoarsePlan
-    from .coarse_parts import CoarseCall, Prepared
+
+
+class CoarseCall(NamedTuple):
+    """Everything but q and the rows of k and v.
+
+    reduction: "mean", "max", or "each" if every query is a block of its own (query_sizes then says which are live).
+    finite: dead rows of k and v hold finite numbers.  names: of the rows of k and v, for errors."""
+
+    block_sizes: torch.Tensor | None
+    query_sizes: torch.Tensor | None
+    block: int
+    scale: float | None
+    reduction: str
+    layout: str
+    finite: bool
+    names: str = "k v"
+
+
+@dataclass(slots=True)
+class Prepared:
+    """All that follows from a call's key; plan None: nothing to compute."""
+
+    plan: "CoarsePlan | None"
+    out_shape: tuple[int, ...]
+    scores_shape: tuple[int, ...]  # with the parts in front
+    lse_shape: tuple[int, ...]
+    scale: float = 1.0
+    bound: Any = None
+    backward: dict[Any, Any] = field(default_factory=dict)
+
+
+def constants_of(plan: "CoarsePlan", dtype: torch.dtype, wide: bool) -> dict[str, Any]:
+    """Compile-time constants that the three kernels share; wide: rows of one tile lie 2^31 elements or more apart."""
+    n = plan.problem.attention
+    return {
+        "EMULATE": interpreting() and dtype == torch.bfloat16,
+        "WIDE": wide,
+        "DIM_QK": n.dim_qk,
+        "DIM_V": n.dim_v,
+        "Q_BLOCK": plan.problem.block,
+        "BLOCK_QK": n.block_qk,
+        "BLOCK_V": n.block_v,
+    }
+
+
+def values_of(plan: "CoarsePlan", call: CoarseCall, scale: float) -> dict[str, Any]:
+    """Lengths and strides of sizes by the names that the three kernels share."""
+    n = plan.problem.attention
+    return {
+        **{name: getattr(n, name) for name in ("seq_q", "seq_k", "heads", "group", "batch")},
+        "scale": scale,
+        **strides_named("s", size_strides(call.block_sizes), "bh"),
+        **strides_named("p", size_strides(call.query_sizes), "bh"),
+    }
+
+
+# ---------------------------------------------------------------- the gradients
 
 GIVEN = ("Q", "K", "V", "DOut", "Lse2", "Delta", "DQ", "DK", "DV", "Sizes", "QuerySizes")
 """What a call gives to the kernels of its gradients."""
 
 
 def backward(
-    p: "Prepared",
+    p: Prepared,
     saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
-    call: "CoarseCall",
+    call: CoarseCall,
     want_q: bool,
     want_rows: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -60,7 +119,7 @@ def shares(plan: "CoarsePlan", device: torch.device | str) -> list[torch.Tensor]
     return [torch.empty((*lead, d), dtype=torch.float32, device=device) for d in (n.dim_qk, n.dim_v)]
 
 
-def live_queries(call: "CoarseCall") -> torch.Tensor | None:
+def live_queries(call: CoarseCall) -> torch.Tensor | None:
     """Pooled queries of empty blocks are finite and have lse -inf, which is enough."""
     return None if call.reduction == "each" else call.query_sizes
 
@@ -72,7 +131,7 @@ def _added(part: torch.Tensor, layout: str, dtype: torch.dtype) -> torch.Tensor:
 
 
 def bind(
-    plan: "CoarsePlan", tensors: tuple[torch.Tensor, ...], dout: torch.Tensor, call: "CoarseCall", scale: float
+    plan: "CoarsePlan", tensors: tuple[torch.Tensor, ...], dout: torch.Tensor, call: CoarseCall, scale: float
 ) -> Launches:
     """tensors: q, k, v, out."""
     from ...kernels.sparse import coarse_backward as kernels
@@ -102,8 +161,8 @@ def bind(
 
 
 def example_launch(
-    plan: "CoarsePlan", tensors: tuple[torch.Tensor, ...], lse: torch.Tensor, call: "CoarseCall", part: str
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    plan: "CoarsePlan", tensors: tuple[torch.Tensor, ...], lse: torch.Tensor, call: CoarseCall, part: str
+) -> Example:
     """(kernel, args, kwargs) of "queries" or "keys" on tensors without memory: q, k, v and out."""
     q, k, v, out = tensors
     bound: Bound = getattr(bind(plan, tensors, out, call, 1.0), part)

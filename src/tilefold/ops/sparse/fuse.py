@@ -6,7 +6,7 @@ import torch
 
 from ...check import FLOATS, TensorSpec, bind
 from ...errors import ShapeError, Unsupported, ValueRangeError
-from ..bound import Bound, meta
+from ..bound import Bound, Example, meta
 from ..call import NARROW_HEAD_DIM
 from ..device import interpreting
 from ..operator import Operator
@@ -244,7 +244,7 @@ fuse_op = Operator("fuse", _fuse, _fuse_fake, _gradient, _gradient_fake, _keep_c
 # ---------------------------------------------------------------- without a GPU
 
 
-def example_launch(backward: bool, dtype: str, dim: int, channels: bool) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def example_launch(backward: bool, dtype: str, dim: int, channels: bool) -> Example:
     """(kernel, args, kwargs) with both branches and gates a token, on tensors without memory, to compile ahead."""
     x, gate = meta(2, 4096, 4, dim, dtype=getattr(torch, dtype)), meta(2, 4096, 4, dim if channels else 1)
     shape, fresh = tuple(x.shape), x.stride()[:3]

@@ -13,8 +13,6 @@ from ..device import device_of
 from ..records import recorded
 from ..source import key_of
 
-__all__ = ["tiles_refusals"]
-
 
 class Refusals(NamedTuple):
     """Why they do not, as sentences, or None where they do."""

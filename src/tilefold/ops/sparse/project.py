@@ -6,7 +6,7 @@ import torch
 
 from ...check import FLOATS, TensorSpec, bind
 from ...errors import ShapeError, Unsupported, ValueRangeError
-from ..bound import Bound, Launched, meta, strides_named
+from ..bound import Bound, Example, Launched, meta, strides_named
 from ..call import NARROW_HEAD_DIM, check_integer
 from ..dense.attention_parts import head_strides
 from ..device import interpreting
@@ -242,7 +242,7 @@ SPREAD = Operation(
 # ---------------------------------------------------------------- without a GPU
 
 
-def example_launch(part: str, dtype: str, dim: int, sized: bool = False) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def example_launch(part: str, dtype: str, dim: int, sized: bool = False) -> Example:
     """(kernel, args, kwargs) of "gather", "spread" or "weight" with a learned weight, on tensors without memory, to compile."""
     stored = getattr(torch, dtype)
     x, rows = meta(2, 4096, 4, dim, dtype=stored), meta(2, 64, 4, dim, dtype=stored)

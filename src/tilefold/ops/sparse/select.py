@@ -1,12 +1,15 @@
 """Block selection: plan, allocate, launch.  The arguments arrive checked and in one form; `tilefold.sparse.select` makes it."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 
 from ...errors import ValueRangeError
-from ..bound import Bound, meta, strides_named
+from ...types import ModArgs
+from ..bound import Bound, Example, meta, strides_named
 from ..device import device_of
+from ..operator import Operation
 from ..records import recorded
 from ..serve import function_at
 
@@ -223,12 +226,56 @@ def _bound(fn: Any, given: tuple[str, ...], plan: "SelectPlan", scores: torch.Te
     return Bound(launch, given, {**shared, **values})
 
 
+# ---------------------------------------------------------------- the dispatcher: opaque operators without gradients
+
+Five = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _forward(
+    scores: torch.Tensor, force: torch.Tensor | None, block_sizes: torch.Tensor | None, method: str, settings: ModArgs,
+    capacity: int, geometry: Sequence[int], force_first: int, reach: int, gini: bool,
+    softmax: float | None,
+) -> Five:  # fmt: skip
+    """(indices, counts, gini, tau, mass) as `ops.sparse.select.forward`; settings: as of `SelectCall`."""
+    options = (method, settings, capacity, geometry, force_first, reach, gini, softmax)
+    return cast("Five", tuple(forward(scores, _call(force, block_sizes, *options))))
+
+
+def _call(
+    force: Any, block_sizes: Any, method: str, settings: ModArgs, capacity: int, geometry: Any, *others: Any
+) -> SelectCall:
+    *amount, least, most = cast("tuple[Setting, ...]", settings)
+    first, reach, gini, softmax = others
+    shape = capacity, tuple(geometry), first, reach
+    return SelectCall(method, tuple(amount), least, most, *shape, force, block_sizes, gini, softmax)
+
+
+def _fake(scores: torch.Tensor, *given: Any) -> Five:
+    shapes = result_shapes(scores, _call(*given))
+    return cast("Five", tuple(scores.new_empty(s, dtype=kind) for s, kind in zip(shapes, KINDS, strict=True)))
+
+
+def _fake_gini(scores: torch.Tensor, block_sizes: torch.Tensor | None) -> torch.Tensor:
+    return scores.new_empty(scores.shape[:3], dtype=torch.float32)
+
+
+NONE = "selections have no gradients: detach() the scores"
+SELECT = Operation("select", _forward, _fake, NONE)
+GINI = Operation("gini", gini, _fake_gini, NONE)
+
+
+def select_dispatched(scores: torch.Tensor, call: SelectCall) -> Selected:
+    """The same as ops.sparse.select.forward, through the dispatcher."""
+    tensors, window = (scores, call.force, call.block_sizes), (list(call.geometry), call.force_first, call.reach)
+    return Selected(
+        *SELECT.dispatched(*tensors, call.method, call.settings, call.capacity, *window, call.gini, call.softmax)
+    )
+
+
 # ---------------------------------------------------------------- without a GPU
 
 
-def example_select(
-    plan: "SelectPlan", method: str = "gini", sizes: bool = False, tensors: bool = False
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def example_select(plan: "SelectPlan", method: str = "gini", sizes: bool = False, tensors: bool = False) -> Example:
     """(kernel, args, kwargs) of a selection that has this plan, on tensors without memory, to compile ahead.
 
     A forced problem has a map and a window; tensors: settings for each head."""
@@ -248,7 +295,7 @@ def example_select(
     return _bind(plan, call, scores).example((scores, block_sizes, force, *made, *_settings(call)))
 
 
-def example_gini(plan: "SelectPlan") -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def example_gini(plan: "SelectPlan") -> Example:
     """The same of the Gini coefficients alone."""
     p = plan.problem
     scores = meta(p.batch, p.heads, p.q_blocks, p.kv_blocks)

@@ -9,7 +9,7 @@ import torch
 from .. import records
 from ..bound import Bound, Prepared, attribute, run, stand_in
 from ..call import Call, result_shapes
-from ..dense.attention_parts import boxable, boxed, head_strides, hooks_of, problem_of, shared_values, sides_of
+from ..dense.attention_parts import GIVEN, boxable, boxed, head_strides, hooks_of, problem_of, shared_values, sides_of
 from ..dense.split import Split, bind_merge
 from ..device import device_of, interpreting, on_host
 from ..hopper import disabled
@@ -19,16 +19,10 @@ from ..records import recorded, remember
 from ..serve import function_at, plan_at
 from ..source import Packed, Paged, is_plain, key_of
 from .sparse_call import check_call, check_lists
-from .sparse_parts import GIVEN, HOPPER_KERNEL, list_values, mod_values
+from .sparse_parts import HOPPER_KERNEL, list_values, mod_values
 
 if TYPE_CHECKING:
     from ...plan.sparse.sparse import SparsePlan
-
-__all__ = [
-    "bind",
-    "forward",
-    "prepare",
-]
 
 BLOCK_SPLITS = 16  # partials that one step of the merge takes in
 

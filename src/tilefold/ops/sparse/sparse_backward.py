@@ -7,7 +7,7 @@ import torch
 
 from ...errors import DtypeError, Unsupported
 from ..backward.backward_parts import ROWS, boxes, delta_bound, readable, score_slope, side_strides, slopes_of, tiled
-from ..bound import Bound, attribute, meta
+from ..bound import Bound, Example, attribute, meta
 from ..dense.attention_parts import side_of
 from ..device import device_of, interpreting
 from ..first_call import without_collector
@@ -273,9 +273,7 @@ def _bind(
 # ---------------------------------------------------------------- without a GPU
 
 
-def example_launch(
-    plan: "SparsePlan", backward_plan: "SparseBackwardPlan", part: str
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def example_launch(plan: "SparsePlan", backward_plan: "SparseBackwardPlan", part: str) -> Example:
     """(kernel, args, kwargs) of a part of the backward pass of a call that has these plans, on tensors without memory, to compile
     ahead: "delta", "queries" or "keys"; of the Hopper kernel "statistics", "places" or "main"."""
     from .sparse_example import example_call

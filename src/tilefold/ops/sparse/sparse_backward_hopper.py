@@ -17,7 +17,7 @@ from ..backward.hopper_backward import (
     statistics_box,
     values_of_lengths,
 )
-from ..bound import Bound, Slot, stand_in, strides_named
+from ..bound import Bound, Example, Slot, stand_in, strides_named
 from ..hopper import chosen_or_none
 from .sparse_parts import list_strides, list_values
 
@@ -192,7 +192,7 @@ def bound_launches(
 
 def example_launch(
     saved: Saved, dout: torch.Tensor, call: "Call", transposed: "Lists", plan: "SparseBackwardPlan", part: str
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+) -> Example:
     """(kernel, args, kwargs) of a part ("statistics", "places" or "main") on tensors without memory, to compile ahead."""
     bound = bound_launches(1.0, saved, dout, call, transposed, plan)
     made = scratch(bound, transposed, "meta")

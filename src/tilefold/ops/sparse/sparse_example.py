@@ -1,10 +1,10 @@
 """Launches of block-sparse attention on tensors without memory, to compile ahead."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from ..bound import Bound, Prepared, meta
+from ..bound import Bound, Example, Prepared, meta
 from ..call import Call, result_shapes, sizes_of
 from ..dense.split import Split
 from ..source import Lists, Packed, Paged
@@ -51,9 +51,7 @@ def example_call(
     return (q, k, v), call, p, meta(*shapes[0], dtype=dtype), meta(*shapes[1])
 
 
-def example_launch(
-    plan: "SparsePlan", merge: bool = False, mixed: bool = False
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def example_launch(plan: "SparsePlan", merge: bool = False, mixed: bool = False) -> Example:
     """(kernel, args, kwargs) of a call that has this plan, of its merge, or with another branch mixed in, on tensors without
     memory, to compile ahead."""
     qkv, call, p, out, lse = example_call(plan)

@@ -6,9 +6,9 @@ import torch
 
 from ..bound import Bound, Slot, attribute, strides_named
 from ..call import Call
-from ..dense.attention_parts import TENSORS, sequence_strides
+from ..dense.attention_parts import GIVEN, TENSORS, sequence_strides
 from ..hopper import WORK_COUNTER, box_of, require
-from .sparse_parts import GIVEN, LISTED, list_strides, list_values
+from .sparse_parts import LISTED, list_strides, list_values
 
 if TYPE_CHECKING:
     from ...plan.sparse.sparse import SparsePlan

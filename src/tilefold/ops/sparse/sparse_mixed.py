@@ -8,10 +8,10 @@ import torch
 
 from ..bound import Bound, Prepared, Slot, strides_named
 from ..call import Call
-from ..dense.attention_parts import boxable
+from ..dense.attention_parts import GIVEN, boxable
 from ..source import facts_of_values
 from . import fuse, sparse
-from .sparse_parts import GIVEN, HOPPER_KERNEL
+from .sparse_parts import HOPPER_KERNEL
 
 Gate = torch.Tensor | None
 

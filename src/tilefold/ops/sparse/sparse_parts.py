@@ -1,6 +1,6 @@
 """What launches of block-sparse attention have in common: strides of its lists, its mods."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -8,9 +8,6 @@ from ..bound import Bound, Slot, attribute, runtime_ints, strides_named
 from ..call import Call
 from ..dense.attention_parts import mask_mods_of, mods_of
 from ..source import Lists
-
-if TYPE_CHECKING:
-    pass
 
 HOPPER_KERNEL = "sparse_forward_hopper"
 
@@ -21,10 +18,6 @@ class Launches(NamedTuple):
     delta: Bound
     queries: Bound
     keys: Bound | None
-
-
-GIVEN = ("q", "k", "v", "out", "lse", "call")
-"""What a call gives to the launches."""
 
 
 LISTED = ("ib", "ih", "iq", "cb", "ch", "sb", "sh", "pb", "ph")  # as `list_strides` gives them
