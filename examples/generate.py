@@ -38,56 +38,37 @@ USUAL: dict[bool, dict[str, Any]] = {
             "chunk": 8, "dtype": "fp32", "check": 6},
 }  # fmt: skip
 
+NUMBERS = {
+    **dict.fromkeys(("layers", "hidden", "heads", "kv_heads", "vocabulary"), "of the random model"),
+    "positions": "the most tokens of a request",
+    "requests": "how many",
+    "rate": "requests that arrive in a step, Poisson",
+    "pages": "of the cache",
+    "page_size": "tokens of a page",
+    "running": "the most requests at a time",
+    "tokens": "the most tokens of a step",
+    "chunk": "the most of one request's in a step",
+}
+
 
 def arguments(argv: Sequence[str] | None, gpu: bool) -> argparse.Namespace:
     """What was asked for; what was not is as USUAL says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add, usual = parser.add_argument, USUAL[gpu]
     add("--model", type=Path, metavar="DIR", help="local directory with config.json and weights; else random weights")
-    add(
-        "--prompts",
-        type=Path,
-        metavar="FILE",
-        help="one prompt a line, for --model with a tokenizer; else random tokens",
-    )
-    for name in ("layers", "hidden", "heads", "kv_heads", "vocabulary"):
-        add(
-            f"--{name.replace('_', '-')}",
-            type=int,
-            default=usual[name],
-            help="of the random model (default %(default)s)",
-        )
-    add("--positions", type=int, default=usual["positions"], help="the most tokens of a request (default %(default)s)")
-    add("--requests", type=int, default=usual["requests"], help="how many (default %(default)s)")
-    add(
-        "--rate",
-        type=float,
-        default=usual["rate"],
-        help="requests that arrive in a step, Poisson (default %(default)s)",
-    )
+    text = "one prompt a line, for --model with a tokenizer; else random tokens"
+    add("--prompts", type=Path, metavar="FILE", help=text)
+    for name, what in NUMBERS.items():
+        text = f"{what} (default %(default)s)"
+        add(f"--{name.replace('_', '-')}", type=type(usual[name]), default=usual[name], help=text)
     for name, what in (("prompt", "prompt tokens"), ("new", "generated tokens")):
-        add(
-            f"--{name}",
-            type=_bounds,
-            default=usual[name],
-            metavar="LEAST,MOST",
-            help=f"{what} of a request (default %(default)s)",
-        )
-    add("--pages", type=int, default=usual["pages"], help="of the cache (default %(default)s)")
-    add("--page-size", type=int, default=usual["page_size"], help="tokens of a page (default %(default)s)")
-    add("--running", type=int, default=usual["running"], help="the most requests at a time (default %(default)s)")
-    add("--tokens", type=int, default=usual["tokens"], help="the most tokens of a step (default %(default)s)")
-    add("--chunk", type=int, default=usual["chunk"], help="the most of one request's in a step (default %(default)s)")
+        text = f"{what} of a request (default %(default)s)"
+        add(f"--{name}", type=_bounds, default=usual[name], metavar="LEAST,MOST", help=text)
     add("--preempt", choices=("recompute", "swap"), default="recompute", help="what becomes of keys when pages run out")
     add("--dtype", choices=tuple(DTYPES), default=usual["dtype"], help="(default %(default)s)")
     add("--seed", type=int, default=0, help="of weights, prompts and arrivals")
-    add(
-        "--check",
-        type=int,
-        default=usual["check"],
-        metavar="N",
-        help="requests compared with Transformers (default %(default)s)",
-    )
+    text = "requests compared with Transformers (default %(default)s)"
+    add("--check", type=int, default=usual["check"], metavar="N", help=text)
     add("--json", type=Path, metavar="FILE", help="write all figures, steps and tokens")
     return parser.parse_args(argv)
 

@@ -229,15 +229,19 @@ def run(options: argparse.Namespace) -> int:
     return int(wrong)
 
 
-def _started(rank: int, argv: Sequence[str] | None, ranks: int, folder: str) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.set_device(rank)
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    code = run(arguments(argv, torch.cuda.is_available()))
+def _in_group(options: argparse.Namespace, local_rank: int, **group: Any) -> int:
+    """Run as a rank of the process group that this makes."""
+    gpu = torch.cuda.is_available()
+    if gpu:
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group("nccl" if gpu else "gloo", **group)
+    code = run(options)
     dist.destroy_process_group()
-    if code:
-        sys.exit(code)
+    return code
+
+
+def _started(rank: int, options: argparse.Namespace, ranks: int, folder: str) -> None:
+    sys.exit(_in_group(options, rank, init_method=f"file://{folder}/store", rank=rank, world_size=ranks))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -248,12 +252,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if dist.is_initialized():
         return run(options)
     if "RANK" in os.environ:  # torchrun
-        if gpu:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if gpu else "gloo")
-        code = run(options)
-        dist.destroy_process_group()
-        return code
+        return _in_group(options, int(os.environ["LOCAL_RANK"]))
     ranks = options.ranks or (torch.cuda.device_count() if gpu else 2)
     try:
         planned(options, ranks)
@@ -261,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.exit(f"error: {refused}")
     with tempfile.TemporaryDirectory() as folder:
         context = torch.multiprocessing.get_context("spawn")
-        processes = [context.Process(target=_started, args=(rank, argv, ranks, folder)) for rank in range(ranks)]
+        processes = [context.Process(target=_started, args=(rank, options, ranks, folder)) for rank in range(ranks)]
         for process in processes:
             process.start()
         for process in processes:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from tilefold import BlockIndex, quant, reference
-from tilefold.reference import matrix_layout
+from tilefold.reference import matrix
 
 Tensors = dict[str, torch.Tensor]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -394,7 +394,7 @@ class Conv:
 
 def convolved(s: Conv, dtype: torch.dtype = torch.float64, **changed: Any) -> Tensors:
     leaves = [changed.pop(name, getattr(s, name)).detach().double().requires_grad_() for name in ("x", "w")]
-    out = matrix_layout.conv2d(*leaves, padding=1, groups=2, dtype=dtype, **changed)
+    out = matrix.conv2d(*leaves, padding=1, groups=2, dtype=dtype, **changed)
     found = torch.autograd.grad((out * s.dout.to(out)).sum(), leaves)
     return {"out": out.detach(), **dict(zip(("dx", "dw"), found, strict=True))}
 

@@ -9,6 +9,8 @@ from tilefold.paged import CacheStatistics
 
 __all__ = ["Run", "lines_of", "record_of"]
 
+KEPT = ("number", "arrives", "first", "finished", "preempted")  # of a request, in its record
+
 
 @dataclass(frozen=True)
 class Run:
@@ -103,15 +105,7 @@ def record_of(run: Run) -> dict[str, Any]:
         "contiguous_bytes": run.contiguous_bytes,
         "steps": [asdict(one) for one in run.steps],
         "requests": [
-            {
-                "number": one.number,
-                "arrives": one.arrives,
-                "first": one.first,
-                "finished": one.finished,
-                "preempted": one.preempted,
-                "prompt": list(one.prompt),
-                "generated": one.generated,
-            }
+            {name: getattr(one, name) for name in KEPT} | {"prompt": list(one.prompt), "generated": one.generated}
             for one in run.requests
         ],
     }

@@ -4,7 +4,7 @@ import torch
 
 from cases import judge, rand
 from tilefold import ops
-from tilefold.reference import matrix_layout as oracle
+from tilefold.reference import matrix as oracle
 
 # channels, size of the input, output channels, taps, stride; padding keeps the size (for stride 1)
 RESNET50 = {

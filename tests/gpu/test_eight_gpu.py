@@ -12,7 +12,7 @@ from tilefold import ops, quant, reference
 from tilefold.ops.device import device_of
 from tilefold.ops.matrix.eight import bind_plan, matmul_w8a8_plan
 from tilefold.plan.matrix.eight import HOPPER, PORTABLE, ROWS, EightProblem, plan_eight
-from tilefold.reference.lowbit import row_codes
+from tilefold.reference.matrix import row_codes
 
 pytestmark = pytest.mark.no_poison
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

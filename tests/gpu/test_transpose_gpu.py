@@ -9,7 +9,7 @@ from tilefold import ops
 from tilefold.errors import Unsupported
 from tilefold.ops.matrix.transpose import INTEGERS
 from tilefold.plan.matrix.transpose import METHODS
-from tilefold.reference import matrix_layout as oracle
+from tilefold.reference import matrix as oracle
 
 DTYPES = [torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tilefold.check import check_number
-from tilefold.debug.guard import Guarded
+from tilefold.debug.guard import Guarded, place_of
 from tilefold.debug.report import Fault
 from tilefold.debug.trace import Trace, as_ids, at_index
 from tilefold.errors import DtypeError, ShapeError, ValueRangeError
@@ -180,7 +180,7 @@ def _wrong(
 
 
 def _mismatch(copy: Guarded, wanted: Wanted, flat: int, here: Any, count: int, words: str, trace: Trace) -> Fault:
-    index = tuple(int(i) for i in np.unravel_index(flat, copy.shape)) if copy.shape else ()
+    index = place_of(flat, copy.shape)
     writer = int(copy.writer[here[flat]])
     program = trace.ids(writer) if writer >= 0 else None
     by = f"program {as_ids(program)} wrote it" if program is not None else "no program wrote it"
@@ -193,7 +193,7 @@ def _mismatch(copy: Guarded, wanted: Wanted, flat: int, here: Any, count: int, w
 def _unwritten(copy: Guarded, here: Any, missing: Any, trace: Trace) -> Fault:
     """The first element that nobody wrote: who had it masked off, else who wrote the one before it."""
     flat = int(np.argmax(missing))
-    index = tuple(int(i) for i in np.unravel_index(flat, copy.shape)) if copy.shape else ()
+    index = place_of(flat, copy.shape)
     count = int(missing.sum())
     text = f"no program wrote {copy.name}{at_index(index)} ({count} of {copy.view.numel()} elements are missing); "
     skipped = int(copy.skipped[here[flat]])
@@ -204,7 +204,7 @@ def _unwritten(copy: Guarded, here: Any, missing: Any, trace: Trace) -> Fault:
         text += f"program {as_ids(program)} addressed it with the mask off"
     elif before.size:
         last = int(before[-1])
-        end = tuple(int(i) for i in np.unravel_index(last, copy.shape))
+        end = place_of(last, copy.shape)
         program = trace.ids(int(copy.writer[here[last]]))
         text += f"none addressed it, and the last one written before it is {at_index(end)} by program {as_ids(program)}"
     else:

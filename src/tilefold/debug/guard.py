@@ -25,6 +25,11 @@ def poison_byte(dtype: torch.dtype) -> int:
     return 0xFF if dtype.is_floating_point else 0xA5
 
 
+def place_of(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The index of an element of a tensor, by its number in the flattened one."""
+    return tuple(int(i) for i in np.unravel_index(flat, shape)) if shape else ()
+
+
 class Guarded:
     """A poisoned copy of one tensor on the CPU and what is known of its memory.
 
@@ -60,7 +65,7 @@ class Guarded:
 
     def index(self, offset: int) -> tuple[int, ...]:
         """Index in the tensor of the element at an offset from the first one."""
-        return tuple(int(i) for i in np.unravel_index(int(self.element[offset]), self.shape)) if self.shape else ()
+        return place_of(int(self.element[offset]), self.shape)
 
     def value(self, bits: Any) -> Any:
         """The number that these bits are in the tensor's dtype."""

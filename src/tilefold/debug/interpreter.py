@@ -6,7 +6,14 @@ out one part of that; a Triton that does it another way is left as it is.
 
 # mypy: disable-error-code="misc, name-defined, attr-defined"
 
+import contextlib
 from typing import Any
+
+import triton.language
+from triton.language import core
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
 def patch_interpreter() -> None:
@@ -15,25 +22,27 @@ def patch_interpreter() -> None:
     It replaces functions inside `triton.runtime.interpreter` and `triton.language`, of every kernel that the process interprets,
     tilefold's or not.  Compiled kernels are left alone.  Call it once, after TRITON_INTERPRET=1 is set; more calls do nothing.
     """
-    patch_once_a_launch()
-    patch_tuples()
-    patch_block_types()
-    patch_numpy_types()
-    patch_overflow_checks()
-    patch_calls()
-    patch_constexprs()
-    patch_handles()
-    patch_operands()
+    if hasattr(interpreter, "patched_by_tilefold"):
+        return
+    interpreter.patched_by_tilefold = True
+    for patch in (
+        patch_once_a_launch,
+        patch_tuples,
+        patch_block_types,
+        patch_numpy_types,
+        patch_overflow_checks,
+        patch_calls,
+        patch_constexprs,
+        patch_handles,
+        patch_operands,
+    ):
+        with contextlib.suppress(AttributeError):  # of what this Triton does not have, before anything is replaced
+            patch()
 
 
 def patch_once_a_launch() -> None:
     """Its launches replace the functions of triton.language by their own and put them back at the end.  It does the same again
     whenever a device function is called, where all of them are replaced already: that took half of a launch's time."""
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    if not hasattr(interpreter, "_LangPatchScope") or hasattr(interpreter._patch_lang, "patched"):
-        return
     patch_lang, patched = interpreter._patch_lang, set[int]()  # modules whose functions are replaced just now
     seen: dict[Any, set[int]] = {}
 
@@ -47,7 +56,9 @@ def patch_once_a_launch() -> None:
     def patch(fn: Any) -> Any:
         modules = seen.get(fn)
         if modules is None:  # as patch_lang looks for them
-            modules = seen[fn] = {id(value) for value in fn.__globals__.values() if value is tl or value is tl.core}
+            modules = seen[fn] = {
+                id(value) for value in fn.__globals__.values() if value is triton.language or value is core
+            }
         if modules and modules <= patched:
             return Scope()
         scope = Scope()
@@ -55,18 +66,12 @@ def patch_once_a_launch() -> None:
         patched.update(modules)
         return scope
 
-    patch.patched = patched
     interpreter._patch_lang = patch
 
 
 def patch_tuples() -> None:
     """A tuple's type, a text of all its elements' types, is made when it is asked for: shapes of tensors never are."""
-    from triton.language import core
-
-    made = getattr(core, "_type_for_tuple_values", None)
-    if made is None or hasattr(core.tuple.__init__, "lazy"):
-        return
-    first, attribute = core.tuple.__init__, core.tuple.__getattr__
+    made, first, attribute = core._type_for_tuple_values, core.tuple.__init__, core.tuple.__getattr__
 
     def init(self: Any, args: Any, type: Any = None) -> None:
         if type is None:
@@ -80,16 +85,11 @@ def patch_tuples() -> None:
             return self.type
         return attribute(self, name)
 
-    init.lazy = True
     core.tuple.__init__, core.tuple.__getattr__ = init, get
 
 
 def patch_block_types() -> None:
     """A block type and a tensor's shape are looked up by element type and sizes, where they were made before."""
-    from triton.language import core
-
-    if hasattr(core.block_type.__init__, "kept"):
-        return
     first, tensor_first = core.block_type.__init__, core.tensor.__init__
     kept: dict[Any, dict[str, Any]] = {}
     shapes: dict[Any, tuple[Any, Any]] = {}
@@ -114,18 +114,12 @@ def patch_block_types() -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.shape, self.numel = shapes[name]
 
-    init.kept = kept
     core.block_type.__init__, core.tensor.__init__ = init, tensor_init
 
 
 def patch_numpy_types() -> None:
     """numpy's type of an element is looked up, not in a table made for each question."""
-    from triton.runtime import interpreter
-
-    found = getattr(interpreter, "_get_np_dtype", None)
-    if found is None or hasattr(found, "kept"):
-        return
-    kept: dict[Any, Any] = {}
+    found, kept = interpreter._get_np_dtype, dict[Any, Any]()
 
     def look_up(kind: Any) -> Any:
         key = kind.__class__, kind.name
@@ -133,34 +127,22 @@ def patch_numpy_types() -> None:
             kept[key] = found(kind)
         return kept[key]
 
-    look_up.kept = kept
     interpreter._get_np_dtype = look_up
 
 
 def patch_overflow_checks() -> None:
     """Whether integers overflow is computed for an assertion that needs `debug`, which the interpreter's options leave off."""
-    from triton.language.semantic import TritonSemantic
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    slow = getattr(TritonSemantic, "binary_op_sanitize_overflow_impl", None)
-    if slow is None or hasattr(slow, "unless_heard"):
-        return
+    slow = TritonSemantic.binary_op_sanitize_overflow_impl
 
     def check(self: Any, lhs: Any, rhs: Any, binary_op: Any) -> None:
         if self.builder.options.debug or not isinstance(self.builder, InterpreterBuilder):
             slow(self, lhs, rhs, binary_op)
 
-    check.unless_heard = True
     TritonSemantic.binary_op_sanitize_overflow_impl = check
 
 
 def patch_calls() -> None:
     """A function of triton.language is called through what it wraps, and its arguments are not copied."""
-    from triton.language import core
-    from triton.runtime import interpreter
-
-    if not hasattr(interpreter, "_patch_attr") or hasattr(interpreter._patch_attr, "direct"):
-        return
     first, wrapper = interpreter._patch_attr, core.builtin(lambda: None).__code__
 
     def patch_attr(obj: Any, name: str, member: Any, builder: Any, *scope: Any) -> None:
@@ -175,33 +157,23 @@ def patch_calls() -> None:
 
         scope[0].set_attr(obj, name, call)
 
-    patch_attr.direct = True
     interpreter._patch_attr = patch_attr
 
 
 def patch_constexprs() -> None:
     """What is no constexpr and no tuple is seen at the first look."""
-    from triton.language import core
-
-    first = core._unwrap_if_constexpr
-    if hasattr(first, "first_look"):
-        return
-    plain, constexpr = (int, core.tensor, str, bool, float, type(None), slice), core.constexpr
+    first, constexpr = core._unwrap_if_constexpr, core.constexpr
+    plain = (int, core.tensor, str, bool, float, type(None), slice)
 
     def unwrap(o: Any) -> Any:
         kind = type(o)
         return o.value if kind is constexpr else o if kind in plain else first(o)
 
-    unwrap.first_look = True
     core._unwrap_if_constexpr = unwrap
 
 
 def patch_handles() -> None:
     """Whether an array's elements are as wide as Triton's type is asked once for both types."""
-    from triton.runtime.interpreter import TensorHandle
-
-    if hasattr(TensorHandle.__init__, "kept"):
-        return
     first, kept = TensorHandle.__init__, set[Any]()
 
     def init(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
@@ -211,7 +183,6 @@ def patch_handles() -> None:
             kept.add(key)
         self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
 
-    init.kept = kept
     TensorHandle.__init__ = init
 
 
@@ -222,14 +193,7 @@ ELEMENTS = 1 << 14  # of the largest
 def patch_operands() -> None:
     """What an operation does to its operands (casts, splats, broadcasts) follows from their types and is found once for each
     pair; a number becomes a tensor once, of memory that is not written."""
-    from triton.language import core
-    from triton.language.semantic import TritonSemantic
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    first = TritonSemantic.binary_op_type_checking_impl
-    if hasattr(first, "kept"):
-        return
-    tensor, plain = core.tensor, (int, float, bool)
+    first, tensor, plain = TritonSemantic.binary_op_type_checking_impl, core.tensor, (int, float, bool)
     kept: dict[Any, tuple[Any, Any]] = {}
     numbers: dict[Any, Any] = {}
 
@@ -256,7 +220,6 @@ def patch_operands() -> None:
         one, other = found
         return (_converted(self, lhs, one) if left else one), (_converted(self, rhs, other) if right else other)
 
-    check.kept = kept
     TritonSemantic.binary_op_type_checking_impl = check
     broadcast, conversions = TritonSemantic.broadcast_impl_value, dict[Any, tuple[Any, Any]]()
 

@@ -98,7 +98,8 @@ def attention_forward(
             out = again.step.run(q, k, v)
             return out if bshd else out.transpose(1, 2), None
     if torch.is_autocast_enabled(query.device.type):
-        query, key, value = _autocast(query, key, value)
+        dtype = torch.get_autocast_dtype(query.device.type)  # as SDPA's: rotary embeddings leave q and k in fp32, v not
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     view = _view(query, key, attention_mask, bool(causal), sliding_window)
     packed = None
@@ -239,9 +240,3 @@ def _packed(query: torch.Tensor, view: _View, lengths: tuple[Any, ...]) -> tuple
     offsets = (offset.to(torch.int32) for offset in lengths[:2])
     longest = (int(one) if isinstance(one, torch.Tensor) else one for one in lengths[2:])
     return (*offsets, *longest)
-
-
-def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """In autocast's dtype, as SDPA's are: rotary embeddings leave queries and keys in fp32, values not."""
-    dtype = torch.get_autocast_dtype(tensors[0].device.type)
-    return tuple(x.to(dtype) for x in tensors)

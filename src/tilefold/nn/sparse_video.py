@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..check import check_number
+from ..check import check_number, check_whole
 from ..errors import DtypeError, ShapeError, ValueRangeError
 from ..sparse import BlockIndex, CoarseOptions, GridTiling, SelectOptions, sparse_video_attention
 from ..sparse.kept import kept
@@ -218,23 +218,15 @@ def whole_index(tiling: GridTiling, device: torch.device) -> BlockIndex:
 def _sizes(dim: int, heads: int, kv_heads: int | None, head_dim: int | None) -> tuple[int, int, int, int]:
     kv_heads = heads if kv_heads is None else kv_heads
     for name, value in (("dim", dim), ("heads", heads), ("kv_heads", kv_heads)):
-        _count(name, value)
+        check_whole(name, value, 1)
     if heads % kv_heads:
         raise ValueRangeError(f"kv_heads must divide heads, got {kv_heads} and {heads}")
     if head_dim is None and dim % heads:
         raise ValueRangeError(f"dim must be a multiple of heads if head_dim is not given, got {dim} and {heads}")
-    head_dim = dim // heads if head_dim is None else _count("head_dim", head_dim)
+    head_dim = dim // heads if head_dim is None else check_whole("head_dim", head_dim, 1)
     if head_dim > 256:
         raise ValueRangeError(f"head_dim must be 1 to 256, got {head_dim}")
     return dim, heads, kv_heads, head_dim
-
-
-def _count(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise DtypeError(f"{name} must be an int, got {value!r}")
-    if value < 1:
-        raise ValueRangeError(f"{name} must be at least 1, got {value}")
-    return value
 
 
 def _coarse(coarse: CoarseOptions | str | None, grid: object) -> CoarseOptions | None:

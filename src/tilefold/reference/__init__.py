@@ -6,15 +6,12 @@ one standard deviation of rounding off (`rounding`), in float64."""
 from .attention import attention, attention_varlen
 from .coarse import attend_rows, coarse, project
 from .fp8 import attention_fp8
-from .fuse import fuse
-from .lowbit import lowbit_matmul, matmul_w8a8
-from .matmul import bmm, matmul
-from .rms_norm import rms_norm, rms_norm_rotary
+from .matrix import bmm, lowbit_matmul, matmul, matmul_w8a8, rms_norm, rms_norm_rotary
 from .rounding import deviating
 from .select import gini, select
 from .sparse import sparse_attention, sparse_attention_paged, sparse_attention_varlen
 from .tolerance import Comparison, compare
-from .video import sparse_video_attention
+from .video import fuse, sparse_video_attention
 
 __all__ = [
     "Comparison",

@@ -108,17 +108,11 @@ def attend_rows(
     q, rows_k, rows_v = ((t.transpose(1, 2) if layout == "bshd" else t).to(dtype) for t in (q, rows_k, rows_v))
     seq, rows, group = q.shape[2], rows_k.shape[2], q.shape[1] // max(1, rows_k.shape[1])
     live = valid_tokens(query_sizes, seq, block, q.device) if live is None else live
-    keep = (
-        torch.ones(1, 1, rows, dtype=torch.bool, device=q.device) if block_sizes is None else by_head(block_sizes) > 0
-    )
-    keep = keep if keep.shape[1] == 1 else keep.repeat_interleave(group, 1)
+    every = torch.ones(1, 1, rows, dtype=torch.bool, device=q.device)
+    alive = every if block_sizes is None else by_head(block_sizes) > 0
+    keep = alive if alive.shape[1] == 1 else alive.repeat_interleave(group, 1)
     q = torch.where(live[..., None], q, 0)
-    alive = (
-        (by_head(block_sizes) > 0)[..., None]
-        if block_sizes is not None
-        else torch.ones((), dtype=torch.bool, device=q.device)
-    )
-    rows_k, rows_v = (torch.where(alive, t, 0).repeat_interleave(group, 1) for t in (rows_k, rows_v))
+    rows_k, rows_v = (torch.where(alive[..., None], t, 0).repeat_interleave(group, 1) for t in (rows_k, rows_v))
     s = (q @ rows_k.mT) * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
     s = s.masked_fill(~(keep[:, :, None, :] & live[..., None]), -math.inf)
     lse = torch.logsumexp(s, 3) if rows else s.new_full(s.shape[:3], -math.inf)

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .coarse import by_head
+
 
 class SelectedRows(NamedTuple):
     """keep bool [B, H, Qb, KVb]; gini, tau, mass fp64 [B, H, Qb]; tau None for "top_k".
@@ -164,7 +166,5 @@ def _by_row(scores: torch.Tensor, of: Callable[[tuple[int, int, int], list[float
 def _expanded(block_sizes: torch.Tensor | None, scores: torch.Tensor) -> dict[tuple[int, ...], list[int]]:
     """The sizes of the KV blocks that each row sees, all 1 where none are given."""
     b, h, q, n = scores.shape
-    wide = torch.ones(1, 1, n) if block_sizes is None else block_sizes
-    wide = wide[:, None] if wide.dim() == 2 else wide.reshape((1,) * (3 - wide.dim()) + wide.shape)
-    lists = wide.expand(b, h, n).tolist()
+    lists = by_head(torch.ones(1, 1, n) if block_sizes is None else block_sizes).expand(b, h, n).tolist()
     return {(i, j, k): lists[i][j] for i in range(b) for j in range(h) for k in range(q)}

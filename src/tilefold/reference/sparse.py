@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .attention import attention, attention_varlen
+from .coarse import valid_tokens
 
 if TYPE_CHECKING:
     from ..sparse import BlockIndex
@@ -103,15 +104,7 @@ def element_mask(index: "BlockIndex", batch: int, heads: int) -> torch.Tensor:
     blocks = blocks.scatter(-1, torch.where(listed, lists.long(), many), True)[..., :many].expand(batch, heads, -1, -1)
     i, j = torch.arange(index.seq_q), torch.arange(index.seq_k)
     keep = blocks[:, :, i // index.block_q][:, :, :, j // index.block_k]
-    valid_q = _valid(index.query_sizes, i, index.block_q)
-    valid_k = _valid(index.block_sizes, j, index.block_k)
+    sizes_q, sizes_k = (None if sizes is None else sizes.cpu() for sizes in (index.query_sizes, index.block_sizes))
+    valid_q = valid_tokens(sizes_q, index.seq_q, index.block_q, i.device)
+    valid_k = valid_tokens(sizes_k, index.seq_k, index.block_k, i.device)
     return keep & valid_q[..., :, None] & valid_k[..., None, :]
-
-
-def _valid(sizes: torch.Tensor | None, token: torch.Tensor, block: int) -> torch.Tensor:
-    """bool [B or 1, H or 1, tokens]: true before the block's number of valid tokens."""
-    if sizes is None:
-        return torch.ones(1, 1, len(token), dtype=torch.bool)
-    sizes = sizes.cpu()
-    sizes = sizes[:, None] if sizes.dim() == 2 else sizes.expand(*(1,) * (3 - sizes.dim()), *sizes.shape)
-    return token % block < sizes[..., token // block]

@@ -1,11 +1,10 @@
-"""fp64 oracle of the pipeline: the oracles of its stages one after the other."""
+"""fp64 oracles of the fuse stage, and of the pipeline: those of its stages one after the other."""
 
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .coarse import coarse as coarse_oracle
-from .fuse import fuse
 from .rounding import in_dtype, stored
 from .select import select as select_oracle
 from .sparse import sparse_attention
@@ -70,3 +69,29 @@ def sparse_video_attention(
     if not return_stages:
         return out
     return out, Stages(rough.out, rough.scores, chosen.gini, chosen.tau, chosen.mass, index, fine, lse)
+
+
+@in_dtype
+def fuse(
+    coarse: torch.Tensor | None,
+    fine: torch.Tensor | None,
+    gate_coarse: torch.Tensor | None = None,
+    gate_fine: torch.Tensor | None = None,
+    *,
+    layout: str = "bshd",
+    dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:
+    """gate_coarse * coarse + gate_fine * fine as `tilefold.sparse.fuse` defines it, computed in `dtype`."""
+    terms = [
+        branch.to(dtype) * (1 if gate is None else spread(gate, layout).to(dtype))
+        for branch, gate in ((coarse, gate_coarse), (fine, gate_fine))
+        if branch is not None
+    ]
+    return terms[0] if len(terms) == 1 else terms[0] + terms[1]
+
+
+def spread(gate: torch.Tensor, layout: str) -> torch.Tensor:
+    """With four dimensions."""
+    if gate.dim() == 1:
+        return gate[:, None] if layout == "bshd" else gate[:, None, None]
+    return gate if gate.dim() == 4 else gate[..., None]

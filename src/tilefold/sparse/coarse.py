@@ -13,6 +13,7 @@ from ..ops.sparse.coarse_backward import CoarseCall
 from ..ops.sparse.project import KINDS, NAMES, PROJECT, SPREAD, check_block, check_layout
 from ..ops.watch import is_watched
 from ..types import Layout
+from .lists import sizes_by_row
 
 CoarseKind = Literal["block", "dense", "pooled"]
 """Rows by a weight for each slot of a block, by a matrix over all tokens, or by means, of queries, too."""
@@ -74,12 +75,9 @@ def project(
     """
     check_block(block)
     check_layout(layout)
-    if kind == "dense":
-        return _project_dense(x, weight, block_sizes, block, layout, "weight")
-    if kind != "block":
+    if kind not in ("block", "dense"):
         raise ValueRangeError(f"kind must be 'block' or 'dense', got {kind!r}")
-    result: torch.Tensor = PROJECT(x, weight, block_sizes, block, MEAN if weight is None else WEIGHTED, layout, NAMES)
-    return result
+    return _rows(x, weight, kind, block_sizes, block, layout, NAMES)
 
 
 def coarse(
@@ -131,31 +129,21 @@ def coarse(
     Source: Linformer (arXiv:2006.04768); scores of blocks from a coarse branch: VSA (arXiv:2505.13389, section 3), whose "pooled"
     it is, and NSA (Yuan et al. 2025, arXiv:2502.11089), which sums them over queries.
     """
-    check_block(block)
-    check_layout(layout)
     if kind not in ("block", "dense", "pooled"):
         raise ValueRangeError(f"kind must be 'block', 'dense' or 'pooled', got {kind!r}")
-    if reduction not in ("mean", "max"):
-        raise ValueRangeError(f"reduction must be 'mean' or 'max', got {reduction!r}")
-    if scale is not None:
-        check_number("scale", scale, above=0.0)
+    _check_options(reduction, scale, block, layout)
     traced = torch.compiler.is_compiling() or is_watched((q, k, v))
     (_check_tokens if traced else _check_once)(q, k, v, layout)
     rows_k, rows_v = (
-        _rows(x, weight, kind, block_sizes, block, layout, name)
+        _rows(x, weight, kind, block_sizes, block, layout, f"{name[-1]} {name} block_sizes")
         for x, weight, name in ((k, weight_k, "weight_k"), (v, weight_v, "weight_v"))
     )
+    call = CoarseCall(block_sizes, query_sizes, block, scale, reduction, layout, True, "k v")
     if kind != "pooled":
-        out, scores, lse = COARSE(
-            q, rows_k, rows_v, CoarseCall(block_sizes, query_sizes, block, scale, reduction, layout, True, "k v")
-        )
-        return CoarseResult(out, scores, lse if return_lse else None)
+        return _attend(q, rows_k, rows_v, call, return_lse)
     pooled = PROJECT(q, None, query_sizes, block, MEAN, layout, "q weight query_sizes")
-    rows, scores, lse = COARSE(
-        pooled, rows_k, rows_v, CoarseCall(block_sizes, query_sizes, block, scale, "each", layout, True, "k v")
-    )
-    out = SPREAD(rows, query_sizes, q.shape[1 if layout == "bshd" else 2], block, layout)
-    return CoarseResult(out, scores, lse if return_lse else None)
+    made = _attend(pooled, rows_k, rows_v, call._replace(reduction="each"), return_lse)
+    return made._replace(out=SPREAD(made.out, query_sizes, q.shape[1 if layout == "bshd" else 2], block, layout))
 
 
 def attend_rows(
@@ -182,19 +170,25 @@ def attend_rows(
         The other arguments are those of `coarse`.
 
     Returns and raises as `coarse`; differentiable in q, rows_k and rows_v."""
+    _check_options(reduction, scale, block, layout)
+    finite = block_sizes is None
+    call = CoarseCall(block_sizes, query_sizes, block, scale, reduction, layout, finite, "rows_k rows_v")
+    return _attend(q, rows_k, rows_v, call, return_lse)
+
+
+def _check_options(reduction: Reduction, scale: float | None, block: int, layout: Layout) -> None:
     check_block(block)
     check_layout(layout)
     if reduction not in ("mean", "max"):
         raise ValueRangeError(f"reduction must be 'mean' or 'max', got {reduction!r}")
     if scale is not None:
         check_number("scale", scale, above=0.0)
-    finite = block_sizes is None
-    out, scores, lse = COARSE(
-        q,
-        rows_k,
-        rows_v,
-        CoarseCall(block_sizes, query_sizes, block, scale, reduction, layout, finite, "rows_k rows_v"),
-    )
+
+
+def _attend(
+    q: torch.Tensor, rows_k: torch.Tensor, rows_v: torch.Tensor, call: CoarseCall, return_lse: bool
+) -> CoarseResult:
+    out, scores, lse = COARSE(q, rows_k, rows_v, call)
     return CoarseResult(out, scores, lse if return_lse else None)
 
 
@@ -214,11 +208,11 @@ def _rows(
     block_sizes: torch.Tensor | None,
     block: int,
     layout: Layout,
-    name: str,
+    names: str,
 ) -> torch.Tensor:
+    """names: of x, weight and block_sizes."""
     if kind == "dense":
-        return _project_dense(x, weight, block_sizes, block, layout, name)
-    names = f"{name[-1]} {name} block_sizes"
+        return _project_dense(x, weight, block_sizes, block, layout, names.split()[1])
     result: torch.Tensor = PROJECT(x, weight, block_sizes, block, MEAN if weight is None else WEIGHTED, layout, names)
     return result
 
@@ -258,6 +252,5 @@ def _project_dense(
 
 def _valid_tokens(sizes: torch.Tensor, seq: int, block: int) -> torch.Tensor:
     """bool [B or 1, H or 1, seq]."""
-    sizes = sizes[:, None] if sizes.dim() == 2 else sizes[(None,) * (3 - sizes.dim())]
     token = torch.arange(seq, device=sizes.device)
-    return token % block < sizes[..., token // block]
+    return token % block < sizes_by_row(sizes)[..., token // block]

@@ -64,10 +64,7 @@ def kinds_of_mask_mod(
     from ..ops.reads import reads  # here: lists without a kernel stay light
     from ..ops.sparse.classify import block_kinds
 
-    grid = [check_whole(name, n) for name, n in zip(("batch", "heads"), shared, strict=True)]
-    for side, length, size in zip("qk", seq, block, strict=True):
-        check_whole(f"seq_{side}", length)
-        check_block(f"block_{side}", size)
+    grid = _checked(shared, seq, block)
     place = torch.empty(0, device=device).device  # with its number
     batch, heads = (n if read else min(n, 1) for n, read in zip(grid, reads(mask_mod)[1:], strict=True))
     kinds = block_kinds(mask_mod, args, (batch, heads, *seq), block, place)
@@ -85,10 +82,7 @@ def map_of_mask(
     """(bool [batch or 1, heads or 1, Q blocks, KV blocks], whether the mask also cuts inside blocks), after checking every
     argument; shared: (batch, heads).  check: compute the latter, and read it on the host; else it is True."""
     check_predicate("mask", mask, ("batch", "head", "q_index", "kv_index"))
-    batch, heads = (check_whole(name, n) for name, n in zip(("batch", "heads"), shared, strict=True))
-    for side, length, size in zip("qk", seq, block, strict=True):
-        check_whole(f"seq_{side}", length)
-        check_block(f"block_{side}", size)
+    batch, heads = _checked(shared, seq, block)
     (seq_q, seq_k), (block_q, block_k) = seq, block
     rows = block_q * max(1, AT_ONCE // max(1, block_q * seq_k * batch * heads))
     i_b, i_h, i_q, i_k = (torch.arange(n, device=device) for n in (batch, heads, seq_q, seq_k))
@@ -115,14 +109,20 @@ def map_of_predicate(
 ) -> torch.Tensor:
     """bool [batch or 1, heads or 1, Q blocks, KV blocks], after checking every argument; shared: (batch, heads)."""
     check_predicate("predicate", predicate)
-    sizes = [check_whole(name, n) for name, n in zip(("batch", "heads"), shared, strict=True)]
-    for side, length, size in zip("qk", seq, block, strict=True):
-        sizes.append(-(-check_whole(f"seq_{side}", length) // check_block(f"block_{side}", size)))
+    batch, heads = _checked(shared, seq, block)
     check_geometry(predicate, seq, block)
-    rows, columns = sizes[2:]
+    sizes = batch, heads, -(-seq[0] // block[0]), -(-seq[1] // block[1])
     i_b, i_h, i_q, i_k = (torch.arange(n, device=device) for n in sizes)
     keep = predicate(i_b[:, None, None, None], i_h[None, :, None, None], i_q[:, None], i_k[None, :])
-    return _broadcast("predicate", keep, (sizes[0], sizes[1], rows, columns), "[batch, heads, Q blocks, KV blocks]")
+    return _broadcast("predicate", keep, sizes, "[batch, heads, Q blocks, KV blocks]")
+
+
+def _checked(shared: tuple[int, int], seq: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
+    """(batch, heads), after checking them, lengths and blocks."""
+    for side, length, size in zip("qk", seq, block, strict=True):
+        check_whole(f"seq_{side}", length)
+        check_block(f"block_{side}", size)
+    return check_whole("batch", shared[0]), check_whole("heads", shared[1])
 
 
 def _broadcast(name: str, keep: object, sizes: tuple[int, int, int, int], dims: str) -> torch.Tensor:

@@ -8,12 +8,14 @@ from .. import sparse_attention
 from ..errors import DtypeError, ValueRangeError
 from ..ops.call import Call
 from ..ops.source import Lists
+from ..ops.sparse.project import check_layout
 from ..ops.sparse.sparse_mixed import attend_and_fuse
-from ..ops.watch import is_transformed, is_watched, wants_gradient
+from ..ops.watch import wants_gradient
 from ..types import Layout
 from .coarse import coarse as coarse_stage
 from .fuse import fuse
 from .index import BlockIndex
+from .select import is_traced
 from .select import select as select_stage
 from .stages import CoarseOptions, SelectOptions, Stages
 from .streaming import VideoCache, attend_cache, refuse_gradients
@@ -130,9 +132,7 @@ def sparse_video_attention(
 def _at_once(*tensors: torch.Tensor | None) -> bool:
     """Whether the fine branch may be mixed with the other where it is made: its gradients need it by itself, and who traces
     has to see operators."""
-    if torch.compiler.is_compiling() or is_transformed() or is_watched(tensors):
-        return False
-    return not (torch.is_grad_enabled() and wants_gradient(tensors))
+    return not is_traced(tensors) and not (torch.is_grad_enabled() and wants_gradient(tensors))
 
 
 def _listed(
@@ -170,5 +170,4 @@ def _check_records(coarse: object, select: object, layout: object) -> None:
         raise DtypeError(f"coarse must be a CoarseOptions or None, got {coarse!r}")
     if select is not None and not isinstance(select, SelectOptions):
         raise DtypeError(f"select must be a SelectOptions or None, got {select!r}")
-    if layout not in ("bshd", "bhsd"):
-        raise ValueRangeError(f"layout must be 'bshd' or 'bhsd', got {layout!r}")
+    check_layout(layout)

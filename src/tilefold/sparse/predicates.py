@@ -6,36 +6,37 @@ blocks], and returns a bool tensor that does.  One that does not use batch or he
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from ..errors import DtypeError, ShapeError, ValueRangeError
 from .validate import check_block
 
-Predicate: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Predicate: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """A function of (batch, head, q_block, kv_block), int64 tensors [B, 1, 1, 1], [1, H, 1, 1], [Q blocks, 1] and [1, KV blocks],
 that returns a bool tensor which broadcasts with them: true where the query block sees the KV block.  It may have an attribute
 `made_for`, a tuple of (maker, {name: value}) that says with which seq_q, seq_k, block_q or block_k, and with at least how many
 "blocks" on either side, it may be used; `BlockIndex.from_predicate` refuses others."""
 
-MaskFunction: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+MaskFunction: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """A function of (batch, head, q_index, kv_index), the same of tokens: true where the query sees the key; for
 `BlockIndex.from_mask`."""
 
 Facts: TypeAlias = tuple[tuple[str, dict[str, int]], ...]
 
 
+@dataclass(frozen=True)
 class _Made:
     """A predicate that knows what it was made for."""
 
-    def __init__(self, function: Predicate, made_for: Facts) -> None:
-        self.function = function
-        self.made_for = made_for
+    function: Predicate
+    made_for: Facts
 
-    def __call__(
-        self, batch: torch.Tensor, head: torch.Tensor, q_block: torch.Tensor, kv_block: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, batch: Tensor, head: Tensor, q_block: Tensor, kv_block: Tensor) -> Tensor:
         return self.function(batch, head, q_block, kv_block)
 
 
@@ -97,12 +98,7 @@ def sliding_tile(window: int | tuple[int, int]) -> Predicate:
         raise ValueRangeError(f"window must be {form} of at least 0, got {window!r}")
     left, right = (_whole("window", side, 0, form) for side in window)
 
-    def predicate(
-        batch: torch.Tensor, head: torch.Tensor, q_block: torch.Tensor, kv_block: torch.Tensor
-    ) -> torch.Tensor:
-        return (kv_block >= q_block - left) & (kv_block <= q_block + right)
-
-    return predicate
+    return lambda batch, head, q_block, kv_block: (kv_block >= q_block - left) & (kv_block <= q_block + right)
 
 
 def dilated(step: int, window: int | None = None) -> Predicate:
@@ -110,9 +106,7 @@ def dilated(step: int, window: int | None = None) -> Predicate:
     _whole("step", step, 1)
     reach = None if window is None else _whole("window", window, 0) * step
 
-    def predicate(
-        batch: torch.Tensor, head: torch.Tensor, q_block: torch.Tensor, kv_block: torch.Tensor
-    ) -> torch.Tensor:
+    def predicate(batch: Tensor, head: Tensor, q_block: Tensor, kv_block: Tensor) -> Tensor:
         distance = (kv_block - q_block).abs()
         keep = distance % step == 0
         return keep if reach is None else keep & (distance <= reach)
@@ -130,9 +124,7 @@ def causal_blocks(seq_q: int, seq_k: int, block_q: int = 64, block_k: int = 64) 
     for name, value in (("block_q", block_q), ("block_k", block_k)):
         check_block(name, value)
 
-    def predicate(
-        batch: torch.Tensor, head: torch.Tensor, q_block: torch.Tensor, kv_block: torch.Tensor
-    ) -> torch.Tensor:
+    def predicate(batch: Tensor, head: Tensor, q_block: Tensor, kv_block: Tensor) -> Tensor:
         last_query = ((q_block + 1) * block_q).clamp(max=seq_q) - 1
         return kv_block * block_k <= last_query + (seq_k - seq_q)
 
@@ -154,9 +146,7 @@ def video_window(grid: Sequence[int], radii: int | Sequence[int], *, keep_size: 
     strides = (sizes[1] * sizes[2], sizes[2], 1)
     total = sizes[0] * strides[0]
 
-    def predicate(
-        batch: torch.Tensor, head: torch.Tensor, q_block: torch.Tensor, kv_block: torch.Tensor
-    ) -> torch.Tensor:
+    def predicate(batch: Tensor, head: Tensor, q_block: Tensor, kv_block: Tensor) -> Tensor:
         keep = (q_block < total) & (kv_block < total)
         for size, stride, radius in zip(sizes, strides, reach, strict=True):
             centre = q_block // stride % size
@@ -186,19 +176,14 @@ def all_of(*predicates: Predicate) -> Predicate:
     return _joined(predicates, torch.logical_and)
 
 
-def _joined(predicates: tuple[Predicate, ...], join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Predicate:
+def _joined(predicates: tuple[Predicate, ...], join: Callable[[Tensor, Tensor], Tensor]) -> Predicate:
     if not predicates:
         raise ValueRangeError("at least one predicate is needed, got none")
     for i, one in enumerate(predicates):
         check_predicate(f"predicates[{i}]", one)
     made_for = tuple(fact for one in predicates for fact in getattr(one, "made_for", ()))
 
-    def predicate(
-        batch: torch.Tensor, head: torch.Tensor, q_block: torch.Tensor, kv_block: torch.Tensor
-    ) -> torch.Tensor:
-        keep = predicates[0](batch, head, q_block, kv_block)
-        for other in predicates[1:]:
-            keep = join(keep, other(batch, head, q_block, kv_block))
-        return keep
+    def predicate(batch: Tensor, head: Tensor, q_block: Tensor, kv_block: Tensor) -> Tensor:
+        return reduce(join, (one(batch, head, q_block, kv_block) for one in predicates))
 
     return _Made(predicate, made_for)

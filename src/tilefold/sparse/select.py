@@ -158,7 +158,7 @@ def gini(scores: torch.Tensor, *, block_sizes: torch.Tensor | None = None) -> to
     scores = scores.detach()
     if scores.shape[3] > LONGEST_ROW:
         return gini_long(scores, sizes)
-    return (GINI.dispatched if _is_traced((scores, sizes)) else _select.gini)(scores, sizes)
+    return (GINI.dispatched if is_traced((scores, sizes)) else _select.gini)(scores, sizes)
 
 
 def index(
@@ -187,10 +187,11 @@ def _run(scores: torch.Tensor, call: SelectCall) -> Selected:
     """By the kernel, through the dispatcher where something watches, or by torch where rows are too long for it."""
     if scores.shape[3] > LONGEST_ROW:
         return select_long(scores, call)
-    if _is_traced((scores, call.force, call.block_sizes, *call.settings)):
+    if is_traced((scores, call.force, call.block_sizes, *call.settings)):
         return select_dispatched(scores, call)
     return _select.forward(scores, call)
 
 
-def _is_traced(tensors: tuple[object, ...]) -> bool:
+def is_traced(tensors: tuple[object, ...]) -> bool:
+    """Whether a compiler, torch.func or somebody else has to see operators."""
     return torch.compiler.is_compiling() or is_transformed() or is_watched(tensors)

@@ -10,7 +10,7 @@ from ..errors import DeviceError, DtypeError, ShapeError, ValueRangeError
 from ..ops.sparse.select import NOWHERE, SelectCall, Setting
 from ..plan.sparse.select import SHARE_ROUNDING, kept_blocks
 from .lists import padded, sizes_by_row
-from .validate import SMALLEST_BLOCK
+from .validate import SIZES, check_block
 
 Number: TypeAlias = float | torch.Tensor
 """A number, or a tensor that broadcasts to [batch, heads, Q blocks], of one dimension: [heads]."""
@@ -21,7 +21,6 @@ TAU_MIN, TAU_MAX = 0.5, 0.95  # where nothing is said; ours, to be tuned per mod
 LARGEST_COUNT = float(2**24)  # settings travel as fp32, which holds whole numbers up to here
 
 _SCORES = TensorSpec("scores", "batch heads q_blocks kv_blocks", FLOATS, contiguous_last=True)
-_SIZES = "{0} / batch|1 {0} / batch|1 heads|1 {0}"
 
 
 def bind_scores(scores: torch.Tensor) -> None:
@@ -40,7 +39,7 @@ def bind_sizes(
     if geometry is not None:
         _check_geometry(scores, geometry)
     specs = [
-        TensorSpec(name, _SIZES.format(dim), (torch.int32,), optional=True)
+        TensorSpec(name, SIZES.format(dim), (torch.int32,), optional=True)
         for name, dim in (("block_sizes", "kv_blocks"), ("query_sizes", "q_blocks"))
     ]
     bind(specs, {"block_sizes": block_sizes, "query_sizes": query_sizes}, known, ("scores", scores))
@@ -54,11 +53,7 @@ def _check_geometry(scores: torch.Tensor, geometry: Geometry) -> None:
     for (what, of_block, of_length), size, block, length in zip(
         names, scores.shape[2:], geometry[:2], geometry[2:], strict=True
     ):
-        check_whole(of_block, block)
-        if block < SMALLEST_BLOCK or block & (block - 1):
-            raise ValueRangeError(
-                f"{of_block} must be a power of two and at least {SMALLEST_BLOCK} tokens, got {block}"
-            )
+        check_block(of_block, block)
         blocks = -(-check_whole(of_length, length) // block)
         if size != blocks:
             raise ShapeError(

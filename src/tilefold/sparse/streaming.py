@@ -3,7 +3,7 @@
 A block's keys and values are written once, and its row of the coarse branch is made once, when the block comes.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,9 +16,7 @@ from .coarse import attend_rows, project
 from .fuse import fuse
 from .select import select as select_blocks
 from .select_arguments import kept_by
-
-if TYPE_CHECKING:
-    from .stages import CoarseOptions, SelectOptions
+from .stages import CoarseOptions, SelectOptions, Stages
 
 
 class VideoCache:
@@ -193,8 +191,8 @@ def attend_cache(
     q: torch.Tensor,
     cache: VideoCache,
     *,
-    coarse: "CoarseOptions",
-    select: "SelectOptions",
+    coarse: CoarseOptions,
+    select: SelectOptions,
     gate_coarse: torch.Tensor | None = None,
     gate_fine: torch.Tensor | None = None,
     scale: float | None = None,
@@ -204,8 +202,6 @@ def attend_cache(
     """(out, stages) of the newest tokens over everything that the cache holds; see `sparse_video_attention`.
 
     q: [batch, seq_q, heads, dim], the last seq_q tokens that were appended.  Forward only."""
-    from .stages import Stages
-
     queries = q.shape[1 if layout == "bshd" else 2]
     if queries > cache.tokens:
         raise ShapeError(f"q has {queries} tokens, but the cache holds {cache.tokens}: queries are the last of them")
@@ -234,7 +230,7 @@ def attend_cache(
     return out, Stages(rough.out, rough.scores, chosen.gini, chosen.tau, chosen.mass, chosen.index, fine, lse)
 
 
-def _share(select: "SelectOptions", cache: VideoCache) -> dict[str, Any]:
+def _share(select: SelectOptions, cache: VideoCache) -> dict[str, Any]:
     """A sparsity is a share of the blocks that are there, not of those that there is room for."""
     sparsity = select.sparsity
     if select.method != "top_k" or sparsity is None:
@@ -251,16 +247,14 @@ def _share(select: "SelectOptions", cache: VideoCache) -> dict[str, Any]:
     return found
 
 
-def _forced(select: "SelectOptions", cache: VideoCache, scores: torch.Tensor) -> dict[str, Any]:
+def _forced(select: SelectOptions, cache: VideoCache, scores: torch.Tensor) -> dict[str, Any]:
     """The blocks that are always kept, counted from the newest block that is there and not from the end of the memory."""
-    options = select.arguments()
-    around = options.get("local_window")
-    if not options.get("force_self") and around is None:
+    if not select.force_self and select.local_window is None:
         return {}
     q_blocks, kv_blocks = scores.shape[2:]
     places = torch.arange(kv_blocks, device=scores.device)
     newest = cache.lengths[:, None] // cache.block - q_blocks + torch.arange(q_blocks, device=scores.device)
-    near = (places - newest[..., None]).abs() <= (around or 0)
+    near = (places - newest[..., None]).abs() <= (select.local_window or 0)
     force = (near & (cache.block_sizes[:, None] > 0))[:, None]
-    given = options.get("force")
-    return {"force_self": False, "local_window": None, "force": force if given is None else force | given}
+    force = force if select.force is None else force | select.force
+    return {"force_self": False, "local_window": None, "force": force}

@@ -1,7 +1,7 @@
 """A video's tokens in cubes: the blocks that sparse attention lists are neighbours in time, height and width."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from .kept import kept
 from .validate import SMALLEST_BLOCK
 
 AXES = ("t", "h", "w")
+Maker = Callable[["GridTiling", torch.device], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class GridTiling:
 
     def block_sizes(self, device: torch.device | str | None = None) -> torch.Tensor:
         """int32 [blocks]: tokens of each block, 1 to slots."""
-        return self._kept("block_sizes", device)
+        return self._kept(_block_sizes, device)
 
     def sizes(self, device: torch.device | str | None = None) -> torch.Tensor | None:
         """`block_sizes`, or None where every block is whole: what `BlockIndex` and the stages take."""
@@ -108,19 +109,19 @@ class GridTiling:
 
     def coordinates(self, device: torch.device | str | None = None) -> torch.Tensor:
         """int64 [blocks, 3]: (t, h, w) of each block, counted in blocks."""
-        return self._kept("coordinates", device)
+        return self._kept(_coordinates, device)
 
     def destination(self, device: torch.device | str | None = None) -> torch.Tensor:
         """int64 [T * H * W]: the slot, counted over all blocks, of each token."""
-        return self._kept("destination", device)
+        return self._kept(_destination, device)
 
     def positions(self, device: torch.device | str | None = None) -> torch.Tensor:
         """int64 [blocks * slots, 3]: (t, h, w) of the token in each slot, counted in tokens; 0 in padding slots."""
-        return self._kept("positions", device)
+        return self._kept(_positions, device)
 
-    def _kept(self, name: str, device: torch.device | str | None) -> torch.Tensor:
+    def _kept(self, make: "Maker", device: torch.device | str | None) -> torch.Tensor:
         place = torch.device(device) if device is not None else torch.get_default_device()
-        return kept((self, name), place, lambda: _MAKE[name](self, place))
+        return kept((self, make), place, lambda: make(self, place))
 
 
 def _turned(x: torch.Tensor, sizes: tuple[int, ...], order: tuple[int, ...]) -> torch.Tensor:
@@ -209,11 +210,3 @@ def _destination(tiling: GridTiling, device: torch.device) -> torch.Tensor:
 
 def _positions(tiling: GridTiling, device: torch.device) -> torch.Tensor:
     return tiling.tile(_triples(tiling.grid, device)[None])[0]
-
-
-_MAKE = {
-    "block_sizes": _block_sizes,
-    "coordinates": _coordinates,
-    "destination": _destination,
-    "positions": _positions,
-}

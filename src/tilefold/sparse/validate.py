@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 SMALLEST_BLOCK = 16
 
-_SIZES = "{0} / batch|1 {0} / batch|1 heads|1 {0}"
+SIZES = "{0} / batch|1 {0} / batch|1 heads|1 {0}"
 _RECORD = (
     TensorSpec("indices", "batch|1 heads|1 q_blocks capacity", (torch.int32,), contiguous_last=True),
     TensorSpec("counts", "batch|1 heads|1 q_blocks", (torch.int32,), contiguous_last=True),
-    TensorSpec("block_sizes", _SIZES.format("kv_blocks"), (torch.int32,), optional=True, contiguous_last=True),
-    TensorSpec("query_sizes", _SIZES.format("q_blocks"), (torch.int32,), optional=True, contiguous_last=True),
+    TensorSpec("block_sizes", SIZES.format("kv_blocks"), (torch.int32,), optional=True, contiguous_last=True),
+    TensorSpec("query_sizes", SIZES.format("q_blocks"), (torch.int32,), optional=True, contiguous_last=True),
 )
 
 

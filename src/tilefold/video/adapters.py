@@ -199,7 +199,7 @@ class Wan(DiffusersAdapter):
 
     def hooks(self, model: nn.Module, now: Callable[[], Pass]) -> list[Any]:
         embedder = model.get_submodule("condition_embedder")
-        return [*super().hooks(model, now), embedder.register_forward_hook(_WanTimes(now).tile)]
+        return [*super().hooks(model, now), embedder.register_forward_hook(functools.partial(_tile_wan_times, now))]
 
     def embedded(self, found: torch.Tensor, now: Pass) -> torch.Tensor:
         """[batch, channels, T, H, W] to [batch, channels, slots, 1, 1], which the model flattens."""
@@ -213,15 +213,10 @@ class Wan(DiffusersAdapter):
         return _out(layer, attend(*_turned(layer, now, q, k, together=True), v, now=now, hidden=x))
 
 
-class _WanTimes:
+def _tile_wan_times(now: Callable[[], Pass], module: nn.Module, args: Any, found: tuple[Any, ...]) -> tuple[Any, ...]:
     """Wan 2.2 has a time for each token: what blocks take of them follows the tokens."""
-
-    def __init__(self, now: Callable[[], Pass]) -> None:
-        self.now = now
-
-    def tile(self, module: nn.Module, args: Any, found: tuple[Any, ...]) -> tuple[Any, ...]:
-        temb, projected, *rest = found
-        return (temb, self.now().tiling.tile(projected) if projected.dim() == 3 else projected, *rest)
+    temb, projected, *rest = found
+    return (temb, now().tiling.tile(projected) if projected.dim() == 3 else projected, *rest)
 
 
 class LTXVideo(DiffusersAdapter):
@@ -239,7 +234,7 @@ class LTXVideo(DiffusersAdapter):
 
     def hooks(self, model: nn.Module, now: Callable[[], Pass]) -> list[Any]:
         embedder = model.get_submodule("time_embed")
-        return [*super().hooks(model, now), embedder.register_forward_hook(_LTXTimes(now).tile)]
+        return [*super().hooks(model, now), embedder.register_forward_hook(functools.partial(_tile_ltx_times, now))]
 
     def forward(self, layer: Any, attend: Any, x: torch.Tensor, text: Any, mask: Any, now: Pass) -> torch.Tensor:
         q, k, v = _projected(layer, x)
@@ -248,18 +243,13 @@ class LTXVideo(DiffusersAdapter):
         return _out(layer, attend(q, k, v, now=now, hidden=x))
 
 
-class _LTXTimes:
+def _tile_ltx_times(now: Callable[[], Pass], module: nn.Module, args: Any, found: Tables) -> Tables:
     """A time for each token, where the first frames are given: [batch * tokens, channels] in the tiled order."""
-
-    def __init__(self, now: Callable[[], Pass]) -> None:
-        self.now = now
-
-    def tile(self, module: nn.Module, args: Any, found: Tables) -> Tables:
-        times, embedded = found
-        tiling, rows = self.now().tiling, times.shape[0]
-        if tiling.tokens == 1 or rows % tiling.tokens:
-            return found
-        return tiling.tile(times.view(-1, tiling.tokens, times.shape[-1])).flatten(0, 1), embedded
+    times, embedded = found
+    tiling, rows = now().tiling, times.shape[0]
+    if tiling.tokens == 1 or rows % tiling.tokens:
+        return found
+    return tiling.tile(times.view(-1, tiling.tokens, times.shape[-1])).flatten(0, 1), embedded
 
 
 class HunyuanVideo(DiffusersAdapter):
@@ -279,22 +269,15 @@ class HunyuanVideo(DiffusersAdapter):
         return bool(model.config.image_condition_type != "token_replace")
 
     def forward(self, layer: Any, attend: Any, x: torch.Tensor, text: torch.Tensor, mask: Any, now: Pass) -> Any:
-        two = layer.add_q_proj is not None
+        two = layer.add_q_proj is not None  # text has projections of its own
         norms = (layer.norm_added_q, layer.norm_added_k) if two else (layer.norm_q, layer.norm_k)
-        video, words = _projected(layer, x), _added(layer, text) if two else _projected(layer, text)
-        q, k, v = (one.unflatten(2, (layer.heads, -1)) for one in video)
-        qt, kt, vt = (one.unflatten(2, (layer.heads, -1)) for one in words)
-        qt, kt = (normed(one, norm, None) for norm, one in zip(norms, (qt, kt), strict=True))
+        added = (layer.add_q_proj, layer.add_k_proj, layer.add_v_proj)
+        words = [one(text) for one in added] if two else _projected(layer, text)
         lengths = None if mask is None else mask[:, 0, 0, x.shape[1] :].sum(-1, dtype=torch.int32)
-        beside = Text(qt, kt, vt, lengths)
-        out, out_text = attend(*_turned(layer, now, q, k), v, text=beside, now=now, hidden=x)
+        out, out_text = _beside(layer, attend, now, x, words, norms, lengths)
         out = out.flatten(2) if getattr(layer, "to_out", None) is None else _out(layer, out)
         out_text = out_text.flatten(2)
         return out, out_text if getattr(layer, "to_add_out", None) is None else layer.to_add_out(out_text)
-
-
-def _added(layer: Any, x: torch.Tensor) -> list[torch.Tensor]:
-    return [layer.add_q_proj(x), layer.add_k_proj(x), layer.add_v_proj(x)]
 
 
 class CogVideoX(DiffusersAdapter):
@@ -320,12 +303,20 @@ class CogVideoX(DiffusersAdapter):
             raise Unsupported(
                 f"attention_mask was given, of shape {tuple(mask.shape)}: CogVideoX is attended without one"
             )
-        q, k, v = (one.unflatten(2, (layer.heads, -1)) for one in _projected(layer, x))
-        qt, kt, vt = (one.unflatten(2, (layer.heads, -1)) for one in _projected(layer, text))
-        qt, kt = (normed(one, norm, None) for norm, one in ((layer.norm_q, qt), (layer.norm_k, kt)))
-        beside = Text(qt, kt, vt)
-        out, out_text = attend(*_turned(layer, now, q, k), v, text=beside, now=now, hidden=x)
+        norms = layer.norm_q, layer.norm_k
+        out, out_text = _beside(layer, attend, now, x, _projected(layer, text), norms)
         return _out(layer, out), _out(layer, out_text)
+
+
+def _beside(
+    layer: Any, attend: Any, now: Pass, x: torch.Tensor, words: list[torch.Tensor], norms: Any, lengths: Any = None
+) -> Any:
+    """(video, text) of one attention; words: q, k, v of the text [batch, tokens, heads * dim]; norms: of its q and k."""
+    (q, k, v), (qt, kt, vt) = (
+        [one.unflatten(2, (layer.heads, -1)) for one in three] for three in (_projected(layer, x), words)
+    )
+    qt, kt = (normed(one, norm, None) for norm, one in zip(norms, (qt, kt), strict=True))
+    return attend(*_turned(layer, now, q, k), v, text=Text(qt, kt, vt, lengths), now=now, hidden=x)
 
 
 def _patches(sizes: Sequence[int], patch: Sequence[int]) -> tuple[int, int, int]:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..check import check_share, check_whole
+from ..check import check_number, check_share, check_whole
 from ..errors import DtypeError, ShapeError, ValueRangeError
 from ..plan.sparse.select import kept_blocks
 from ..sparse import BlockIndex, GridTiling, coarse, project, select, video_window
@@ -217,10 +217,7 @@ class Radial:
     width: float = 1.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.width, bool) or not isinstance(self.width, int | float):
-            raise DtypeError(f"width must be a number, got {self.width!r}")
-        if not 0 < self.width < float("inf"):
-            raise ValueRangeError(f"width must be more than 0, got {self.width!r}")
+        check_number("width", self.width, above=0)
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, site: Site) -> BlockIndex:
         tiling = site.tiling

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import tilefold
-from cases import packed, qkv
 from tilefold.compat import flash_attn as fa
 from tilefold.compat.flash_attn import bert_padding, flash_attn_interface
 from tilefold.compat.flash_attn.layers import rotary
@@ -171,78 +169,6 @@ def test_install_over_another_flash_attn(tmp_path):
     (package / "__init__.py").write_text("REAL = True\n")
     (package / "cute" / "__init__.py").write_text("HERE = True\n")
     run(OVER_ANOTHER, tmp_path)
-
-
-# ---------------------------------------------------------------- errors
-
-KEYS = torch.zeros(1, 8, 2, 16)
-REFUSED = [
-    ({"q": None}, "q"),
-    ({"q": KEYS.transpose(0, 3)[0]}, "q has 3 dimensions"),
-    ({"k": KEYS[:, :, :1].expand(1, 8, 3, 16)}, "heads"),
-    ({"k": KEYS.half()}, "dtype"),
-    ({"v": KEYS[:, :5]}, "seq_k"),
-    ({"dropout_p": 1.0}, "dropout_p"),
-    ({"dropout_p": -0.1}, "dropout_p"),
-    ({"softmax_scale": 0.0}, "softmax_scale"),
-    ({"window_size": None}, "window_size"),
-    ({"window_size": (1, True)}, "window_size"),
-    ({"softcap": -1.0}, "softcap"),
-    ({"alibi_slopes": torch.zeros(3)}, "alibi_slopes"),
-    ({"alibi_slopes": torch.zeros(2).half()}, "alibi_slopes"),
-    ({"deterministic": 1}, "deterministic"),
-    ({"return_attn_probs": None}, "return_attn_probs"),
-    ({"qv": KEYS}, "qv"),
-    ({"attention_chunk": 64}, "attention_chunk"),
-    ({"num_splits": 2}, "num_splits"),
-    ({"pack_gqa": True}, "pack_gqa"),
-    ({"sm_margin": 4}, "sm_margin"),
-    ({"v_descale": torch.ones(1, 2)}, "v_descale"),
-    ({"s_aux": torch.ones(2), "learnable_sink": torch.ones(2)}, "learnable_sink and s_aux"),
-    ({"q": torch.zeros(1, 8, 2, 513), "k": torch.zeros(1, 8, 2, 513)}, "head dim 513"),
-]
-
-
-@pytest.mark.parametrize(("change", "text"), REFUSED, ids=[f"{next(iter(c))}-{i}" for i, (c, _) in enumerate(REFUSED)])
-def test_wrong_arguments_are_runtime_errors(device, change, text):
-    """As torch's checks in flash_attn are; and tilefold errors, ValueErrors or TypeErrors, as tilefold's are."""
-    moved = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in change.items()}
-    given = dict.fromkeys("qkv", KEYS.to(device))
-    with pytest.raises(RuntimeError, match=text) as caught:
-        fa.flash_attn_func(**{**given, **moved})
-    assert isinstance(caught.value, tilefold.TilefoldError)
-
-
-def test_wrong_packed_arguments(device):
-    q, k, v = qkv(1, 8, 8, 2, 2, 16, device=device)
-    (tq, tk, tv), varlen = packed([3, 4], [5, 2], h=2, hk=2, d=16, dv=16, device=device)
-    wrong = [
-        (lambda: fa.flash_attn_qkvpacked_func(q), "qkv"),
-        (lambda: fa.flash_attn_qkvpacked_func(torch.stack((q, k), 2)), "qkv"),
-        (lambda: fa.flash_attn_kvpacked_func(q, None), "kv"),
-        (lambda: fa.flash_attn_varlen_func(tq, tk, tv, varlen[0].long(), *varlen[1:]), "cu_seqlens_q"),
-        (lambda: fa.flash_attn_varlen_func(tq, tk, tv, *varlen[:2], 4.0, 5), "max_seqlen_q"),
-        (lambda: fa.flash_attn_varlen_func(tq, tk, tv, *varlen[:3], -1), "max_seqlen_k"),
-        (lambda: fa.flash_attn_varlen_func(tq, tk, tv, *varlen, seqused_q=varlen[0][1:]), "seqused_q"),
-        (lambda: fa.flash_attn_varlen_func(tq, tk, tv, *varlen, seqused_k=varlen[1]), "seqused_k"),
-        (
-            lambda: fa.flash_attn_varlen_func(
-                tq, tk, tv, *varlen, 0.1, return_attn_probs=True, seqused_k=varlen[1][1:]
-            ),
-            "S_dmask",
-        ),
-        (lambda: fa.flash_attn_varlen_func(tq, tk, tv, None, *varlen[1:], seqused_k=varlen[1][1:]), "cu_seqlens_q"),
-        (
-            lambda: flash_attn_interface._flash_attn_varlen_forward(tq, tk, tv, *varlen, 0.0, 1.0, False, num_splits=2),
-            "num_splits",
-        ),
-        (lambda: fa.flash_attn_varlen_qkvpacked_func(tq, varlen[0], 4), "qkv"),
-        (lambda: fa.flash_attn_varlen_kvpacked_func(tq, tk, *varlen), "kv"),
-    ]
-    for call, text in wrong:
-        with pytest.raises(RuntimeError, match=text) as caught:
-            call()
-        assert isinstance(caught.value, tilefold.TilefoldError)
 
 
 # ---------------------------------------------------------------- bert_padding

@@ -9,7 +9,7 @@ from tilefold import ops, reference
 from tilefold.errors import DtypeError, LayoutError, ShapeError, Unsupported, ValueRangeError
 from tilefold.plan import device_named
 from tilefold.plan.matrix.transpose import METHODS, TransposeProblem, plan_transpose
-from tilefold.reference import matrix_layout as oracle
+from tilefold.reference import matrix as oracle
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]

@@ -1,10 +1,12 @@
-"""Streaming: what a cache gives is what the whole sequence gives, block after block, contiguous or in pages."""
+"""Streaming: what a cache gives is what the whole sequence gives, block after block, contiguous or in pages; calls as people make
+them: with a sparsity, with mistakes, with parameters."""
 
 import pytest
 import torch
 
-from cases import judge
-from tilefold import BlockIndex, DtypeError, ShapeError, Unsupported, ValueRangeError, reference
+from cases import judge, rand
+from tilefold import BlockIndex, DtypeError, ShapeError, Unsupported, ValueRangeError, reference, sparse
+from tilefold.nn import SparseVideoAttention
 from tilefold.sparse import CoarseOptions, SelectOptions, VideoCache, sparse_video_attention, streaming
 
 pytestmark = pytest.mark.interpreter
@@ -14,6 +16,10 @@ TOP = SelectOptions("top_k", top_k=2)
 
 def tokens(batch, seq, heads, dim=DIM):
     return torch.randn(batch, seq, heads, dim)
+
+
+def cache_of(blocks, batch=1, heads=1, **options):
+    return VideoCache(batch, blocks * BLOCK, heads, DIM, block=BLOCK, dtype=torch.float32, **options)
 
 
 def check(out, stages, q, k, v, sizes, select, **options):
@@ -50,7 +56,7 @@ def check(out, stages, q, k, v, sizes, select, **options):
 @pytest.mark.parametrize("select", [TOP, SelectOptions("gini", tau_min=0.3, tau_max=0.6)])
 def test_block_by_block(page_size, select):
     """Two blocks, then one at a time; the newest block of queries over all that came."""
-    cache = VideoCache(2, 6 * BLOCK, 1, DIM, block=BLOCK, page_size=page_size, dtype=torch.float32)
+    cache = cache_of(6, 2, page_size=page_size)
     k, v = (tokens(2, 0, 1) for _ in range(2))
     for new in (2, 1, 1, 2):
         more = [tokens(2, new * BLOCK, 1) for _ in range(2)]
@@ -63,7 +69,7 @@ def test_block_by_block(page_size, select):
 
 
 def test_ragged_blocks_gates_and_weights():
-    cache = VideoCache(1, 5 * BLOCK, 1, DIM, block=BLOCK, dtype=torch.float32)
+    cache = cache_of(5)
     weights = {"weight_k": torch.rand(1, BLOCK), "weight_v": torch.rand(1, BLOCK)}
     k, v, sizes = tokens(1, 0, 1), tokens(1, 0, 1), torch.empty(1, 0, dtype=torch.int32)
     for fresh in ([16, 5], [0], [9, 16]):
@@ -84,7 +90,7 @@ def test_old_rows_are_not_made_again(monkeypatch):
     monkeypatch.setattr(
         streaming, "project", lambda x, *args, **options: seen.append(x.shape[1]) or real(x, *args, **options)
     )
-    cache = VideoCache(1, 4 * BLOCK, 1, DIM, block=BLOCK, dtype=torch.float32)
+    cache = cache_of(4)
     for _ in range(3):
         x = tokens(1, BLOCK, 1)
         sparse_video_attention(x, x, x, cache=cache, select=TOP, block=BLOCK)
@@ -94,7 +100,7 @@ def test_old_rows_are_not_made_again(monkeypatch):
 def test_other_layout_and_clear():
     x = tokens(1, 2 * BLOCK, 2)
     q = tokens(1, BLOCK, 2)
-    cache = VideoCache(1, 4 * BLOCK, 2, DIM, block=BLOCK, dtype=torch.float32)
+    cache = cache_of(4, heads=2)
     first = sparse_video_attention(q, x, x, cache=cache, select=TOP, block=BLOCK)
     cache.clear()
     turned = (t.transpose(1, 2) for t in (q, x, x))
@@ -104,7 +110,7 @@ def test_other_layout_and_clear():
 
 
 def test_forced_blocks_are_counted_from_the_newest():
-    cache = VideoCache(1, 8 * BLOCK, 1, DIM, block=BLOCK, dtype=torch.float32)
+    cache = cache_of(8)
     x = tokens(1, 4 * BLOCK, 1)
     options = {"cache": cache, "block": BLOCK, "return_stages": True}
     select = SelectOptions("top_k", top_k=1, force_self=True)
@@ -116,7 +122,7 @@ def test_forced_blocks_are_counted_from_the_newest():
 
 
 def test_refusals():
-    cache = VideoCache(1, 2 * BLOCK, 1, DIM, block=BLOCK, dtype=torch.float32)
+    cache = cache_of(2)
     x = tokens(1, BLOCK, 1)
     for change, error, message in (
         (
@@ -147,3 +153,77 @@ def test_refusals():
     ):
         with pytest.raises(error, match=message):
             VideoCache(*arguments, block=16)
+
+
+@pytest.mark.parametrize("sparsity", [0.5, torch.tensor([0.25, 0.75])], ids=["number", "heads"])
+def test_a_sparsity_is_a_share_of_what_the_cache_holds(sparsity):
+    select = SelectOptions(method="top_k", sparsity=sparsity)
+    cache, seen = cache_of(10, heads=2), []
+    for step in range(6):
+        x = tokens(1, BLOCK, 2)
+        seen.append(x)
+        got, stages = sparse_video_attention(x, x, x, cache=cache, block=16, select=select, return_stages=True)
+        whole = torch.cat(seen, 1)
+        want = sparse_video_attention(x, whole, whole, block=16, select=select)
+        assert torch.allclose(got, want, atol=1e-6)
+        share = torch.as_tensor(sparsity).expand(2)
+        expected = ((1 - share) * (step + 1)).double().ceil().clamp(min=1)
+        assert stages.index.counts.flatten().tolist() == expected.int().tolist()
+
+
+@pytest.mark.parametrize("mistake", [
+    {"gate_fine": torch.rand(3)}, {"gate_fine": 0.5}, {"scale": -1.0},
+    {"select": SelectOptions(method="top_k", top_k=torch.ones(7))}, {"query_sizes": torch.ones(7, dtype=torch.int32)},
+], ids=["gate", "number", "scale", "select", "sizes"])  # fmt: skip
+def test_a_failed_call_appends_nothing(mistake):
+    cache, clean = (cache_of(10, heads=2) for _ in range(2))
+    first, second = (tokens(1, BLOCK, 2) for _ in range(2))
+    for c in (cache, clean):
+        sparse_video_attention(first, first, first, cache=c, block=16)
+    with pytest.raises((DtypeError, ShapeError, ValueRangeError)):
+        sparse_video_attention(second, second, second, cache=cache, block=16, **mistake)
+    assert cache.tokens == 16
+    assert cache.lengths.tolist() == [16]
+    assert cache.block_sizes.sum() == 16
+    again = (sparse_video_attention(second, second, second, cache=c, block=16) for c in (cache, clean))
+    assert torch.equal(*again)
+
+
+@pytest.mark.parametrize("name", ["weight_k", "weight_v", "gate_coarse", "gate_fine"])
+def test_a_cache_enters_no_graph(name):
+    cache, x = cache_of(10, heads=2), tokens(1, BLOCK, 2)
+    parameter = torch.nn.Parameter(torch.rand(2, 16) if name.startswith("weight") else torch.rand(2))
+    with pytest.raises(Unsupported, match=f"{name} requires a gradient"):
+        sparse_video_attention(x, x, x, cache=cache, block=16, **{name: parameter})
+    assert cache.tokens == 0
+    with torch.no_grad():
+        sparse_video_attention(x, x, x, cache=cache, block=16, **{name: parameter})
+    assert not cache.rows_k.requires_grad
+
+
+def test_queries_are_among_the_keys():
+    with pytest.raises(ShapeError, match="q has 48 tokens, but the cache holds 16"):
+        sparse_video_attention(tokens(1, 48, 2), *[tokens(1, BLOCK, 2)] * 2, cache=cache_of(10, heads=2), block=16)
+
+
+def test_what_a_map_forces_beyond_a_bound_stays():
+    force = torch.ones(1, 1, 1, 6, dtype=torch.bool)
+    for most in (2, torch.tensor([2])):
+        index = sparse.select(torch.rand(1, 1, 2, 6), max_blocks=most, force=force).index
+        assert index.counts.flatten().tolist() == [6, 6]
+
+
+def test_dense_projections_keep_their_dtype_under_autocast():
+    x, weight = tokens(1, 32, 2), torch.rand(2, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        rows = sparse.project(x, weight, block=16, kind="dense")
+    assert rows.dtype == torch.float32
+    assert torch.equal(rows, sparse.project(x, weight, block=16, kind="dense"))
+
+
+def test_lists_of_a_ragged_grid_need_its_sizes():
+    made = SparseVideoAttention(32, 2, grid=(5, 3, 3), cube=(4, 2, 2), coarse=None)
+    n = sparse.GridTiling((5, 3, 3), (4, 2, 2)).block_count
+    index = BlockIndex.from_map(torch.ones(1, 1, n, n, dtype=torch.bool), block_q=16, block_k=16)
+    with pytest.raises(ValueRangeError, match="index has no block_sizes, but cubes of"):
+        made(rand(1, 45, 32), index=index)

@@ -1,6 +1,7 @@
 """flash_attn's arguments in tilefold's terms, and its errors: a RuntimeError there, and a tilefold error still."""
 
 import functools
+import math
 import operator
 import re
 from collections.abc import Callable
@@ -14,21 +15,7 @@ from ...errors import DeviceError, DtypeError, ShapeError, Unsupported, ValueRan
 from ...ops.call import Call
 from ...ops.checked import checked_packed
 from ...ops.faults import mode_for
-
-__all__ = [
-    "VERSION",
-    "check_tensor",
-    "checked_call",
-    "contiguous_last",
-    "dropout_of",
-    "flash_errors",
-    "host_int",
-    "refuse",
-    "scale_of",
-    "seed_for",
-    "sinks_of",
-    "window_of",
-]
+from ...ops.source import Packed
 
 VERSION = "2.8.3"
 """The version of flash-attention whose functions these are."""
@@ -133,11 +120,45 @@ def dropout_of(dropout_p: Any) -> float:
     return share
 
 
-def seed_for(dropout_p: float, q: torch.Tensor) -> torch.Tensor | None:
-    """A seed on q's device from torch's generator, where anything is dropped."""
-    if not dropout_p:
-        return None
-    return torch.randint(-(1 << 63), (1 << 63) - 1, (1,), dtype=torch.int64, device=q.device)
+def flash_call(
+    q: torch.Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Any,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    source: Packed | None = None,
+    sinks: torch.Tensor | None = None,
+    seeded: bool = True,
+) -> Call:
+    """The call of these arguments.  seeded: with a seed on q's device from torch's generator, where anything is dropped."""
+    share, seed = dropout_of(dropout_p), None
+    if seeded and share:
+        seed = torch.randint(-(1 << 63), (1 << 63) - 1, (1,), dtype=torch.int64, device=q.device)
+    return Call(causal, window_of(window_size, causal), scale_of(softmax_scale, q), softcap, alibi_slopes=alibi_slopes,
+                sinks=sinks, source=source, dropout_p=share, dropout_seed=seed)  # fmt: skip
+
+
+def packed_of(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: Any, max_seqlen_k: Any) -> Packed:
+    longest = host_int("max_seqlen_q", max_seqlen_q), host_int("max_seqlen_k", max_seqlen_k)
+    return Packed(cu_seqlens_q, cu_seqlens_k, *longest)
+
+
+def check_flags(**flags: Any) -> None:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise DtypeError(f"{name} must be a bool, got {flag!r}")
+
+
+def flash_lse(lse: torch.Tensor) -> torch.Tensor:
+    """lse with +inf where no key is seen, as flash_attn 2.8 has it (there -inf marks empty parts of a split only)."""
+    return lse.masked_fill(lse == -math.inf, math.inf)
+
+
+def tilefold_lse(lse: torch.Tensor) -> torch.Tensor:
+    """The other way round."""
+    return lse.masked_fill(lse == math.inf, -math.inf)
 
 
 def contiguous_last(*tensors: torch.Tensor | None) -> tuple[Any, ...]:

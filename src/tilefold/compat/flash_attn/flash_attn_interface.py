@@ -9,24 +9,24 @@ from typing import Any
 import torch
 
 from ... import api
-from ...errors import DtypeError, ShapeError, Unsupported
+from ...errors import ShapeError, Unsupported
 from ...ops.cache.cached import attention_cached
 from ...ops.call import Call
 from ...ops.dense.attention_weights import attention_weights
 from ...ops.faults import asked
-from ...ops.source import Cache, Packed
+from ...ops.source import Cache
 from .arguments import (
+    check_flags,
     check_tensor,
     checked_call,
     contiguous_last,
-    dropout_of,
+    flash_call,
     flash_errors,
+    flash_lse,
     host_int,
+    packed_of,
     refuse,
-    scale_of,
-    seed_for,
     sinks_of,
-    window_of,
 )
 from .kvcache import flash_attn_with_kvcache
 from .lowlevel import (
@@ -39,7 +39,6 @@ from .lowlevel import (
     _wrapped_flash_attn_varlen_backward,
     _wrapped_flash_attn_varlen_forward,
 )
-from .results import flash_lse
 
 __all__ = [
     "USE_TRITON_ROCM",
@@ -78,12 +77,6 @@ def maybe_contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
     return contiguous_last(x)[0]  # type: ignore[no-any-return]
 
 
-def _check_flags(**flags: Any) -> None:
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise DtypeError(f"{name} must be a bool, got {flag!r}")
-
-
 def _check_speed(num_splits: int | None, pack_gqa: bool | None, sm_margin: int) -> None:
     """FlashAttention-3's arguments that change how, not what: what cannot be honoured is refused."""
     if num_splits is not None and host_int("num_splits", num_splits) not in (0, 1):
@@ -107,49 +100,33 @@ def _unpacked(name: str, x: torch.Tensor, dim: int, parts: int) -> tuple[torch.T
     return x.unbind(dim)
 
 
-def _dense(q: Any, k: Any, v: Any, call: Call, return_attn_probs: bool) -> Any:
-    """attention, and what return_attn_probs adds."""
+def _attend(q: Any, k: Any, v: Any, call: Call, return_attn_probs: bool) -> Any:
+    """attention or attention_varlen, and what return_attn_probs adds."""
+    check_flags(return_attn_probs=return_attn_probs)
     q, k, v = contiguous_last(q, k, v)
-    found = api.attention(
-        q, k, v, causal=call.causal, window=call.window, scale=call.scale, softcap=call.softcap,
-        alibi_slopes=call.alibi_slopes, sinks=call.sinks, dropout_p=call.dropout_p, dropout_seed=call.dropout_seed,
-        return_lse=return_attn_probs,
-    )  # fmt: skip
-    return (found[0], flash_lse(found[1]), _dropped(q, k, call)) if return_attn_probs else found
-
-
-def _packed(q: Any, k: Any, v: Any, call: Call, return_attn_probs: bool) -> Any:
-    """attention_varlen, and what return_attn_probs adds."""
-    q, k, v = contiguous_last(q, k, v)
-    call = checked_call(q, k, call, "flash_attn_varlen_func")
-    found = api.attention_varlen(
-        q, k, v, *call.packed, causal=call.causal, window=call.window, scale=call.scale,  # type: ignore[misc]
-        softcap=call.softcap, alibi_slopes=call.alibi_slopes, sinks=call.sinks, dropout_p=call.dropout_p,
-        dropout_seed=call.dropout_seed, return_lse=return_attn_probs, check=False,
-    )  # fmt: skip
+    options: dict[str, Any] = {
+        "causal": call.causal, "window": call.window, "scale": call.scale, "softcap": call.softcap,
+        "alibi_slopes": call.alibi_slopes, "sinks": call.sinks, "dropout_p": call.dropout_p,
+        "dropout_seed": call.dropout_seed, "return_lse": return_attn_probs,
+    }  # fmt: skip
+    if call.packed is None:
+        found = api.attention(q, k, v, **options)
+    else:
+        call = checked_call(q, k, call, "flash_attn_varlen_func")
+        found = api.attention_varlen(q, k, v, *call.packed, **options, check=False)  # type: ignore[misc]
     return (found[0], flash_lse(found[1]), _dropped(q, k, call)) if return_attn_probs else found
 
 
 def _dropped(q: torch.Tensor, k: torch.Tensor, call: Call) -> torch.Tensor:
     """S_dmask: weights with dropped ones negative; empty without dropout, as in flash_attn."""
-    return attention_weights(q, k, call) if call.dropout_p else torch.empty(0, dtype=q.dtype, device=q.device)
+    return attention_weights(q, k, call) if call.dropout_p else q.new_empty(0)
 
 
-def _call(
-    q: torch.Tensor,
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: Any,
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    packed: Packed | None = None,
-) -> Call:
+def _call(q: torch.Tensor, deterministic: bool, *given: Any, sinks: torch.Tensor | None = None) -> Call:
+    """given: as of `flash_call`."""
+    check_flags(deterministic=deterministic)
     check_tensor("q", q, (3, 4), "[batch, seqlen_q, heads, head dim], packed [total_q, heads, head dim]")
-    share = dropout_of(dropout_p)
-    return Call(causal, window_of(window_size, causal), scale_of(softmax_scale, q), softcap, alibi_slopes=alibi_slopes,
-                sinks=sinks, source=packed, dropout_p=share, dropout_seed=seed_for(share, q))  # fmt: skip
+    return flash_call(q, *given, sinks=sinks)  # type: ignore[misc]
 
 
 @flash_errors()
@@ -182,12 +159,11 @@ def flash_attn_func(
         What `tilefold.attention` raises, as a RuntimeError too.
 
     Source: the interface is flash-attention 2.8's (https://github.com/Dao-AILab/flash-attention)."""
-    _check_flags(deterministic=deterministic, return_attn_probs=return_attn_probs)
     refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
     _check_speed(num_splits, pack_gqa, sm_margin)
     sink = sinks_of(sinks=sinks, learnable_sink=learnable_sink, s_aux=s_aux)
-    call = _call(q, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, sink)
-    return _dense(q, k, v, call, return_attn_probs)
+    call = _call(q, deterministic, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks=sink)
+    return _attend(q, k, v, call, return_attn_probs)
 
 
 @flash_errors()
@@ -197,10 +173,9 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """flash_attn_func of k and v in one tensor kv [batch, seqlen_k, 2, kv heads, head dim]."""
-    _check_flags(deterministic=deterministic, return_attn_probs=return_attn_probs)
     k, v = _unpacked("kv", kv, 2, 2)
-    call = _call(q, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, None)
-    return _dense(q, k, v, call, return_attn_probs)
+    call = _call(q, deterministic, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    return _attend(q, k, v, call, return_attn_probs)
 
 
 @flash_errors()
@@ -210,10 +185,9 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """flash_attn_func of q, k and v in one tensor qkv [batch, seqlen, 3, heads, head dim]."""
-    _check_flags(deterministic=deterministic, return_attn_probs=return_attn_probs)
     q, k, v = _unpacked("qkv", qkv, 2, 3)
-    call = _call(q, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, None)
-    return _dense(q, k, v, call, return_attn_probs)
+    call = _call(q, deterministic, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    return _attend(q, k, v, call, return_attn_probs)
 
 
 @flash_errors()
@@ -243,16 +217,17 @@ def flash_attn_varlen_func(
     Returns:
         out [total_q, heads, head dim]; with return_attn_probs (out, lse [heads, total_q], S_dmask [batch, heads, max_seqlen_q,
         max_seqlen_k], both rounded up to 128).  Rows of no sequence are not written; their gradients are 0."""
-    _check_flags(deterministic=deterministic, return_attn_probs=return_attn_probs)
     refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk,
            seqused_q=seqused_q)  # fmt: skip
-    longest = host_int("max_seqlen_q", max_seqlen_q), host_int("max_seqlen_k", max_seqlen_k)
+    packed = packed_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     sink = sinks_of(sinks=sinks, learnable_sink=learnable_sink, s_aux=s_aux)
-    given = q, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, sink
+    call = _call(
+        q, deterministic, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, packed, sinks=sink
+    )
     if block_table is None and seqused_k is None and leftpad_k is None:
         _check_speed(num_splits, pack_gqa, sm_margin)
-        call = _call(*given, Packed(cu_seqlens_q, cu_seqlens_k, *longest))
-        return _packed(q, k, v, call, return_attn_probs)
+        return _attend(q, k, v, call, return_attn_probs)
+    check_flags(return_attn_probs=return_attn_probs)
     _check_speed(0, pack_gqa, sm_margin)
     if return_attn_probs and dropout_p:
         raise Unsupported(
@@ -263,9 +238,9 @@ def flash_attn_varlen_func(
     q, k, v = contiguous_last(q, k, v)
     (table,) = contiguous_last(block_table)
     splits = host_int("num_splits", num_splits)
-    cache = Cache(seqused_k, leftpad_k, None, table, cu_seqlens_q, cu_seqlens_k, *longest, splits=splits)
-    out, lse = attention_cached(q, k, v, _call(*given)._replace(source=cache), asked(None, "flash_attn_varlen_func"))
-    return (out, flash_lse(lse), torch.empty(0, dtype=q.dtype, device=q.device)) if return_attn_probs else out
+    cache = Cache(seqused_k, leftpad_k, None, table, *packed, splits=splits)
+    out, lse = attention_cached(q, k, v, call._replace(source=cache), asked(None, "flash_attn_varlen_func"))
+    return (out, flash_lse(lse), q.new_empty(0)) if return_attn_probs else out
 
 
 @flash_errors()
@@ -276,12 +251,10 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """flash_attn_varlen_func of k and v in one tensor kv [total_k, 2, kv heads, head dim]."""
-    _check_flags(deterministic=deterministic, return_attn_probs=return_attn_probs)
     k, v = _unpacked("kv", kv, 1, 2)
-    longest = host_int("max_seqlen_q", max_seqlen_q), host_int("max_seqlen_k", max_seqlen_k)
-    packed = Packed(cu_seqlens_q, cu_seqlens_k, *longest)
-    call = _call(q, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, None, packed)
-    return _packed(q, k, v, call, return_attn_probs)
+    packed = packed_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    call = _call(q, deterministic, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, packed)
+    return _attend(q, k, v, call, return_attn_probs)
 
 
 @flash_errors(
@@ -293,9 +266,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """flash_attn_varlen_func of q, k and v in one tensor qkv [total, 3, heads, head dim]."""
-    _check_flags(deterministic=deterministic, return_attn_probs=return_attn_probs)
     q, k, v = _unpacked("qkv", qkv, 1, 3)
-    longest = host_int("max_seqlen", max_seqlen)
-    packed = Packed(cu_seqlens, cu_seqlens, longest, longest)
-    call = _call(q, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, None, packed)
-    return _packed(q, k, v, call, return_attn_probs)
+    packed = packed_of(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    call = _call(q, deterministic, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, packed)
+    return _attend(q, k, v, call, return_attn_probs)

@@ -4,17 +4,25 @@ from typing import Any
 
 import torch
 
-from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
+from ...errors import ShapeError, Unsupported, ValueRangeError
 from ...ops.cache.cache_append import Append, cache_append
 from ...ops.cache.cached import attention_cached, check_cached
 from ...ops.cache.rotary import apply_rotary, checked_offsets
 from ...ops.call import Call
 from ...ops.faults import asked, mode_of
 from ...ops.source import Cache
-from .arguments import check_tensor, contiguous_last, flash_errors, host_int, refuse, scale_of, sinks_of, window_of
-from .results import flash_lse
-
-__all__ = ["flash_attn_with_kvcache"]
+from .arguments import (
+    check_flags,
+    check_tensor,
+    contiguous_last,
+    flash_errors,
+    flash_lse,
+    host_int,
+    refuse,
+    scale_of,
+    sinks_of,
+    window_of,
+)
 
 
 @flash_errors(cos="rotary_cos", sin="rotary_sin")
@@ -62,9 +70,7 @@ def flash_attn_with_kvcache(
         raise Unsupported(f"pack_gqa must be None or False, got {pack_gqa!r}: the plan decides whether heads are rows")
     if host_int("sm_margin", sm_margin) != 0:
         raise Unsupported(f"sm_margin must be 0, got {sm_margin!r}: kernels take all SMs")
-    for flag, value in (("rotary_interleaved", rotary_interleaved), ("return_softmax_lse", return_softmax_lse)):
-        if not isinstance(value, bool):
-            raise DtypeError(f"{flag} must be a bool, got {value!r}")
+    check_flags(rotary_interleaved=rotary_interleaved, return_softmax_lse=return_softmax_lse)
     if block_table is not None and page_table is not None:
         raise ValueRangeError("block_table and page_table are names of one argument, of which one may be given")
     window = window_of(window_size, causal)

@@ -12,30 +12,18 @@ from ...ops.call import Call
 from ...ops.dense.attention_weights import attention_weights
 from ...ops.dense.library import ATTENTION
 from ...ops.faults import asked
-from ...ops.source import Cache, Packed
+from ...ops.source import Cache
 from .arguments import (
     check_tensor,
     checked_call,
     contiguous_last,
-    dropout_of,
+    flash_call,
     flash_errors,
+    flash_lse,
     host_int,
-    scale_of,
-    seed_for,
-    window_of,
+    packed_of,
+    tilefold_lse,
 )
-from .results import flash_lse, tilefold_lse
-
-__all__ = [
-    "_flash_attn_backward",
-    "_flash_attn_forward",
-    "_flash_attn_varlen_backward",
-    "_flash_attn_varlen_forward",
-    "_wrapped_flash_attn_backward",
-    "_wrapped_flash_attn_forward",
-    "_wrapped_flash_attn_varlen_backward",
-    "_wrapped_flash_attn_varlen_forward",
-]
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -47,11 +35,9 @@ def _flash_attn_forward(
 ) -> Results:  # fmt: skip
     """(out, lse, S_dmask, rng_state) of flash_attn_func, without autograd."""
     q, k, v = contiguous_last(q, k, v)
-    window = window_of((window_size_left, window_size_right), causal)
     check_tensor("q", q)
-    share = dropout_of(dropout_p)
-    call = Call(causal, window, scale_of(softmax_scale, q), softcap, alibi_slopes=alibi_slopes, dropout_p=share,
-                dropout_seed=seed_for(share, q))  # fmt: skip
+    window = window_size_left, window_size_right
+    call = flash_call(q, dropout_p, softmax_scale, causal, window, softcap, alibi_slopes)
     return _results(q, k, v, call, return_softmax)
 
 
@@ -70,13 +56,10 @@ def _flash_attn_varlen_forward(
             f"num_splits > 1 is not supported here, got {num_splits}: use flash_attn_varlen_func(num_splits=...)"
         )
     q, k, v = contiguous_last(q, k, v)
-    window = window_of((window_size_left, window_size_right), causal)
-    longest = host_int("max_seqlen_q", max_seqlen_q), host_int("max_seqlen_k", max_seqlen_k)
-    packed = Packed(cu_seqlens_q, cu_seqlens_k, *longest)
+    packed = packed_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     check_tensor("q", q)
-    share = dropout_of(dropout_p)
-    call = Call(causal, window, scale_of(softmax_scale, q), softcap, alibi_slopes=alibi_slopes, source=packed,
-                dropout_p=share, dropout_seed=seed_for(share, q))  # fmt: skip
+    window = window_size_left, window_size_right
+    call = flash_call(q, dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, packed)
     if block_table is None and leftpad_k is None and seqused_k is None:
         found = _results(q, k, v, checked_call(q, k, call, "flash_attn_varlen_func"), return_softmax)
     else:
@@ -115,11 +98,9 @@ def _flash_attn_backward(
 ) -> torch.Tensor:  # fmt: skip
     """Write the gradients of q, k and v into dq, dk and dv, where these are given; returns sum(out * dout) of each row, fp32
     [batch, heads, seqlen_q]."""
-    window = window_of((window_size_left, window_size_right), causal)
     check_tensor("q", q, (4,), "[batch, seqlen_q, heads, head dim]")
-    call = Call(
-        causal, window, scale_of(softmax_scale, q), softcap, alibi_slopes=alibi_slopes, dropout_p=dropout_of(dropout_p)
-    )
+    window = window_size_left, window_size_right
+    call = flash_call(q, dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, seeded=False)
     _gradients((dout, q, k, v, out, softmax_lse), (dq, dk, dv), call, rng_state)
     return (out.float() * dout.float()).sum(-1).transpose(1, 2).contiguous()
 
@@ -133,11 +114,10 @@ def _flash_attn_varlen_backward(
     deterministic: bool, rng_state: torch.Tensor | None = None, zero_tensors: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """_flash_attn_backward of packed sequences; rows of no sequence get 0 either way.  Returns [heads, total_q]."""
-    window = window_of((window_size_left, window_size_right), causal)
-    longest = host_int("max_seqlen_q", max_seqlen_q), host_int("max_seqlen_k", max_seqlen_k)
+    packed = packed_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     check_tensor("q", q, (3,), "[total_q, heads, head dim]")
-    call = Call(causal, window, scale_of(softmax_scale, q), softcap, alibi_slopes=alibi_slopes,
-                source=Packed(cu_seqlens_q, cu_seqlens_k, *longest), dropout_p=dropout_of(dropout_p))  # fmt: skip
+    window = window_size_left, window_size_right
+    call = flash_call(q, dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, packed, seeded=False)
     call = checked_call(q, k, call, "flash_attn_varlen_func")
     _gradients((dout, q, k, v, out, softmax_lse), (dq, dk, dv), call, rng_state)
     return (out.float() * dout.float()).sum(-1).transpose(0, 1).contiguous()

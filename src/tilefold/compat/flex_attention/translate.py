@@ -21,8 +21,6 @@ from torch.overrides import TorchFunctionMode
 from ...device.mods import softcap
 from ...errors import DeviceError, DtypeError, ShapeError, Unsupported
 
-__all__ = ["Translated", "translated"]
-
 INDICES = ("batch", "head", "q_index", "kv_index")
 COUNTER = itertools.count()
 NAMES = {
