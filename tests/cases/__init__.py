@@ -90,6 +90,17 @@ def judge(got: torch.Tensor, oracle: torch.Tensor, plain: torch.Tensor, what: st
     assert verdict.ok, f"{what}: {verdict}"
 
 
+def hold(
+    got: Any, oracle: Any, /, *args: Any, what: str = "", dtype: torch.dtype | None = None, **options: Any
+) -> None:
+    """Hold what a call gave, out or (out, lse), to the oracle of its arguments.  dtype: in which plain PyTorch computes, if that
+    is not the first one's."""
+    sides = [oracle(*args, dtype=kind, **options) for kind in (torch.float64, dtype or args[0].dtype)]
+    each = [(side,) if isinstance(side, torch.Tensor) else side for side in (got, *sides)]
+    for name, *three in zip(("out", "lse"), *each, strict=False):
+        judge(*three, f"{name} {what}")
+
+
 def hopper_unit(plan: AttentionPlan, softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None, **_: Any) -> float:
     """What four fp32 roundings of a logarithm are roundings of in the dense kernel for sm_90, whose errors have one sign in all
     keys: of 1; of a softcap's cap (1 - 2 / (1 + e^2x)); of ALiBi's distances, differences of slope times up to 128 keys, rounded

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from cases import judge, qkv, rand
+from cases import hold, judge, qkv, rand
 from cases.device import DEVICE
 from cases.ladder import NAMES, rung
 from tilefold import ladder, reference
@@ -54,8 +54,7 @@ def test_lengths_of_a_decoding_step(name):
     got = rung(name, q, k, v, True, block=16, lengths=lengths)
     for b, n in enumerate(lengths.tolist()):
         one = (q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n])
-        want, plain = (reference.attention(*one, causal=True, dtype=d)[0] for d in (torch.float64, q.dtype))
-        judge(got[b : b + 1], want, plain, f"out {name} of {n} keys")
+        hold(got[b : b + 1], reference.attention, *one, what=f"{name} of {n} keys", causal=True)
 
 
 def command(*given):
