@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cases import hold, judge, qkv, rand
-from cases.device import DEVICE
+from cases.device import DEVICE, command
 from cases.ladder import NAMES, rung
 from tilefold import ladder, reference
 
@@ -55,15 +55,6 @@ def test_lengths_of_a_decoding_step(name):
     for b, n in enumerate(lengths.tolist()):
         one = (q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n])
         hold(got[b : b + 1], reference.attention, *one, what=f"{name} of {n} keys", causal=True)
-
-
-def command(*given):
-    testing = pytest.importorskip("typer.testing", reason="the command line's packages are not installed")
-    from tilefold.cli.app import app
-
-    result = testing.CliRunner().invoke(app, [*given], env={"COLUMNS": "200", "NO_COLOR": "1"})
-    assert result.exit_code == 0, result.output
-    return result.output
 
 
 def times(names, sq, n):
