@@ -110,15 +110,23 @@ def hopper_unit(plan: AttentionPlan, softcap: float = 0.0, alibi_slopes: torch.T
     return 1 + softcap + slope * 64 + (1.0e-4 / (4 * 2.0**-24) if polynomial else 0)
 
 
+def told(given: Sequence[Any]) -> list[Any]:
+    """The arguments of a launch to be compared: descriptors by what they say, tensors by their shapes."""
+    return [
+        {**a.__dict__, "base": a.base.shape}
+        if hasattr(a, "block_shape")
+        else tuple(a.shape)
+        if hasattr(a, "shape")
+        else a
+        for a in given
+    ]
+
+
 def arguments_of(prepared: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Any) -> list[Any]:
-    """Those of a bound launch but for tensors, descriptors by what they say."""
+    """Those of a bound launch but for tensors."""
     out = torch.empty(1, dtype=q.dtype, device="meta")
     given = prepared.bound.arguments((q, k, v, out, out, call))
-    return [
-        {**one.__dict__, "base": one.base.shape} if hasattr(one, "block_shape") else one
-        for one in given
-        if not isinstance(one, torch.Tensor)
-    ]
+    return told([one for one in given if not isinstance(one, torch.Tensor)])
 
 
 def in_two_parts(
