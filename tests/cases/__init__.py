@@ -90,6 +90,17 @@ def judge(got: torch.Tensor, oracle: torch.Tensor, plain: torch.Tensor, what: st
     assert verdict.ok, f"{what}: {verdict}"
 
 
+def hold(
+    got: Any, oracle: Any, /, *args: Any, what: str = "", dtype: torch.dtype | None = None, **options: Any
+) -> None:
+    """Hold what a call gave, out or (out, lse), to the oracle of its arguments.  dtype: in which plain PyTorch computes, if that
+    is not the first one's."""
+    sides = [oracle(*args, dtype=kind, **options) for kind in (torch.float64, dtype or args[0].dtype)]
+    each = [(side,) if isinstance(side, torch.Tensor) else side for side in (got, *sides)]
+    for name, *three in zip(("out", "lse"), *each, strict=False):
+        judge(*three, f"{name} {what}")
+
+
 def hopper_unit(plan: AttentionPlan, softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None, **_: Any) -> float:
     """What four fp32 roundings of a logarithm are roundings of in the dense kernel for sm_90, whose errors have one sign in all
     keys: of 1; of a softcap's cap (1 - 2 / (1 + e^2x)); of ALiBi's distances, differences of slope times up to 128 keys, rounded
@@ -99,15 +110,23 @@ def hopper_unit(plan: AttentionPlan, softcap: float = 0.0, alibi_slopes: torch.T
     return 1 + softcap + slope * 64 + (1.0e-4 / (4 * 2.0**-24) if polynomial else 0)
 
 
+def told(given: Sequence[Any]) -> list[Any]:
+    """The arguments of a launch to be compared: descriptors by what they say, tensors by their shapes."""
+    return [
+        {**a.__dict__, "base": a.base.shape}
+        if hasattr(a, "block_shape")
+        else tuple(a.shape)
+        if hasattr(a, "shape")
+        else a
+        for a in given
+    ]
+
+
 def arguments_of(prepared: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Any) -> list[Any]:
-    """Those of a bound launch but for tensors, descriptors by what they say."""
+    """Those of a bound launch but for tensors."""
     out = torch.empty(1, dtype=q.dtype, device="meta")
     given = prepared.bound.arguments((q, k, v, out, out, call))
-    return [
-        {**one.__dict__, "base": one.base.shape} if hasattr(one, "block_shape") else one
-        for one in given
-        if not isinstance(one, torch.Tensor)
-    ]
+    return told([one for one in given if not isinstance(one, torch.Tensor)])
 
 
 def in_two_parts(

@@ -75,3 +75,13 @@ def captured(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     with torch.cuda.graph(graph):
         made = step()
     return graph, made
+
+
+def command(*words: str) -> str:
+    """What `tilefold` with these arguments prints; it has to end well."""
+    testing = pytest.importorskip("typer.testing", reason="the command line's packages are not installed")
+    from tilefold.cli.app import app
+
+    result = testing.CliRunner().invoke(app, [*words], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    assert result.exit_code == 0, result.output
+    return str(result.output)

@@ -39,19 +39,20 @@ def call(fn, leaves, varlen, options):
     return fn(*leaves[:3], *(varlen or ()), **options)
 
 
-def gradients(tensors, dout, dlse, varlen=None, fixed=(), **options):
-    """Of q, k, v, of bias and sinks where given and not fixed, and of those of score_args that require one."""
+def gradients(tensors, dout, dlse, varlen=None, fixed=(), of=None, **options):
+    """Of q, k, v, of bias and sinks where given and not fixed, and of those of score_args that require one.  of: another
+    function, which takes what is in `varlen` behind the tensors."""
     leaves, options = learned(tensors, options, fixed=fixed)
-    fn = tilefold.attention if varlen is None else tilefold.attention_varlen
+    fn = getattr(tilefold, of or ("attention" if varlen is None else "attention_varlen"))
     out, lse = call(fn, leaves, varlen, {**options, "return_lse": True})
     given = (dout,) if dlse is None else (dout, dlse)
     return torch.autograd.grad((out, lse)[: len(given)], leaves, given)
 
 
-def oracle(tensors, dout, dlse, dtype, varlen=None, fixed=(), **options):
+def oracle(tensors, dout, dlse, dtype, varlen=None, fixed=(), of=None, **options):
     """Gradients of sum(out dout) + sum(lse dlse) over the rows that see a key, in fp64, as computed for `dtype`."""
     leaves, options = learned(tensors, {n: o for n, o in options.items() if n not in OURS}, torch.float64, fixed)
-    fn = reference.attention if varlen is None else reference.attention_varlen
+    fn = getattr(reference, of or ("attention" if varlen is None else "attention_varlen"))
     out, lse = call(fn, leaves, varlen, {**options, "dtype": dtype})
     loss = (out * dout.to(out.dtype)).sum()
     if dlse is not None:

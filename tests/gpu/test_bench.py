@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tilefold
+from cases.device import command
 from tilefold.bench import timers
 from tilefold.bench.attention.cases import DECODE, Case, cases_of
 from tilefold.bench.attention.lists import Pattern
@@ -159,30 +160,18 @@ def test_scratch_is_what_a_call_allocates_beyond_its_result():
 
 
 def test_the_command_line(tmp_path):
-    testing = pytest.importorskip("typer.testing", reason="the command line's packages are not installed")
-    from tilefold.cli.app import app
-
-    def run(*arguments):
-        return testing.CliRunner().invoke(app, list(arguments), env={"COLUMNS": "100", "NO_COLOR": "1"})
-
-    assert run("doctor").exit_code == 0
-    assert run("explain", "--device", "here", "--heads", "8", "--q", "128", "--dim", "64").exit_code == 0
-    checked = run("check", "--quick")
-    assert checked.exit_code == 0, checked.output
+    command("doctor")
+    command("explain", "--device", "here", "--heads", "8", "--q", "128", "--dim", "64")
+    command("check", "--quick")
     figures = tmp_path / "figures.json"
-    timed = run(
-        "bench", "dense", "--quick", "--case", "d64", "--peers", "flash", "--rounds", "1", "--json", str(figures)
-    )
-    assert timed.exit_code == 0, timed.output
+    given = ("--quick", "--case", "d64", "--peers", "flash", "--rounds", "1", "--json", str(figures))
+    command("bench", "dense", *given)
     assert json.loads(figures.read_text())["setting"]["backend"] in ("cuda", "hip")
 
 
 @pytest.mark.alone
 def test_video_sweeps_on_the_gpu(tmp_path):
     """Steps over a cache are captured and replayed; the rest is called."""
-    testing = pytest.importorskip("typer.testing", reason="the command line's packages are not installed")
-    from tilefold.cli.app import app
-
     figures = tmp_path / "video.json"
     common = ("--shape", "1,4,2048,64", "--peers", "cudnn,flash", "--rounds", "1", "--json", str(figures))
     for sweep, values, extra in (
@@ -190,10 +179,7 @@ def test_video_sweeps_on_the_gpu(tmp_path):
         ("length", "1000,4096", ("--graph",)),
         ("cached", "1024,8192", ()),
     ):
-        result = testing.CliRunner().invoke(
-            app, ["bench", "video", "--sweep", sweep, "--values", values, *common, *extra]
-        )
-        assert result.exit_code == 0, result.output
+        command("bench", "video", "--sweep", sweep, "--values", values, *common, *extra)
         document = json.loads(figures.read_text())
         assert document["overtakes"]
         for row in document["rows"]:

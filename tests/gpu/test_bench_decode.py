@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from cases.device import command
 from tilefold.bench.choice import chosen
 from tilefold.bench.decode.cases import DecodeCase
 from tilefold.bench.decode.serving import DECODE, DECODE_DEFAULTS
@@ -51,13 +52,8 @@ def test_no_step_is_faster_than_memory():
 
 
 def test_the_command_line(tmp_path):
-    testing = pytest.importorskip("typer.testing", reason="the command line's packages are not installed")
-    from tilefold.cli.app import app
-
     figures = tmp_path / "decode.json"
-    result = testing.CliRunner().invoke(
-        app, ["bench", "decode", "--quick", "--case", "b1", "--peers", "plain,flash", "--rounds", "1", "--json", str(figures)]
-    )  # fmt: skip
-    assert result.exit_code == 0, result.output
+    given = ("--quick", "--case", "b1", "--peers", "plain,flash", "--rounds", "1", "--json", str(figures))
+    command("bench", "decode", *given)
     rows = json.loads(figures.read_text())["rows"]
     assert all(row["graph_us"] and row["events_us"] for row in rows if row["status"] == "ok")

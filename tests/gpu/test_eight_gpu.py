@@ -264,13 +264,3 @@ def test_graph_replays_see_new_activations():
         graph.replay()
         want = ops.lowbit_matmul(ops.lowbit_matmul(x, weight).repeat(1, 6)[:, :4096].contiguous(), weight)
         assert torch.equal(out, want)
-
-
-@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
-def test_eight_bits(kind):
-    for m, n, k in ((1, 704, 2112), (64, 200, 1000), (300, 520, 4096)):
-        x = rand(m, k, dtype=torch.bfloat16, device=DEVICE)
-        weight = (torch.randn(n, k, device=DEVICE) * 40).clamp(-127, 127).to(kind)
-        scale = torch.rand(n, device=DEVICE) * 0.01
-        want, plain = (reference.matmul_w8a8(x, weight, scale, None, d) for d in (torch.float64, torch.float32))
-        judge(ops.matmul_w8a8(x, weight, scale), want, plain.bfloat16(), f"{kind} {m}")

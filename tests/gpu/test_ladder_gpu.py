@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from cases import judge, qkv, rand
-from cases.device import DEVICE
+from cases import hold, judge, qkv, rand
+from cases.device import DEVICE, command
 from cases.ladder import NAMES, rung
 from tilefold import ladder, reference
 
@@ -54,17 +54,7 @@ def test_lengths_of_a_decoding_step(name):
     got = rung(name, q, k, v, True, block=16, lengths=lengths)
     for b, n in enumerate(lengths.tolist()):
         one = (q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n])
-        want, plain = (reference.attention(*one, causal=True, dtype=d)[0] for d in (torch.float64, q.dtype))
-        judge(got[b : b + 1], want, plain, f"out {name} of {n} keys")
-
-
-def command(*given):
-    testing = pytest.importorskip("typer.testing", reason="the command line's packages are not installed")
-    from tilefold.cli.app import app
-
-    result = testing.CliRunner().invoke(app, [*given], env={"COLUMNS": "200", "NO_COLOR": "1"})
-    assert result.exit_code == 0, result.output
-    return result.output
+        hold(got[b : b + 1], reference.attention, *one, what=f"{name} of {n} keys", causal=True)
 
 
 def times(names, sq, n):

@@ -33,7 +33,7 @@ class Family:
     axes: values of each option, the plainest first.  run(ctx, options, dims, sizes): makes the inputs, calls the operation and
     compares.  sizes(rng, options, dims, most): all numbers that do not decide compilation, lengths up to about `most`.
     dims(rng, options): those that do.  clashes: pairs of values that exclude one another.  light: the values of some axes that
-    the interpreter is asked for.  each: problems a specialisation, 0: as many as asked for."""
+    the interpreter is asked for."""
 
     name: str
     axes: dict[str, tuple[Any, ...]]
@@ -42,7 +42,6 @@ class Family:
     dims: Callable[..., dict[str, Any]] = lambda rng, o: {}
     clashes: tuple[Clash, ...] = ()
     light: dict[str, tuple[Any, ...]] = field(default_factory=dict, compare=False)
-    each: int = 0
     memo: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def excluded(self) -> dict[str, set[str]]:

@@ -9,7 +9,7 @@ from tilefold.compat import flash_attn as flash
 
 from .bounds import FP32, Wrong, limit, steps
 from .context import Context
-from .mods import MASKS, SCORES
+from .mods import keywords, rule
 from .oracle import Rules, attend, gradients
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -79,13 +79,7 @@ class Problem:
             found["bias"] = ctx.place(bias, name="bias").requires_grad_(o["more_grads"])
         if o["mask"] != "off":
             found["mask"] = ctx.place(ctx.uniform(*self._shape(o["mask"])) < 0.7, name="mask")
-        most = max([*self.lq, *self.lk, 1])
-        for kind, table in (("score", SCORES), ("mask", MASKS)):
-            if o[f"{kind}_mod"] != "off":
-                mod = table[o[f"{kind}_mod"]]
-                found[f"{kind}_mod"], found[f"{kind}_args"] = mod.fn, mod.args(ctx, most)
-                if kind == "score" and self.grad:
-                    found["score_grad"] = mod.grad
+        found |= keywords(ctx, o, max([*self.lq, *self.lk, 1]), self.grad)
         if o["dropout"] and "flash" not in o["api"]:
             found["dropout_p"] = DROPPED
             found["dropout_seed"] = ctx.integers(0, 1 << 40, 1)
@@ -163,13 +157,7 @@ class Problem:
                 t = g[name].detach()
                 t = t[b if t.shape[0] > 1 else 0, :, : n if t.shape[2] > 1 else 1, :m]
                 setattr(r, field, t if name == "mask" else t.double())
-        if o["score_mod"] != "off":
-            mod, args = SCORES[o["score_mod"]], g["score_args"]
-            r.score_mod = lambda *a: mod.score(args, *a)
-            r.score_grad = (lambda *a: mod.slope(args, *a)) if mod.slope else None
-        if o["mask_mod"] != "off":
-            which, margs = MASKS[o["mask_mod"]], g["mask_args"]
-            r.mask_mod = lambda *a: which.score(margs, *a)
+        rule(r, o, g)
         return r
 
 
@@ -182,7 +170,7 @@ def run(ctx: Context, o: dict[str, Any], dims: dict[str, Any], s: dict[str, Any]
     rules = [p.rules(b, keeps[b]) for b in range(p.batch)]
     folds = [attend(*seqs[b], rules[b], p.dtype) for b in range(p.batch)]
     for b, f in enumerate(folds):
-        ctx.compare(f"out of sequence {b}", _as(p.one(out, b, p.lq), out.dtype), f.out, f.out_limit)
+        ctx.compare(f"out of sequence {b}", p.one(out, b, p.lq).to(out.dtype), f.out, f.out_limit)
         if lse is not None:
             first = sum(p.lq[:b])
             got = lse[:, first : first + p.lq[b]] if p.packed else lse[b, :, : p.lq[b]]
@@ -192,10 +180,6 @@ def run(ctx: Context, o: dict[str, Any], dims: dict[str, Any], s: dict[str, Any]
             ctx.compare(f"lse of sequence {b}", got, exact, f.lse_limit)
     if p.grad:
         _backward(p, out, lse, seqs, rules, folds)
-
-
-def _as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return x.to(dtype)
 
 
 def _kept(p: Problem, marks: Any) -> list[torch.Tensor]:
@@ -257,7 +241,7 @@ def _backward(p: Problem, out: Any, lse: Any, seqs: Any, rules: Any, folds: Any)
         g = gradients(*seqs[b], rules[b], folds[b], p.one(dout, b, p.lq), dl, p.dtype)
         for name, exact, bound, lens in (("q", g.q, g.limits[0], p.lq), ("k", g.k, g.limits[1], p.lk),
                                          ("v", g.v, g.limits[2], p.lk)):  # fmt: skip
-            ctx.compare(f"gradient of {name} of sequence {b}", _as(p.one(made[name], b, lens), p.dtype), exact, bound)
+            ctx.compare(f"gradient of {name} of sequence {b}", p.one(made[name], b, lens).to(p.dtype), exact, bound)
         if biased is not None:
             biased.add(b, g.bias, g.limits[3])
         if sunk is not None:

@@ -9,13 +9,12 @@ from .dense import DENSE
 from .eight import EIGHT
 from .filling import FLASHNEW, PAGED
 from .products import LOWBIT, MATMUL, W8A8
-from .refusals import REFUSALS
 from .small import ADD, MERGE, QUANTISE, TRANSPOSE
 from .sparse import SPARSE
 from .stages import FUSE, SELECT
 
 ALL = (DENSE, EIGHT, KVCACHE, PREFIX, APPEND, ROTARY, SPARSE, MATMUL, CONV, LOWBIT, W8A8, MERGE, TRANSPOSE, ADD, QUANTISE, COARSE,
-       SELECT, FUSE, FLASHNEW, PAGED, REFUSALS)  # fmt: skip
+       SELECT, FUSE, FLASHNEW, PAGED)  # fmt: skip
 FAMILIES: dict[str, Family] = {family.name: family for family in ALL}
 
 

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["MASKS", "SCORES", "Mod", "documents"]
+__all__ = ["MASKS", "SCORES", "Mod", "documents", "keywords", "rule"]
 
 SPAN = 64  # of the table that `distance` reads
 
@@ -100,3 +100,26 @@ MASKS = {
     "thirds": Mod(thirds, None, lambda ctx, most: (), _thirds),
     "document": Mod(document, None, documents, _document),
 }
+
+
+def keywords(ctx: Any, o: dict[str, Any], most: int, grad: bool) -> dict[str, Any]:
+    """What the options of a problem add to its call."""
+    given: dict[str, Any] = {}
+    for kind, library in (("score", SCORES), ("mask", MASKS)):
+        if o[f"{kind}_mod"] != "off":
+            mod = library[o[f"{kind}_mod"]]
+            given[f"{kind}_mod"], given[f"{kind}_args"] = mod.fn, mod.args(ctx, most)
+            if kind == "score" and grad:
+                given["score_grad"] = mod.grad
+    return given
+
+
+def rule(r: Any, o: dict[str, Any], given: dict[str, Any]) -> None:
+    """The same in `Rules`."""
+    if o["score_mod"] != "off":
+        mod, args = SCORES[o["score_mod"]], given["score_args"]
+        r.score_mod = lambda *a: mod.score(args, *a)
+        r.score_grad = (lambda *a: mod.slope(args, *a)) if mod.slope else None
+    if o["mask_mod"] != "off":
+        which, margs = MASKS[o["mask_mod"]], given["mask_args"]
+        r.mask_mod = lambda *a: which.score(margs, *a)

@@ -11,7 +11,7 @@ from .axes import Family, never
 from .caches import PAGES, Caches, page_of
 from .context import FORMS, Context
 from .dense_run import DTYPES
-from .mods import MASKS, SCORES
+from .mods import keywords, rule
 from .oracle import Rules, attend, gradients
 from .sizes import DIMS, dims_of_heads, length
 
@@ -103,7 +103,8 @@ def run(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, Any]) -
         if caches is not None and name != "q":
             x = caches.filled(shape[-1], [(0, k) for k in nk])
         t[name] = ctx.place(x.transpose(1, 2) if turn else x, o["form"], name).requires_grad_(grad)
-    given = _options(ctx, o, s, max([n, m, 1]), grad)
+    given: dict[str, Any] = {"causal": o["causal"], "scale": s["scale"], "softcap": 1.5 if o["softcap"] else 0.0}
+    given |= keywords(ctx, o, max([n, m, 1]), grad)
     out, lse = _call(ctx, o, t, lists, given, nq, nk, caches)
 
     def one(x: Any, b: int, lens: list[int]) -> torch.Tensor:
@@ -120,7 +121,9 @@ def run(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, Any]) -
             k, v = (caches.exact(t[x].transpose(1, 2) if turn else t[x], x, b, 0, nk[b]) for x in ("k", "v"))
         else:
             k, v = one(t["k"].detach(), b, nk), one(t["v"].detach(), b, nk)
-        r = _rules(o, d, s, given, b, lists.seen(b, nq[b], nk[b])[0])
+        seen = lists.seen(b, nq[b], nk[b])[0]
+        r = Rules(s["scale"] or d["d"] ** -0.5, o["causal"], softcap=given["softcap"], seen=seen, batch=b)
+        rule(r, o, given)
         f = attend(q, k, v, r, dtype)
         ctx.compare(f"out of sequence {b}", one(out, b, nq), f.out, f.out_limit)
         part = slice(sum(nq[:b]), sum(nq[: b + 1]))
@@ -134,31 +137,6 @@ def run(ctx: Context, o: dict[str, Any], d: dict[str, Any], s: dict[str, Any]) -
             exact = zip("qkv", made, (g.q, g.k, g.v), g.limits[:3], (nq, nk, nk), strict=True)
             for name, got, x, bound, lens in exact:
                 ctx.compare(f"gradient of {name} of sequence {b}", one(got, b, lens), x, bound)
-
-
-def _options(ctx: Context, o: dict[str, Any], s: dict[str, Any], most: int, grad: bool) -> dict[str, Any]:
-    given: dict[str, Any] = {"causal": o["causal"], "scale": s["scale"], "softcap": 1.5 if o["softcap"] else 0.0}
-    for kind, library in (("score", SCORES), ("mask", MASKS)):
-        if o[f"{kind}_mod"] != "off":
-            mod = library[o[f"{kind}_mod"]]
-            given[f"{kind}_mod"], given[f"{kind}_args"] = mod.fn, mod.args(ctx, most)
-            if kind == "score" and grad:
-                given["score_grad"] = mod.grad
-    return given
-
-
-def _rules(
-    o: dict[str, Any], d: dict[str, Any], s: dict[str, Any], given: dict[str, Any], b: int, seen: torch.Tensor
-) -> Rules:
-    r = Rules(s["scale"] or d["d"] ** -0.5, o["causal"], softcap=given["softcap"], seen=seen, batch=b)
-    if o["score_mod"] != "off":
-        mod, args = SCORES[o["score_mod"]], given["score_args"]
-        r.score_mod = lambda *a: mod.score(args, *a)
-        r.score_grad = (lambda *a: mod.slope(args, *a)) if mod.slope else None
-    if o["mask_mod"] != "off":
-        which, margs = MASKS[o["mask_mod"]], given["mask_args"]
-        r.mask_mod = lambda *a: which.score(margs, *a)
-    return r
 
 
 def _call(ctx: Context, o: dict[str, Any], t: Any, lists: Lists, given: Any, nq: Any, nk: Any, caches: Any) -> Any:

@@ -36,7 +36,7 @@ def work(args: Any, setting: Setting) -> int:
                 Problem(
                     family.name, options, dims, family.sizes(rng, options, dims, setting.most), rng.randrange(1 << 30)
                 )
-                for _ in range(family.each or args.each)
+                for _ in range(args.each)
             )
             done += _specialisation(args, setting, family, drawn, number, (lines, now, seen))
         lines.write(json.dumps({"end": ended}) + "\n")

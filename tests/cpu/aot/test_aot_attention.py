@@ -155,9 +155,6 @@ JOBS |= {
     for name, made in READS.items()
 }
 SM_90 = (*HOPPER, *HOPPER_ONLY, *VERSIONS)
-pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files
-
-
 results = compiled(__name__, JOBS, NEWEST, EVERYWHERE)
 
 

@@ -130,9 +130,6 @@ NEWEST_HOPPER = (
     "main packed d128 window, two tiles",
     "main packed d64, two tiles",
 )
-pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files
-
-
 results = compiled(
     __name__,
     JOBS | JOBS_LOADS | JOBS_HOPPER,

@@ -113,9 +113,6 @@ NEWEST = (
     "main packed d64 causal ordered",
     "last d128",
 )
-pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files
-
-
 results = compiled(__name__, JOBS, NEWEST)
 
 

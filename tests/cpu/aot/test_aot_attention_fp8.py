@@ -33,9 +33,6 @@ JOBS = {
 JOBS["transposition", "sm_90"] = job(
     "dense.attention_fp8:example_transposition", "sm_90", problem=MADE["d128"][0], plan=plan_of("d128")
 )
-pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files
-
-
 results = compiled(__name__, JOBS, NEWEST)
 
 

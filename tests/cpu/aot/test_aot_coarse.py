@@ -50,9 +50,6 @@ JOBS |= {
     if target == "sm_90" or not channels
 }
 STREAMING = [key for key in JOBS if key not in TENSOR]
-pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files
-
-
 results = compiled(__name__, JOBS, NEWEST)
 
 

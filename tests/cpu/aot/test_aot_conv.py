@@ -85,9 +85,6 @@ TURNED = {
     for part in ("forward", "backward")
 }
 NEWEST = ("forward 3x3", "weight 3x3", "transpose descriptors")
-pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files
-
-
 results = compiled(__name__, TENSOR | CHANNELS_FIRST | COPY | STREAMING | NORM | TURNED, NEWEST)
 
 

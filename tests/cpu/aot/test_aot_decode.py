@@ -49,9 +49,6 @@ JOBS = {
 }
 CHECKS = {f"{what}, {full}": {"what": what, "full": full} for what in ("places", "lists") for full in (False, True)}
 JOBS |= {(name, "sm_90"): job("checked", "sm_90", **kwargs) for name, kwargs in CHECKS.items()}
-pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files
-
-
 results = compiled(__name__, JOBS, ("pages of 16", "e4m3", "mla"))
 
 

@@ -25,9 +25,6 @@ JOBS = {
 }
 JOBS["quantise", "sm_90"] = job("matrix.eight", "sm_90", plan=PLANS["many rows e4m3"], part="quantise")
 JOBS["dense", "sm_90"] = job("matrix.matmul", "sm_90", plan=DENSE)
-pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files
-
-
 results = compiled(__name__, JOBS, NEWEST)
 
 

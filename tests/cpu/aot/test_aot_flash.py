@@ -69,9 +69,6 @@ NEWEST = ("rotary bfloat16 128 64 True", "cached bfloat16 128 0 1", "cached bflo
 
 PRODUCTS = [key for key in JOBS if key[0].startswith(("cached", "weights"))]
 STREAMING = [key for key in JOBS if key not in PRODUCTS]
-pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files
-
-
 results = compiled(__name__, JOBS, NEWEST)
 
 

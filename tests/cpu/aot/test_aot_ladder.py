@@ -19,9 +19,6 @@ JOBS = {
     (name, "sm_90"): Job("cases.ladder:example_launch", {"name": rung, "kernel": kernel, **more}, "sm_90")
     for name, (rung, kernel, more, _) in KERNELS.items()
 }
-pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files
-
-
 results = compiled(__name__, JOBS, tritons=("installed",))
 
 

@@ -27,9 +27,6 @@ JOBS = {
     )
     for tile in TILES
 }
-pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files
-
-
 results = compiled(__name__, JOBS, whole=True, tritons=("installed",))
 
 

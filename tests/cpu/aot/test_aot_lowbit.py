@@ -43,9 +43,6 @@ JOBS = {
     if target == "sm_90" or name in PORTABLE
 }
 JOBS |= {(name, "sm_90"): job("matrix.lowbit_launch", "sm_90", plan=plan) for name, plan in MORE.items()}
-pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files
-
-
 results = compiled(__name__, JOBS, NEWEST)
 
 

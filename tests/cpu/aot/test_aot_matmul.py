@@ -47,9 +47,6 @@ JOBS = {(name, "sm_90"): job(name, "sm_90") for name in HOPPER}
 JOBS |= {(name, target): job(name, target) for name in PORTABLE for target in TARGETS.get(name, ("sm_90",))}
 JOBS["finish", "sm_90"] = job("finish", "sm_90", "finish", plan=plan_of("shares"))
 JOBS["gradient", "sm_90"] = job("gradient", "sm_90", "gradient", activation="gelu")
-pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files
-
-
 results = compiled(__name__, JOBS, NEWEST)
 
 

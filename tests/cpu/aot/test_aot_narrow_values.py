@@ -29,9 +29,6 @@ JOBS = {
     **{(f"pages of 16 {d} {v}", "sm_90"): cached(d, v, 16) for d, v in DIMS},
     **{(f"one piece {d} {v}", "sm_90"): cached(d, v, 0) for d, v in DIMS[:1]},
 }
-pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files
-
-
 results = compiled(__name__, JOBS, everywhere=[next(iter(JOBS))[0]], whole=True)
 
 

@@ -10,9 +10,6 @@ PRODUCTS = ("bfloat16", "float8_e4m3fn", "tf32")
 MOVING = ("read", "write", "copy", "read_l2", "exponentials", "nothing")
 JOBS = {(dtype, "sm_90"): Job(WHAT, {"part": "multiply", "dtype": dtype}, "sm_90") for dtype in PRODUCTS}
 JOBS |= {(part, "sm_90"): Job(WHAT, {"part": part}, "sm_90") for part in MOVING}
-pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files
-
-
 results = compiled(__name__, JOBS, ("bfloat16", "read_l2"))
 
 

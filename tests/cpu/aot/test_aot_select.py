@@ -41,9 +41,6 @@ NEWEST = (
     "mass forced sizes 4096",
     "coefficient 364",
 )  # too, for sm_90
-pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files
-
-
 results = compiled(__name__, JOBS, NEWEST)
 
 

@@ -83,9 +83,6 @@ NEWEST = (  # compiled under the newest Triton, too, for sm_90
     ),
     *("d128 sizes causal", "d64 one block", "varlen d128 causal", "pages of 16 d128 causal", "merge"),
 )
-pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files
-
-
 results = compiled(__name__, JOBS, NEWEST)
 
 

@@ -58,9 +58,6 @@ NEWEST = (  # compiled under the newest Triton, too, for sm_90
     *("queries d128", "keys d128", "keys d128 sizes causal", "delta d256", "statistics 64 d128", "places 64 d128"),
     *(f"main {name}" for name in ("64 d128", "64 d128 sizes", "64 d64 fp16 sizes", "128 d128")),
 )
-pytestmark = pytest.mark.xdist_group("aot")  # one process compiles for all files
-
-
 results = compiled(__name__, JOBS | {(" ".join(key), "sm_90"): job for key, job in JOBS_HOPPER.items()}, NEWEST)
 
 

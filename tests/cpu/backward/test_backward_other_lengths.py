@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import cases
 from examples import examples
 from tilefold.ops import records
 from tilefold.ops.backward import attention_backward as backward
@@ -81,15 +82,7 @@ def told(bound, tensors, dout, lse, call, dlse=None):
     scratch = [stand_in(one.dtype) for one in bound.buffers]
     found = []
     for one in (bound.first, bound.main, *([bound.last] if bound.last else [])):
-        arguments = one.arguments((*tensors, dout, lse, dlse, call, *scratch))
-        found += [
-            {**a.__dict__, "base": a.base.shape}
-            if hasattr(a, "block_shape")
-            else tuple(a.shape)
-            if hasattr(a, "shape")
-            else a
-            for a in arguments
-        ]
+        found += cases.told(one.arguments((*tensors, dout, lse, dlse, call, *scratch)))
         found += [one.launch.grid, one.launch.keywords, one.launch.fn]
     return found, [(tuple(one.shape), one.dtype, one.zeroed) for one in bound.buffers]
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tilefold
-from cases import judge, one_graph
+from cases import hold, judge, one_graph
 from cases import qkv as qkv_on
 from tilefold import reference
 from tilefold.errors import PlanError
@@ -41,7 +41,7 @@ def qkv(*sizes, **kinds):
     return qkv_on(*sizes, **kinds, device=torch.get_default_device())
 
 
-def hold(q, k, v, layout="bshd", **options):
+def held(q, k, v, layout="bshd", **options):
     """The call by the decode kernel, held to the oracle; -> its plan."""
     plan = tilefold.attention_plan(q, k, v, layout=layout, **options)
     assert isinstance(plan, DecodePlan)
@@ -49,9 +49,7 @@ def hold(q, k, v, layout="bshd", **options):
     assert out.shape == (*q.shape[:-1], v.shape[-1]) and out.is_contiguous()
     rows = [x.transpose(1, 2) for x in (q, k, v)] if layout == "bhsd" else (q, k, v)
     got = out.transpose(1, 2) if layout == "bhsd" else out
-    oracle, plain = (reference.attention(*rows, **options, **kind) for kind in ({}, {"dtype": q.dtype}))
-    judge(got, oracle[0], plain[0], "out")
-    judge(lse, oracle[1], plain[1], "lse")
+    hold((got, lse), reference.attention, *rows, **options)
     return plan
 
 
@@ -74,15 +72,15 @@ def test_options(layout, seq_q, heads, kv_heads, dim, dim_v):
         {"mask": torch.rand(1, heads, seq_q, keys) > 0.3, "sinks": torch.randn(heads)},
         {"bias": torch.randn(2, 1, seq_q, keys), "alibi_slopes": torch.rand(2, heads)},
     ):
-        hold(q, k, v, layout, **options)
+        held(q, k, v, layout, **options)
 
 
 def test_strides_and_half_precision():
     q, k, v = qkv(2, 1, 300, 8, 2, 32, dtype=torch.float16)
     wide = torch.zeros(2, 300, 2, 80, dtype=torch.float16)
     wide[..., :32], wide[..., 40:72] = k, v
-    hold(q.expand(2, 1, 8, 32), wide[..., :32], wide[..., 40:72], causal=True)
-    hold(q, k.transpose(1, 2).contiguous().transpose(1, 2), v)
+    held(q.expand(2, 1, 8, 32), wide[..., :32], wide[..., 40:72], causal=True)
+    held(q, k.transpose(1, 2).contiguous().transpose(1, 2), v)
 
 
 def test_packed_sequences():
@@ -91,9 +89,7 @@ def test_packed_sequences():
     options = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": 5, "max_seqlen_k": 400, "causal": True}
     assert isinstance(tilefold.attention_plan(q, k, v, **options), DecodePlan)
     out, lse = tilefold.attention_varlen(q, k, v, **options, return_lse=True)
-    oracle, plain = (reference.attention_varlen(q, k, v, **options, **kind) for kind in ({}, {"dtype": q.dtype}))
-    judge(out, oracle[0], plain[0], "out")
-    judge(lse, oracle[1], plain[1], "lse")
+    hold((out, lse), reference.attention_varlen, q, k, v, **options)
 
 
 def test_gradients_of_what_the_decode_kernel_made():
@@ -189,9 +185,7 @@ def test_masks_over_caches(page, seq_q):
         for b, n in enumerate(lengths.tolist()):
             part = (q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n])
             seen = {"mask": mask[b % len(mask) : b % len(mask) + 1, ..., :n], "causal": True}
-            oracle, plain = (reference.attention(*part, **seen, **kind) for kind in ({}, {"dtype": q.dtype}))
-            judge(out[b : b + 1], oracle[0], plain[0], "out")
-            judge(lse[b : b + 1], oracle[1], plain[1], "lse")
+            hold((out[b : b + 1], lse[b : b + 1]), reference.attention, *part, **seen)
 
 
 def test_masks_over_caches_are_checked():
@@ -254,7 +248,7 @@ def test_a_growing_cache(layout, dim, monkeypatch):
         q, k, v = qkv(2, 1, length, 4, 2, dim)
         if layout == "bhsd":
             q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
-        plan = hold(q, k, v, layout, causal=True)
+        plan = held(q, k, v, layout, causal=True)
         assert plan.problem.attention.seq_k == length
         assert plan == plan_forward(plan.problem.attention, plan.device)
     # Heads of n rows of 40 elements are a multiple of 16 apart where n is even, and the kernel is compiled for that.
@@ -266,7 +260,7 @@ def test_a_growing_cache_with_padding():
     for length in (4 * STEP, 4 * STEP + 1, 4 * STEP + 2, 4 * STEP + 17):
         mask = torch.ones(2, 1, 1, length, dtype=torch.bool)
         mask[1, ..., :9] = False
-        hold(*qkv(2, 1, length, 4, 2, 32), causal=True, mask=mask)
+        held(*qkv(2, 1, length, 4, 2, 32), causal=True, mask=mask)
 
 
 def test_a_growing_cache_is_still_checked():

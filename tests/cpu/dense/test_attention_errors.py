@@ -126,130 +126,83 @@ def test_heads_before_tokens_are_recognised(device):
     assert "all shapes fit" not in str(caught.value)
 
 
-def bad_calls(device):
+def test_bad_calls(device):
     q, k, v = qkv(2, 20, 33, 4, 2, 32, dtype=torch.float16, device=device)
+
+    def bad(error, text, *tensors, **options):
+        refuses(error, text, tilefold.attention, *(tensors or (q, k, v)), **options)
+
     other = torch.randn(2, 33, 2, 32, device=device)
-    yield ShapeError, "q has 3 dimensions, shape (20, 4, 32); expected [batch, seq_q, heads, dim_qk]", (q[0], k, v), {}
-    yield ShapeError, "dimension 0 (batch) is 1, should be 2 as in q", (q, k[:1], v), {}
-    yield ShapeError, "dimension 3 (dim_qk) is 16, should be 32 as in q", (q, k[..., :16], v), {}
-    yield ShapeError, "v has shape (2, 30, 2, 32), expected [batch, seq_k, kv_heads, dim_v]", (q, k, v[:, :30]), {}
-    yield ShapeError, "dimension 2 (kv_heads) is 1, should be 2 as in k", (q, k, v[:, :, :1]), {}
-    yield ShapeError, "q has 3 heads and k has 2: the heads of q must be a multiple", (q[:, :, :3], k, v), {}
-    yield DtypeError, "k has dtype float32, but q has float16", (q, other, v), {}
-    yield DtypeError, "q has dtype float64, accepted: float16, bfloat16, float32", (q.double(), k, v), {}
-    yield DtypeError, "v must be a torch.Tensor, got NoneType", (q, k, None), {}
-    yield DtypeError, "q must be a torch.Tensor, got list", ([1.0], k, v), {}
-    yield DeviceError, "k is on meta, but q is on", (q, k.to("meta"), v), {}
+    bad(ShapeError, "q has 3 dimensions, shape (20, 4, 32); expected [batch, seq_q, heads, dim_qk]", q[0], k, v)
+    bad(ShapeError, "dimension 0 (batch) is 1, should be 2 as in q", q, k[:1], v)
+    bad(ShapeError, "dimension 3 (dim_qk) is 16, should be 32 as in q", q, k[..., :16], v)
+    bad(ShapeError, "v has shape (2, 30, 2, 32), expected [batch, seq_k, kv_heads, dim_v]", q, k, v[:, :30])
+    bad(ShapeError, "dimension 2 (kv_heads) is 1, should be 2 as in k", q, k, v[:, :, :1])
+    bad(ShapeError, "q has 3 heads and k has 2: the heads of q must be a multiple", q[:, :, :3], k, v)
+    bad(DtypeError, "k has dtype float32, but q has float16", q, other, v)
+    bad(DtypeError, "q has dtype float64, accepted: float16, bfloat16, float32", q.double(), k, v)
+    bad(DtypeError, "v must be a torch.Tensor, got NoneType", q, k, None)
+    bad(DtypeError, "q must be a torch.Tensor, got list", [1.0], k, v)
+    bad(DeviceError, "k is on meta, but q is on", q, k.to("meta"), v)
     wide = half(2, 20, 4, 520, device=device)
-    yield Unsupported, "q and k have head dim 520; accepted: 1 to 512", (wide, wide, wide), {}
-    yield Unsupported, "v has head dim 520", (q, q, wide), {}
-    yield Unsupported, "q and k have head dim 0; accepted: 1 to 512", (q[..., :0], k[..., :0], v), {}
+    bad(Unsupported, "q and k have head dim 520; accepted: 1 to 512", wide, wide, wide)
+    bad(Unsupported, "v has head dim 520", q, q, wide)
+    bad(Unsupported, "q and k have head dim 0; accepted: 1 to 512", q[..., :0], k[..., :0], v)
     turned = half(2, 20, 32, 4, device=device).transpose(2, 3)
-    yield LayoutError, "q needs a contiguous last dimension (stride 1), got strides", (turned, k, v), {}
-    yield LayoutError, "v needs a contiguous last dimension", (q, k, half(2, 33, 2, 64, device=device)[..., ::2]), {}
+    bad(LayoutError, "q needs a contiguous last dimension (stride 1), got strides", turned, k, v)
+    bad(LayoutError, "v needs a contiguous last dimension", q, k, half(2, 33, 2, 64, device=device)[..., ::2])
     for value in (0.0, -1.0):
-        yield ValueRangeError, f"scale must be greater than 0, got {value}", (q, k, v), {"scale": value}
-    yield ValueRangeError, "scale must be greater than 0, got nan", (q, k, v), {"scale": float("nan")}
+        bad(ValueRangeError, f"scale must be greater than 0, got {value}", scale=value)
+    bad(ValueRangeError, "scale must be greater than 0, got nan", scale=float("nan"))
     for value in (1e-46, 1e39, float("inf"), 10**400):
-        yield ValueRangeError, "scale must be between 1e-30 and 1e+30 in size", (q, k, v), {"scale": value}
-    yield ValueRangeError, "softcap must be between 1e-30 and 1e+30", (q, k, v), {"softcap": 1e-50}
-    yield DtypeError, "scale must be a number, got '1'", (q, k, v), {"scale": "1"}
-    yield ValueRangeError, "softcap must be at least 0, got -3", (q, k, v), {"softcap": -3}
-    yield DtypeError, "softcap must be a number, got None", (q, k, v), {"softcap": None}
-    yield DtypeError, "causal must be a bool, got 1", (q, k, v), {"causal": 1}
-    yield DtypeError, "window must be None or a pair (left, right), got 5", (q, k, v), {"window": 5}
-    yield DtypeError, "window must hold integers or None", (q, k, v), {"window": (1.5, 2)}
-    yield ValueRangeError, "window sides must be at least 0", (q, k, v), {"window": (-2, 0)}
-    yield DtypeError, "window must hold integers or None", (q, k, v), {"window": (True, 1)}
-    yield DtypeError, "window must be None or a pair", (q, k, v), {"window": ()}
-    yield ValueRangeError, "layout must be 'bshd' or 'bhsd', got 'sbhd'", (q, k, v), {"layout": "sbhd"}
-    yield ShapeError, "bias has shape (2, 4, 20, 1)", (q, k, v), {"bias": torch.zeros(2, 4, 20, 1, device=device)}
-    yield (
-        ShapeError,
-        "dimension 1 (heads) is 3, should be 4 or 1 as in q",
-        (q, k, v),
-        {"bias": torch.zeros(2, 3, 20, 33, device=device)},
-    )
-    yield ShapeError, "bias has 2 dimensions", (q, k, v), {"bias": torch.zeros(20, 33, device=device)}
-    yield DtypeError, "bias has dtype bool", (q, k, v), {"bias": torch.ones(2, 4, 20, 33, device=device) > 0}
-    yield (
-        DtypeError,
-        "mask has dtype float32, accepted: bool",
-        (q, k, v),
-        {"mask": torch.ones(2, 4, 20, 33, device=device)},
-    )
-    yield (
-        ShapeError,
-        "alibi_slopes has shape (3,), expected [heads]",
-        (q, k, v),
-        {"alibi_slopes": torch.ones(3, device=device)},
-    )
-    yield DtypeError, "alibi_slopes has dtype float16", (q, k, v), {"alibi_slopes": half(4, device=device)}
-    yield ShapeError, "sinks has shape (2,), expected [heads]", (q, k, v), {"sinks": torch.ones(2, device=device)}
-    yield DeviceError, "sinks is on meta", (q, k, v), {"sinks": torch.ones(4, device="meta")}
-    yield (
-        DtypeError,
-        "score_mod must be a @triton.jit function of (score, batch, head,",
-        (q, k, v),
-        {"score_mod": lambda s, *a: s},
-    )
-    yield DtypeError, "mask_mod must be a @triton.jit function", (q, k, v), {"mask_mod": tilefold.attention}
-    yield DtypeError, "score_args must be a tuple, got list", (q, k, v), {"score_mod": relative, "score_args": [1]}
-    yield (
-        DtypeError,
-        "mask_args[0] must be a tensor, an int or a float, got str",
-        (q, k, v),
-        {"mask_mod": dilated, "mask_args": ("2",)},
-    )
-    yield (
-        DeviceError,
-        "score_args[0] is on meta",
-        (q, k, v),
-        {"score_mod": relative, "score_args": (torch.ones(4, device="meta"), 1)},
-    )
-    yield ValueRangeError, "score_args were given without score_mod", (q, k, v), {"score_args": (1,)}
-    yield DtypeError, "score_args must be a tuple, got float", (q, k, v), {"score_mod": relative, "score_args": 1.0}
-    yield DtypeError, "score_args must be a tuple, got Tensor", (q, k, v), {"score_mod": relative, "score_args": q}
-    yield (
-        DtypeError,
-        "mask_args[0] must be a tensor, an int or a float, got bool",
-        (q, k, v),
-        {"mask_mod": dilated, "mask_args": (True,)},
-    )
-    yield ValueRangeError, "mask_args[0] must fit 64 bits", (q, k, v), {"mask_mod": dilated, "mask_args": (2**70,)}
-    yield DtypeError, "score_mod takes 5 arguments", (q, k, v), {"score_mod": five_arguments}
+        bad(ValueRangeError, "scale must be between 1e-30 and 1e+30 in size", scale=value)
+    bad(ValueRangeError, "softcap must be between 1e-30 and 1e+30", softcap=1e-50)
+    bad(DtypeError, "scale must be a number, got '1'", scale="1")
+    bad(ValueRangeError, "softcap must be at least 0, got -3", softcap=-3)
+    bad(DtypeError, "softcap must be a number, got None", softcap=None)
+    bad(DtypeError, "causal must be a bool, got 1", causal=1)
+    bad(DtypeError, "window must be None or a pair (left, right), got 5", window=5)
+    bad(DtypeError, "window must hold integers or None", window=(1.5, 2))
+    bad(ValueRangeError, "window sides must be at least 0", window=(-2, 0))
+    bad(DtypeError, "window must hold integers or None", window=(True, 1))
+    bad(DtypeError, "window must be None or a pair", window=())
+    bad(ValueRangeError, "layout must be 'bshd' or 'bhsd', got 'sbhd'", layout="sbhd")
+    bad(ShapeError, "bias has shape (2, 4, 20, 1)", bias=torch.zeros(2, 4, 20, 1, device=device))
+    bad(ShapeError, "dimension 1 (heads) is 3, should be 4 or 1 as in q", bias=torch.zeros(2, 3, 20, 33, device=device))
+    bad(ShapeError, "bias has 2 dimensions", bias=torch.zeros(20, 33, device=device))
+    bad(DtypeError, "bias has dtype bool", bias=torch.ones(2, 4, 20, 33, device=device) > 0)
+    bad(DtypeError, "mask has dtype float32, accepted: bool", mask=torch.ones(2, 4, 20, 33, device=device))
+    bad(ShapeError, "alibi_slopes has shape (3,), expected [heads]", alibi_slopes=torch.ones(3, device=device))
+    bad(DtypeError, "alibi_slopes has dtype float16", alibi_slopes=half(4, device=device))
+    bad(ShapeError, "sinks has shape (2,), expected [heads]", sinks=torch.ones(2, device=device))
+    bad(DeviceError, "sinks is on meta", sinks=torch.ones(4, device="meta"))
+    bad(DtypeError, "score_mod must be a @triton.jit function of (score, batch, head,", score_mod=lambda s, *a: s)
+    bad(DtypeError, "mask_mod must be a @triton.jit function", mask_mod=tilefold.attention)
+    bad(DtypeError, "score_args must be a tuple, got list", score_mod=relative, score_args=[1])
+    bad(DtypeError, "mask_args[0] must be a tensor, an int or a float, got str", mask_mod=dilated, mask_args=("2",))
+    bad(DeviceError, "score_args[0] is on meta", score_mod=relative, score_args=(torch.ones(4, device="meta"), 1))
+    bad(ValueRangeError, "score_args were given without score_mod", score_args=(1,))
+    bad(DtypeError, "score_args must be a tuple, got float", score_mod=relative, score_args=1.0)
+    bad(DtypeError, "score_args must be a tuple, got Tensor", score_mod=relative, score_args=q)
+    bad(DtypeError, "mask_args[0] must be a tensor, an int or a float, got bool", mask_mod=dilated, mask_args=(True,))
+    bad(ValueRangeError, "mask_args[0] must fit 64 bits", mask_mod=dilated, mask_args=(2**70,))
+    bad(DtypeError, "score_mod takes 5 arguments", score_mod=five_arguments)
     for name in ("bias", "mask", "sinks", "alibi_slopes"):
-        yield (
+        bad(
             DtypeError,
             f"{name} must be a torch.Tensor{', a value of tilefold.masks' * (name == 'mask')} or None, got ndarray",
-            (q, k, v),
-            {name: np.ones((1, 1, 20, 33))},
+            **{name: np.ones((1, 1, 20, 33))},
         )
     lazy = torch.view_as_complex(torch.randn(2, 4, 20, 33, 2, device=device)).conj().imag
-    yield LayoutError, "bias is a lazy negation", (q, k, v), {"bias": lazy}
-    yield LayoutError, "q must be a dense strided tensor", (q.to_sparse(), k, v), {}
-    yield (
-        DtypeError,
-        "plan must be an AttentionPlan, a DecodePlan, an InvariantPlan or None, got str",
-        (q, k, v),
-        {"plan": "fast"},
-    )
+    bad(LayoutError, "bias is a lazy negation", bias=lazy)
+    bad(LayoutError, "q must be a dense strided tensor", q.to_sparse(), k, v)
+    bad(DtypeError, "plan must be an AttentionPlan, a DecodePlan, an InvariantPlan or None, got str", plan="fast")
     learned = q.clone().requires_grad_()
-    yield (
-        Unsupported,
-        "only assignments, `if` and `return` may depend on the score",
-        (learned, k, v),
-        {"score_mod": looped},
-    )
+    bad(Unsupported, "only assignments, `if` and `return` may depend on the score", learned, k, v, score_mod=looped)
     slopes = torch.ones(4, device=device).requires_grad_()
-    yield Unsupported, "alibi_slopes requires a gradient", (q, k, v), {"alibi_slopes": slopes}
-    yield DtypeError, "backward_plan must be an AttentionBackwardPlan", (learned, k, v), {"backward_plan": "fast"}
-    yield ValueRangeError, "score_grad was given without score_mod", (q, k, v), {"score_grad": relative}
-
-
-def test_bad_calls(device):
-    for error, text, tensors, options in bad_calls(device):
-        refuses(error, text, tilefold.attention, *tensors, **options)
+    bad(Unsupported, "alibi_slopes requires a gradient", alibi_slopes=slopes)
+    bad(DtypeError, "backward_plan must be an AttentionBackwardPlan", learned, k, v, backward_plan="fast")
+    bad(ValueRangeError, "score_grad was given without score_mod", score_grad=relative)
 
 
 def test_bad_calls_on_a_warm_cache(device, monkeypatch):

@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 
 import tilefold
-from cases import dilated, dilated_twin, judge, qkv, rand, relative, relative_twin
+from cases import dilated, dilated_twin, hold, judge, qkv, rand, relative, relative_twin
 from cases.index import held, lists, plan_of
+from cases.refusals import refuses
 from sources import run_source
 from tilefold import BlockIndex, reference
 from tilefold.sparse import Selection
@@ -77,9 +78,7 @@ def test_blocks_of_several_tiles(blocks, device):
     index = lists(1, 2, 140, 130, block=blocks[1], block_q=blocks[0], device=device)
     plan = plan_of(q, k, v, index).with_tile(block_m=16, block_n=16, splits=2)
     out, lse = tilefold.sparse_attention(q, k, v, index, plan=plan, return_lse=True)
-    oracle, plain = (reference.sparse_attention(q, k, v, index, **d) for d in ({}, {"dtype": torch.float16}))
-    judge(out, oracle[0], plain[0], "out")
-    judge(lse, oracle[1], plain[1], "lse")
+    hold((out, lse), reference.sparse_attention, q, k, v, index)
 
 
 def test_shared_lists_and_strides(device):
@@ -115,8 +114,7 @@ def test_all_blocks_is_dense(device):
     full = torch.ones(1, 1, 3, 4, dtype=torch.bool, device=device)
     index = BlockIndex.from_map(full, block_q=16, block_k=16, seq_q=48, seq_k=64)
     out = tilefold.sparse_attention(q, k, v, index)
-    oracle, plain = (reference.attention(q, k, v, **d)[0] for d in ({}, {"dtype": torch.float16}))
-    judge(out, oracle, plain, "out")
+    hold(out, reference.attention, q, k, v)
 
 
 def test_empty(device):
@@ -154,9 +152,7 @@ def test_refusals(device):
         (tilefold.ValueRangeError, "scale must be greater than 0", (q, k, v, index), {"scale": 0.0}),
         (tilefold.DtypeError, "plan must be a SparsePlan", (q, k, v, index), {"plan": 3}),
     ):
-        with pytest.raises(error) as caught:
-            tilefold.sparse_attention(*args, **options)
-        assert text in str(caught.value), str(caught.value)
+        refuses(error, text, tilefold.sparse_attention, *args, **options)
 
 
 def test_plan(device):

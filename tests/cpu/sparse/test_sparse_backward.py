@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import tilefold
-from cases import dilated, dilated_twin, judge, looped, one, qkv, rand, relative, relative_twin, same
+from cases import dilated, dilated_twin, gradient, looped, one, qkv, rand, relative, relative_twin, same
+from cases.gradient import judged
 from cases.index import lists
 from cases.index import plan_of as forward_plan
 from tilefold import BlockIndex, reference
@@ -20,8 +21,6 @@ from tilefold.plan.limits import Tile
 from tilefold.plan.sparse.sparse_backward import SparseBackwardPlan, plan_sparse_backward
 
 BOX = "sparse_backward_box"
-NAMES = ("dq", "dk", "dv")
-OURS = ("score_grad", "backward_plan")  # what the reference has no use for
 
 
 def plan_of(q, k, v, index, **options) -> SparseBackwardPlan:
@@ -30,37 +29,22 @@ def plan_of(q, k, v, index, **options) -> SparseBackwardPlan:
 
 
 def oracle(q, k, v, index, dout, dlse, dtype, options):
-    """Gradients of sum(out dout) + sum(lse dlse) over the rows that see a key."""
-    inputs = [t.detach().double().requires_grad_() for t in (q, k, v)]
-    out, lse = reference.sparse_attention(*inputs, index, dtype=dtype, **options)
-    loss = (out * dout.double()).sum()
-    if dlse is not None:
-        loss = loss + (torch.where(lse.isfinite(), lse, 0.0) * dlse.double()).sum()
-    return torch.autograd.grad(loss, inputs)
+    return gradient.oracle((q, k, v), dout, dlse, dtype, (index,), of="sparse_attention", **options)
 
 
 def gradients(q, k, v, index, dout, dlse, options):
-    inputs = [t.detach().requires_grad_() for t in (q, k, v)]
-    out, lse = tilefold.sparse_attention(*inputs, index, return_lse=True, **options)
-    given = (dout,) if dlse is None else (dout, dlse)
-    return torch.autograd.grad((out, lse)[: len(given)], inputs, given)
+    return gradient.gradients((q, k, v), dout, dlse, (index,), of="sparse_attention", **options)
 
 
 def check(q, k, v, index, lse=True, kernel=None, twins: dict[str, Any] | None = None, **options):
-    layout = options.get("layout", "bshd")
-    shape = (*q.shape[:3], v.shape[3])
-    dout = rand(*shape, dtype=q.dtype, device=q.device)
-    heads, rows = (q.shape[2], q.shape[1]) if layout == "bshd" else (q.shape[1], q.shape[2])
-    dlse = rand(q.shape[0], heads, rows, device=q.device) if lse else None
-    python = {name: value for name, value in {**options, **(twins or {})}.items() if name not in OURS}
+    dout, dlse = gradient.upstream(q, v, options.get("layout", "bshd"), lse)
+    python = {**options, **(twins or {})}
     if kernel:
-        hooks = {name: value for name, value in options.items() if name not in OURS}
+        hooks = {name: value for name, value in options.items() if name not in gradient.OURS}
         options["backward_plan"] = plan_of(q, k, v, index, **hooks).with_tiles(kernel=kernel)
     got = gradients(q, k, v, index, dout, dlse, options)
-    want = oracle(q, k, v, index, dout, dlse, torch.float64, python)
-    plain = oracle(q, k, v, index, dout, dlse, q.dtype, python)
-    for name, a, b, c in zip(NAMES, got, want, plain, strict=True):
-        judge(a, b, c, f"{name} {tuple(q.shape)} {tuple(k.shape)} {q.dtype} {kernel} {sorted(options)}")
+    sides = (oracle(q, k, v, index, dout, dlse, kind, python) for kind in (torch.float64, q.dtype))
+    judged(got, *sides, f"{tuple(q.shape)} {tuple(k.shape)} {q.dtype} {kernel} {sorted(options)}")
     return got
 
 
@@ -170,8 +154,7 @@ def test_gradient_of_a_sum(device):
             return torch.autograd.grad(loss(reference.sparse_attention(*wide, index)[0]), wide)
 
         plain = reference.deviating(pulled, torch.float32)
-        for name, a, b, c in zip(NAMES, got, pulled(), plain, strict=True):
-            judge(a, b, c, name)
+        judged(got, pulled(), plain, "")
 
 
 def test_only_what_is_asked(device):
@@ -196,8 +179,7 @@ def test_only_lse(device):
     got = torch.autograd.grad(lse, inputs, dlse)
     zero = torch.zeros(1, 48, 2, 16, device=device)
     want, plain = (oracle(q, k, v, index, zero, dlse, d, {}) for d in (torch.float64, torch.float32))
-    for name, a, b, c in zip(NAMES, got, want, plain, strict=True):
-        judge(a, b, c, name)
+    judged(got, want, plain, "")
 
 
 def test_mods(device):
@@ -227,8 +209,7 @@ def test_a_split_forward(device):
     dout = rand(1, 16, 2, 16, device=device)
     got = gradients(q, k, v, index, dout, None, {"plan": plan})
     want, plain = (oracle(q, k, v, index, dout, None, d, {}) for d in (torch.float64, torch.float32))
-    for name, a, b, c in zip(NAMES, got, want, plain, strict=True):
-        judge(a, b, c, name)
+    judged(got, want, plain, "")
 
 
 def test_empty(device):
@@ -314,8 +295,7 @@ def test_packed_sequences(dtype, device):
             )
             for d in (torch.float64, dtype)
         )
-        for name, a, b, c in zip(NAMES, got, want, plain, strict=True):
-            judge(a, b, c, f"{name} packed {options}")
+        judged(got, want, plain, f"packed {options}")
         assert not any(g[end:].any() for g, end in zip(got, (60, 80, 80), strict=True))
 
 

@@ -19,22 +19,6 @@ def listed(order, seq_q, seq_k, device, **sizes):
     return BlockIndex(indices, counts, 16, 16, seq_q, seq_k, **sizes)
 
 
-@pytest.mark.parametrize("first", [0, 3])
-@pytest.mark.parametrize("splits", [1, 3])
-def test_no_nan_when_an_empty_block_comes_first(first, splits, device):
-    """A tile without a live key as the first one: m is still -inf, and -inf - -inf must not happen."""
-    sizes = torch.full((5,), 16, dtype=torch.int32, device=device)
-    sizes[first] = 0
-    q, k, v = qkv(1, 16, 80, 2, 2, 16, device=device)
-    index = listed([first, 1, 4], 16, 80, device, block_sizes=sizes)
-    clean = held("sparse_attention", (q, k, v), index, {}, splits=splits)
-    k[:, 16 * first : 16 * first + 16] = v[:, 16 * first : 16 * first + 16] = float("nan")
-    plan = plan_of(q, k, v, index).with_tile(splits=splits)
-    dirty = tilefold.sparse_attention(q, k, v, index, plan=plan, return_lse=True)
-    assert all(t.isfinite().all() for t in dirty)
-    assert all(torch.equal(a, b) for a, b in zip(clean, dirty, strict=True))
-
-
 def test_masks_go_by_block_and_not_by_place_in_the_list(device):
     """The valid tokens of a block, the tail of the last one and the causal mask follow the block wherever it is listed."""
     sizes = torch.tensor([16, 2, 16, 7, 6], dtype=torch.int32, device=device)
@@ -52,14 +36,6 @@ def test_masks_go_by_block_and_not_by_place_in_the_list(device):
     for out, lse in results[1:]:
         torch.testing.assert_close(out, results[0][0], atol=1e-6, rtol=1e-5)
         torch.testing.assert_close(lse, results[0][1], atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize(("seq_q", "seq_k"), [(1, 65), (63, 64), (64, 63), (65, 129), (130, 1)])
-def test_lengths_that_are_no_multiple_of_64(seq_q, seq_k, device):
-    q, k, v = qkv(1, seq_q, seq_k, 2, 1, 16, dtype=torch.float16, device=device)
-    held(
-        "sparse_attention", (q, k, v), lists(1, 2, seq_q, seq_k, block=64, density=0.8, device=device), {}, causal=True
-    )
 
 
 class Allocations(TorchDispatchMode):

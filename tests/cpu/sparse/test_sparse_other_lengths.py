@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cases import arguments_of
+from cases import arguments_of, told
 from tilefold.ops import records
 from tilefold.ops.bound import stand_in
 from tilefold.ops.call import Call
@@ -73,9 +73,7 @@ def mixed_arguments(prepared, q, k, v, call):
     )
     bound = sparse_mixed.bind(prepared, call, out, out, gate, None)
     lse = torch.empty(prepared.lse_shape, device="meta")
-    given = bound.arguments((q, k, v, out, lse, call, out, gate, None))
-    return [{**a.__dict__, "base": a.base.shape} if hasattr(a, "block_shape") else tuple(a.shape) if hasattr(a, "shape") else a
-            for a in given]  # fmt: skip
+    return told(bound.arguments((q, k, v, out, lse, call, out, gate, None)))
 
 
 def call_heads(q, call):
@@ -110,12 +108,7 @@ def bound_backward(q, k, v, call):
     given = (q, k, v, out, lse, out, None, call, turned, places, *scratch)
     found = [(tuple(one.shape), one.dtype) for one in bound.buffers]
     for one in (bound.statistics, bound.places, bound.main):
-        found += [one.launch.grid, one.launch.keywords, one.launch.fn]
-        for a in one.arguments(given):
-            boxed = hasattr(a, "block_shape")
-            found.append(
-                {**a.__dict__, "base": a.base.shape} if boxed else tuple(a.shape) if hasattr(a, "shape") else a
-            )
+        found += [one.launch.grid, one.launch.keywords, one.launch.fn, *told(one.arguments(given))]
     return bound, found
 
 

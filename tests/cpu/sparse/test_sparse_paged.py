@@ -9,6 +9,7 @@ import torch
 import tilefold
 from cases import dilated, dilated_twin, one_graph, prefix, prefix_twin, rand, relative, relative_twin
 from cases.index import cache, held, lists, plan_of
+from cases.refusals import refuses
 from tilefold import BlockIndex
 from tilefold.ops.call import Call
 from tilefold.ops.source import Lists, Paged
@@ -164,9 +165,7 @@ def test_refusals(device):
         (tilefold.ValueRangeError, "layout must be 'bshd' or 'bhsd'", (q, k, v, *rest), {"layout": "sbhd"}),
         (tilefold.DtypeError, "plan must be a SparsePlan", (q, k, v, *rest), {"plan": 3}),
     ):  # fmt: skip
-        with pytest.raises(error) as caught:
-            tilefold.sparse_attention_paged(*args, **options)
-        assert text in str(caught.value), str(caught.value)
+        refuses(error, text, tilefold.sparse_attention_paged, *args, **options)
 
 
 def test_gradients_are_refused(device):
