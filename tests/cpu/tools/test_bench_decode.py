@@ -11,10 +11,9 @@ from cases.cli import command, refused, reports
 from cases.refusals import refuses
 from tilefold.bench.choice import chosen
 from tilefold.bench.decode import peers as decode_peers
-from tilefold.bench.decode import serving as decode_serving
 from tilefold.bench.decode.cases import DecodeCase, decode_cases
 from tilefold.bench.decode.inputs import DecodeJudge, make_decode_inputs
-from tilefold.bench.decode.serving import DECODE, DECODE_PEERS, in_pages
+from tilefold.bench.decode.peers import DECODE, DECODE_PEERS, in_pages
 from tilefold.bench.family_report import family_lines, family_table
 from tilefold.bench.run import Cell, Row, run_case
 from tilefold.bench.setting import Options
@@ -325,9 +324,8 @@ def modules(monkeypatch):
     """Stand-ins by module name, in place of what is not installed."""
     found = {"flashinfer": FLASHINFER}
     fake = types.SimpleNamespace(import_module=found.__getitem__)
-    for module in (decode_serving, decode_peers):
-        monkeypatch.setattr(module, "importlib", fake)
-        monkeypatch.setattr(module, "importable", found.__contains__)
+    monkeypatch.setattr(decode_peers, "importlib", fake)
+    monkeypatch.setattr(decode_peers, "importable", found.__contains__)
     sms = types.SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sms)
     return found
@@ -344,7 +342,7 @@ def test_flashinfer_gets_pages_and_lengths(modules, case):
     "case", [*CASES, replace(EVEN, kv_heads=1, dim_qk=40, dim_v=32, shared=True)], ids=lambda c: c.name
 )
 def test_vllm_gets_pages_and_room_for_its_splits(modules, case, function):
-    modules[decode_serving.VLLM_MODULES[1]] = types.SimpleNamespace(decode_attention_fwd=function)
+    modules[decode_peers.VLLM_MODULES[1]] = types.SimpleNamespace(decode_attention_fwd=function)
     assert all(one.ok for one in judged("vllm", case))
     assert DECODE_PEERS["vllm"].refuses(replace(case, queries=2), "cuda") == "takes one query a sequence"
 
