@@ -38,7 +38,6 @@ from tilefold.sparse.stages import CoarseOptions, SelectOptions
 # What is swept -> its unit.
 SWEEPS = {"sparsity": "% sparsity", "length": "tokens", "cached": "cached tokens"}
 FINE = "fine"
-PARTS = ("append", *STAGES)  # what the whole consists of; only a cache has the first
 
 
 @dataclass(frozen=True, slots=True)
