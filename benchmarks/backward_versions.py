@@ -7,6 +7,7 @@ Milliseconds and TFLOP/s of the backward pass alone; gradients are held to those
 results/backward_versions.jsonl, and backward_packed.jsonl, have what was measured; tests hold the plans to them."""
 
 import argparse
+import importlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ import torch
 
 import tilefold
 from tilefold.bench import timers
+from tilefold.bench.implementation import output_of
 from tilefold.plan.backward.attention_backward import HOPPER, plan_attention_backward
 from tilefold.plan.backward.attention_backward_hopper import is_kept_well
 from tilefold.plan.backward.attention_backward_packed import packed_refusal
@@ -65,16 +67,6 @@ APART = {
 }  # where heads share KV heads
 
 
-def flash_attention(deterministic: bool) -> Callable[..., Any]:
-    from flash_attn.cute import flash_attn_func
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Any:
-        found = flash_attn_func(q, k, v, causal=causal, deterministic=deterministic)
-        return found[0] if isinstance(found, tuple) else found
-
-    return attend
-
-
 def backward_of(out: torch.Tensor, inputs: Gradients, dout: torch.Tensor) -> Backward:
     return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
 
@@ -89,59 +81,41 @@ def plans_of(plan: Any, group: int) -> dict[str, Any]:
     return plans
 
 
-def candidates(shape: tuple[int, int, int, int, int, bool]) -> dict[str, Backward]:
-    batch, tokens, heads, kv_heads, dim, causal = shape
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def draw(n: int) -> torch.Tensor:
-        return torch.randn(batch, tokens, n, dim, device="cuda", generator=generator).bfloat16()
-
-    q, k, v = (draw(n).requires_grad_() for n in (heads, kv_heads, kv_heads))
-    dout = draw(heads)
-    plan = tilefold.attention_backward_plan(q, k, v, causal=causal)
-    made = {}
-    for name, own in plans_of(plan, heads // kv_heads).items():
-        out = tilefold.attention(q, k, v, causal=causal, backward_plan=own)
-        made[name] = backward_of(out, (q, k, v), dout)
-    for name, deterministic in (("FA4", False), ("FA4 deterministic", True)):
-        try:
-            made[name] = backward_of(flash_attention(deterministic)(q, k, v, causal), (q, k, v), dout)
-        except ImportError:
-            continue
-    return made
-
-
 def lengths_of(sequences: int, mean: int) -> list[int]:
     """Lognormal ones, the same every time."""
     drawn = torch.randn(sequences, generator=torch.Generator().manual_seed(mean)).mul(0.6).exp()
     return (drawn * (mean * sequences / float(drawn.sum()))).int().clamp(min=1).tolist()
 
 
-def packed_candidates(shape: tuple[int, int, int, int, int, bool]) -> dict[str, Backward]:
-    sequences, mean, heads, kv_heads, dim, causal = shape
-    lengths = lengths_of(sequences, mean)
+def candidates(shape: tuple[int, int, int, int, int, bool], packed: bool) -> dict[str, Backward]:
+    batch, tokens, heads, kv_heads, dim, causal = shape
+    lengths = lengths_of(batch, tokens)
+    lead = (sum(lengths),) if packed else (batch, tokens)
     generator = torch.Generator("cuda").manual_seed(0)
 
     def draw(n: int) -> torch.Tensor:
-        return torch.randn(sum(lengths), n, dim, device="cuda", generator=generator).bfloat16()
+        return torch.randn(*lead, n, dim, device="cuda", generator=generator).bfloat16()
 
     q, k, v = (draw(n).requires_grad_() for n in (heads, kv_heads, kv_heads))
     dout = draw(heads)
-    offsets = torch.tensor([sum(lengths[:i]) for i in range(sequences + 1)], dtype=torch.int32, device="cuda")
-    where = offsets, offsets, max(lengths), max(lengths)
-    named = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), where, strict=True))
-    plan = tilefold.attention_backward_plan(q, k, v, causal=causal, **named)
+    options: dict[str, Any] = {"causal": causal}
+    if packed:
+        offsets = torch.tensor([sum(lengths[:i]) for i in range(batch + 1)], dtype=torch.int32, device="cuda")
+        options |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+        options |= {"max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
+    attend: Any = tilefold.attention_varlen if packed else tilefold.attention
+    plan = tilefold.attention_backward_plan(q, k, v, **options)
     made = {}
     for name, own in plans_of(plan, heads // kv_heads).items():
-        out = tilefold.attention_varlen(q, k, v, *where, causal=causal, backward_plan=own)
-        made[name] = backward_of(out, (q, k, v), dout)
+        made[name] = backward_of(attend(q, k, v, **options, backward_plan=own), (q, k, v), dout)
     try:
-        from flash_attn.cute import flash_attn_varlen_func
+        cute: Any = importlib.import_module("flash_attn.cute")
     except ImportError:
         return made
+    theirs = cute.flash_attn_varlen_func if packed else cute.flash_attn_func
     for name, deterministic in (("FA4", False), ("FA4 deterministic", True)):
-        found = flash_attn_varlen_func(q, k, v, **named, causal=causal, deterministic=deterministic)
-        made[name] = backward_of(found[0] if isinstance(found, tuple) else found, (q, k, v), dout)
+        out = output_of(theirs(q, k, v, **options, deterministic=deterministic))
+        made[name] = backward_of(out, (q, k, v), dout)
     return made
 
 
@@ -176,7 +150,7 @@ def main() -> None:
     for shape in [(*case, causal) for case in (PACKED if packed else CASES) for causal in (False, True)]:
         if options.only not in named(shape, packed):
             continue
-        calls = (packed_candidates if packed else candidates)(shape)
+        calls = candidates(shape, packed)
         wanted = calls["added in order"]()
         wrong = {each: far(call(), wanted) for each, call in calls.items()}
         flops = 10 * shape[2] * shape[4] * pairs_of(shape, packed)

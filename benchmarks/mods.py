@@ -32,6 +32,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import tilefold
 from tilefold.bench import timers
+from tilefold.bench.page import table_lines
 from tilefold.bench.setting import setting_of
 from tilefold.compat import flex_attention as door
 from tilefold.plan import plan_attention
@@ -340,10 +341,9 @@ def cells(record: dict[str, Any]) -> list[str]:
 
 def markdown(records: list[dict[str, Any]]) -> str:
     """All rows as a table, then what failed."""
-    lines = [HEAD, ("---",) + ("---:",) * (len(HEAD) - 1), *map(cells, records)]
     failed = [f"{one['mod']}, {one['tokens']}, {one['dim']}, {one['pass']}: {who}: {why.splitlines()[0]}"
               for one in records for who, why in one["failed"].items()]  # fmt: skip
-    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", *failed])
+    return "\n".join([*table_lines(HEAD, [*map(cells, records)]), "", *failed])
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from video_blocks import DENSE, SHAPES, TINY, Adapter, Shape, Transformer, dense
 import tilefold
 from tilefold import video
 from tilefold.bench import timers
+from tilefold.bench.page import table_lines
 from tilefold.ops.environment import importable
 from tilefold.video.attend import attend_lists
 
@@ -78,8 +79,7 @@ class Meter:
     def table(self, model: str, title: str, head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
         """Print a Markdown table, and write its rows."""
         texts = [[f"{one:.3f}" if isinstance(one, float) else str(one) for one in row] for row in rows]
-        print(f"\n{model}: {title}\n\n| {' | '.join(head)} |\n|---|{'---:|' * (len(head) - 1)}")
-        print("\n".join(f"| {' | '.join(row)} |" for row in texts), flush=True)
+        print("\n".join(["", f"{model}: {title}", "", *table_lines(head, texts)]), flush=True)
         if self.jsonl is not None:
             self.jsonl.parent.mkdir(parents=True, exist_ok=True)
             with self.jsonl.open("a", encoding="utf-8") as file:

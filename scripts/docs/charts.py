@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bars import Bar, bars, read_rows
-from svg import EDGE, OTHERS, OURS, OURS_TOO, box, svg, text
+from svg import EDGE, OTHERS, OURS, svg, text
 
 from tilefold.plan import AttentionProblem, device_named
 from tilefold.plan.backward.attention_backward import plan_attention_backward
@@ -77,14 +77,15 @@ def measured(group: Bars | Gradients, results: Path = RESULTS) -> tuple[dict[str
     return gradients(group.case, mine, {"FA4 det.": "FA4 deterministic", "FA4 \N{DAGGER}": "FA4"}), mine[0]
 
 
+def rated(rates: dict[str, float]) -> list[Bar]:
+    """A bar for each of a group."""
+    return [Bar(name, rate, f"{rate:.0f}", OURS if name == "tilefold" else OTHERS) for name, rate in rates.items()]
+
+
 def speed(results: Path = RESULTS) -> str:
     """Bars of TFLOP/s, a group a case; the longest bar of all is as long as there is room."""
     found = [(group.title, *measured(group, results)) for group in CHART]
-    fills = {"tilefold": OURS, "tilefold \N{DAGGER}": OURS_TOO}
-    groups = [
-        (title, [Bar(name, rate, f"{rate:.0f}", fills.get(name, OTHERS)) for name, rate in rates.items()])
-        for title, rates, _ in found
-    ]
+    groups = [(title, rated(rates)) for title, rates, _ in found]
     days, devices = (sorted({row[key][:size] for *_, row in found}) for key, size in (("date", 10), ("device", 40)))
     below = (
         f"{', '.join(devices)}, bfloat16; {', '.join(days)}.\n16384 tokens; sparse: 23296.\n"
@@ -237,27 +238,13 @@ def gradients(case: Sequence[Any], rows: Sequence[dict[str, Any]], peers: dict[s
 
 def backward(results: Path = RESULTS) -> str:
     """Dense gradients beside FlashAttention-4, deterministic and not, on each device that was measured."""
-    rows = read_rows(results / "backward_versions.jsonl")
-    devices = sorted({row["device"] for row in rows}, reverse=True)
-    left, room, y = 150, 196, 46
-    parts, told = [text(12, 28, "Dense gradients, TFLOP/s: longer is faster", 16, weight="600")], []
-    for device in devices:
-        short = device.removeprefix("NVIDIA ").split()[0]
+    rows, groups = read_rows(results / "backward_versions.jsonl"), []
+    for device in sorted({row["device"] for row in rows}, reverse=True):
         for title, case in GRADIENTS:
             mine = [row for row in rows if row["device"] == device and row["case"] == case]
-            shown = gradients(case, mine, {"FA4 deterministic": "FA4 deterministic", "FA4 \N{DAGGER}": "FA4"})
-            y += 22
-            parts.append(text(12, y, f"{short}, {title}", 14, weight="600"))
-            y += 8
-            for name, rate in shown.items():
-                long = round(room * rate / 720, 1)
-                parts.append(text(left - 8, y + 13, name, 13, "end"))
-                parts.append(box(left, y, long, 16, OURS if name == "tilefold" else OTHERS, ' rx="2"'))
-                parts.append(
-                    text(left + long + 6, y + 13, f"{rate:.0f}", 13, weight="600" if name == "tilefold" else "")
-                )
-                y += 20
-            told.append(f"{short}, {title}: " + ", ".join(f"{name} {rate:.0f}" for name, rate in shown.items()))
+            rates = gradients(case, mine, {"FA4 deterministic": "FA4 deterministic", "FA4 \N{DAGGER}": "FA4"})
+            groups.append((f"{device.removeprefix('NVIDIA ').split()[0]}, {title}", rated(rates)))
     days = ", ".join(sorted({row["date"] for row in rows}))
-    parts.append(text(12, y + 24, f"bfloat16; {days}. \N{DAGGER} non-deterministic.", 12))
-    return svg(396, y + 36, "Dense gradients in TFLOP/s", parts, "; ".join(told))
+    return bars(
+        "Dense gradients, TFLOP/s: longer is faster", groups, f"bfloat16; {days}. \N{DAGGER} non-deterministic."
+    )

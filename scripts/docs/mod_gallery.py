@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from svg import EDGE, FULL, box, svg, text
 
+from tilefold.bench.page import table_lines
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
@@ -169,16 +171,15 @@ def speed(found: Records, mod: Mod, way: str) -> str:
     return "<br>".join([*lines, f"{ratio(row, 'own')} times our own kernel"] if mod.own else lines)
 
 
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    return "\n".join(table_lines(head, rows))
+
+
 def settings(found: Records) -> str:
     """Where it was measured: devices, days, commits, torch."""
     said = {tuple(str(row[key]) for key in ("device", "date", "commit", "torch")) for row in found.values()}
     shown = sorted({f"{device}, {date[:10]}, {commit}, torch {version}" for device, date, commit, version in said})
     return "; ".join(shown) or "not measured yet"
-
-
-def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = [head, ("---",) + ("---:",) * (len(head) - 1), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------------

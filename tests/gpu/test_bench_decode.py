@@ -9,7 +9,7 @@ import torch
 from cases.device import command
 from tilefold.bench.choice import chosen
 from tilefold.bench.decode.cases import DecodeCase
-from tilefold.bench.decode.serving import DECODE, DECODE_DEFAULTS
+from tilefold.bench.decode.peers import DECODE, DECODE_DEFAULTS
 from tilefold.bench.run import run_case
 from tilefold.bench.setting import Options
 

@@ -16,8 +16,8 @@ from tilefold.errors import Unsupported
 from tilefold.plan.sparse.video import STAGES, VideoShape
 from tilefold.plan.sparse.video_launches import TOGETHER, LaunchWork
 from tilefold.profiling import roofs
+from tilefold.profiling.launches import by_place, traced
 from tilefold.profiling.predict import predict
-from tilefold.profiling.timeline import by_place, traced
 from tilefold.profiling.video import explain_video
 from tilefold.sparse import CoarseOptions, SelectOptions
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from tilefold.bench.attention.peers import DENSE, SPARSE
 from tilefold.bench.choice import INSTALLED, NONE, meant, select_cases
-from tilefold.bench.decode.serving import DECODE
+from tilefold.bench.decode.peers import DECODE
 from tilefold.bench.engine import AttentionEngine, Engine, Request
 from tilefold.bench.matrix.conv import CONV
 from tilefold.bench.matrix.gemm import GEMM

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from tilefold.cli.bench_epilogs import EPILOGS, HELP
 from tilefold.cli.bench_flow import Session, peer_names
 from tilefold.cli.bench_parallel import EPILOG as PARALLEL_EPILOG
 from tilefold.cli.bench_parallel import parallel
@@ -39,6 +38,96 @@ EPILOG = """
 dense, sparse, decode, gemm, conv, lowbit and move have the same options; `tilefold bench dense --help` says what is measured,
 and how.
 """
+
+# Of each family: the first line of its help, and what that says below the options.
+HELP = {
+    "dense": "Attention over all pairs, full and causal, beside other libraries.",
+    "sparse": "Attention over lists of blocks beside other libraries.",
+    "decode": "Time one step of generation over contiguous, paged and quantised KV caches beside other libraries.",
+    "gemm": "Time matrix products, batched or not, with what is fused behind them, beside torch.",
+    "conv": "Time two-dimensional convolutions beside torch.",
+    "lowbit": "Time products with weights of 8, 4, 3 and 2 bits beside 16-bit ones and other libraries.",
+    "move": "Time sums and transposes, bound by the bytes that they move, beside torch.",
+}
+ATTENTION_EPILOG = """
+**Examples**
+
+    tilefold bench dense --quick
+
+    tilefold bench dense --peers cudnn,flash --case d128,causal --markdown dense.md
+
+    tilefold bench dense --host --graph --csv dense.csv --json dense.json --results benchmarks/results
+
+    tilefold bench sparse --direction both --case "random_s80|video" --peers bsa,tk,cudnn --results benchmarks/results
+
+    tilefold bench sparse --sparsity 1,10,20,...,99 --peers cudnn,bsa
+
+    tilefold bench video --sweep length --peers cudnn,fa4
+
+    tilefold bench dense --against installed --compare before.json --fail-slower 3
+
+**Peers**: cudnn, flash (FlashAttention-2), efficient and math are backends of torch's scaled_dot_product_attention; flex is
+FlexAttention, compiled; fa4 is flash_attn.cute, if installed; none measures tilefold alone. For sparse also bsa (cuDNN
+block-sparse), tk and fastvideo (fastvideo-kernel's ThunderKittens and Triton), if installed, and portable (tilefold's own
+portable kernel, where the plan takes another one). For gradients of dense attention also fa4-det (fa4 with deterministic=True)
+and non-deterministic (tilefold with deterministic=False, where another kernel makes them then): tilefold's rows are
+deterministic, fa4's are not. Peers that know no lists compute every pair, and are judged by that.
+
+**Lists** keep at least as many KV blocks as the sparsity asks for; the column kept says how many, of how many.
+
+**Method**: all implementations get the same normally distributed inputs. Each output is compared with fp64 on sampled rows; a
+wrong one is reported and not timed. Times are medians between GPU events with a cold L2 cache, taken in rounds whose order
+alternates. Backward, the gradients of q, k and v are computed over a graph that is kept. Rates of sparse cases count the listed
+blocks only, dense peers' too. Clocks and power are read meanwhile, and a clock that moved is said. Exit code 1 if a result of
+tilefold is wrong, or with --compare if it is not right any more, or with --fail-slower if it is surely slower by more.
+"""
+DECODE_EPILOG = """
+**Examples**
+
+    tilefold bench decode --quick
+
+    tilefold bench decode --case "b1,n8192|b32,page16" --peers plain,cudnn,fa4 --markdown decode.md
+
+    tilefold bench decode --case "mla|fp8|int8|uneven" --rounds 3 --budget 120 --results benchmarks/results
+
+**Peers**: cudnn, flash (FlashAttention-2) and math are backends of torch's scaled_dot_product_attention; flex is FlexAttention,
+compiled; fa4 is flash_attn.cute, flashinfer and vllm (its Triton kernel) are used if installed; plain is tilefold itself over
+the same numbers, contiguous and in the queries' dtype: what pages cost and what one byte a number gains. none measures tilefold
+alone. Peers without pages or quantised caches get the plain numbers.
+
+**Columns**: us of a call, GB/s of the bytes that a step has to move, how many times as long as a plain copy of as many bytes,
+timed in the same rounds, would take (x floor), how many times as fast as the fastest other library (best).
+
+**Method**: every output is compared with fp64, all sequences and heads; what is wrong is reported and not timed. Times are
+medians between GPU events with a cold L2 cache, and of CUDA-graph replays over caches of six times the L2 cache, taken in rounds
+whose order alternates. Without a GPU tiny cases run in the interpreter. Exit code 1 if a result of tilefold is wrong.
+"""
+
+_MATRIX_COLUMNS = """us of a call, GB/s of the bytes that have to move, TFLOP/s, the share of the roof (the longer one of
+those bytes at the rate of a plain copy, timed in the same rounds, and the operations at the device's rate, in the time), how many
+times as fast as the fastest other library (best)."""
+_MOVE_COLUMNS = """us of a call, GB/s of the bytes that have to move, how many times as long as a plain copy of as many bytes,
+timed in the same rounds, would take (x floor), how many times as fast as the fastest other library (best)."""
+_MATRIX = f"""
+**Columns**: {_MATRIX_COLUMNS}
+
+**Method**: every output is compared with fp64 in full; what is wrong is reported and not timed. Times are medians between GPU
+events with a cold L2 cache, and of CUDA-graph replays over inputs of six times the L2 cache, taken in rounds whose order
+alternates. Without a GPU tiny cases run in the interpreter. Exit code 1 if a result of tilefold is wrong.
+"""
+EPILOGS = {
+    "dense": ATTENTION_EPILOG,
+    "sparse": ATTENTION_EPILOG,
+    "decode": DECODE_EPILOG,
+    "gemm": "**Peers**: torch (cuBLAS, bias and activation as calls of their own).\n\n    tilefold bench gemm --quick\n"
+    + _MATRIX,
+    "conv": "**Peers**: torch (cuDNN, with its benchmark mode).\n\n    tilefold bench conv --quick\n" + _MATRIX,
+    "lowbit": "**Peers**: cublas (the dequantised weight in 16 bits), tinygemm (torch's int4, the same codes), torchao, "
+    "gemlite and bitsandbytes, if installed: those that round by themselves are judged by their own weights.\n\n"
+    '    tilefold bench lowbit --case "4bit,m1_" --peers cublas,tinygemm\n' + _MATRIX,
+    "move": "**Peers**: torch (x + y, x.t().contiguous()).\n\n    tilefold bench move --case transpose --markdown transpose.md\n"
+    + _MATRIX.replace(_MATRIX_COLUMNS, _MOVE_COLUMNS),
+}
 
 app = typer.Typer(
     no_args_is_help=True,

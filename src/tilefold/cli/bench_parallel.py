@@ -106,8 +106,7 @@ def parallel(
     if direction not in ("forward", "backward", "both"):
         raise ValueRangeError(f"--direction must be forward, backward or both, got {direction!r}")
     runtime = prepare_runtime()
-    from tilefold.bench.parallel.loads import SCHEMES, Work
-    from tilefold.bench.parallel.ways import PEERS
+    from tilefold.bench.parallel.loads import PEERS, SCHEMES, Work
 
     small = not runtime.gpu
     lengths = (QUICK if quick else TOKENS)[runtime.gpu]
@@ -213,8 +212,8 @@ def _started(rank: int, ranks: int, work: "Work", folder: str) -> None:
 def _report(work: "Work", lines: "list[Line]", runtime: Runtime, files: Files) -> None:
     from dataclasses import asdict
 
+    from tilefold.bench.parallel.loads import PEERS
     from tilefold.bench.parallel.table import HEAD, cells_of, to_json, to_markdown
-    from tilefold.bench.parallel.ways import PEERS
     from tilefold.bench.setting import setting_of
 
     console = Console()

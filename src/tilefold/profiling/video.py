@@ -19,11 +19,10 @@ from tilefold.plan.device import Device
 from tilefold.plan.sparse.video import STAGES, VideoShape
 from tilefold.plan.sparse.video_launches import TOGETHER, LaunchWork, launch_works
 from tilefold.profiling.evidence import Evidence
-from tilefold.profiling.launches import Launched, Ran, code_for, codes_of
+from tilefold.profiling.launches import Launched, Ran, by_place, code_for, codes_of, interpreted, traced
 from tilefold.profiling.predict import Predicted, memory_traffic, predict
 from tilefold.profiling.roofs import load_roofs, with_roofs
 from tilefold.profiling.session import Declared, evidence_of
-from tilefold.profiling.timeline import by_place, interpreted, traced
 from tilefold.profiling.verdict import Verdict, judge
 
 EMPTY, ROW = 1, 9  # empty launches of a call, to tell the first one's cost from that of those behind it

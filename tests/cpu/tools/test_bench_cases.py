@@ -12,7 +12,6 @@ from tilefold.bench.attention.lists import (
     kept_counts,
     listed_blocks,
     lists_of,
-    overlap,
     touched_blocks,
 )
 from tilefold.bench.choice import figures_in, select_cases
@@ -180,6 +179,14 @@ def test_uneven_counts_climb_from_one_to_all_in_every_head():
     # Zipf: as many counts from 4 to 16 as from 64 to 256.
     low, high = (int(((counts >= 4**n) & (counts < 4 ** (n + 1))).sum()) for n in (1, 3))
     assert low == pytest.approx(high, rel=0.15)
+
+
+def overlap(index):
+    """Mean share of a list that the next query block's list has too (of the shorter one)."""
+    keep = index.to_map().float()
+    first, second = keep[:, :, :-1], keep[:, :, 1:]
+    shorter = first.sum(-1).minimum(second.sum(-1)).clamp_min(1)
+    return float(((first * second).sum(-1) / shorter).mean())
 
 
 @pytest.mark.parametrize(("sparsity", "least"), [(65.1, 0.75), (80, 0.65), (90, 0.55)])

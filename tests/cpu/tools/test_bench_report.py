@@ -5,16 +5,14 @@ import io
 import json
 
 import pytest
-from rich.console import Console
 
-from cases.bench import RIGHT, SETTING, rows, timing
+from cases.bench import RIGHT, SETTING, rows, shown, timing
 from tilefold.bench.attention import report
 from tilefold.bench.attention.cases import cases_of
 from tilefold.bench.family_report import family_lines
 from tilefold.bench.records import record
 from tilefold.bench.run import Cell
 from tilefold.bench.timers import Timing
-from tilefold.cli.runtime import print_tables
 from tilefold.reference import Comparison
 
 
@@ -36,13 +34,6 @@ def measured(peers=("cudnn", "flash", "flex", "efficient", "math")):
     return rows(cells)
 
 
-def printed(*renderables, width=100):
-    console = Console(width=width, file=io.StringIO(), color_system=None)
-    for each in renderables:
-        console.print(each)
-    return console.file.getvalue()
-
-
 def test_geometric_means_are_over_the_cases_that_both_ran():
     means = report.geometric_means(measured())
     assert means["cudnn"] == (pytest.approx(1.0), 12)
@@ -52,17 +43,9 @@ def test_geometric_means_are_over_the_cases_that_both_ran():
     assert "tilefold" not in means
 
 
-def shown(measured, width=100):
-    """What a terminal shows."""
-    console = Console(width=width, file=io.StringIO(), color_system=None)
-    for sheet in report.sheets_of(measured):
-        print_tables(console, sheet.head, sheet.rows, left=sheet.left)
-    return console.file.getvalue()
-
-
 @pytest.mark.parametrize("width", [80, 100, 140])
 def test_tables_fit_the_terminal_and_cut_nothing(width):
-    text = shown(measured(), width)
+    text = shown(*report.sheets_of(measured()), width=width)
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= width
     for title in ("cuDNN", "FA2", "Flex", "efficient", "math"):
@@ -74,7 +57,7 @@ def test_tables_fit_the_terminal_and_cut_nothing(width):
 
 
 def test_a_table_without_peers():
-    assert "600" in shown(measured(peers=()))
+    assert "600" in shown(*report.sheets_of(measured(peers=())))
 
 
 def test_wrong_and_failed_cells_are_loud_and_noted():
@@ -85,7 +68,7 @@ def test_wrong_and_failed_cells_are_loud_and_noted():
         Cell(case, "math", "ok", "", RIGHT, timing(3.0)),
     )
     found = rows([wrong, failed, right])
-    text = shown(found)
+    text = shown(*report.sheets_of(found))
     assert "WRONG" in text
     assert "failed" in text
     assert "x" not in text.splitlines()[1].replace("16384 x 1", "")  # no ratio to a wrong result
@@ -102,11 +85,11 @@ def test_equal_notes_are_said_once():
 
 def test_details_show_host_and_graph_only_where_measured():
     found = measured()
-    text = printed(*report.detail_tables(found))
+    text = shown(*report.detail_tables(found))
     assert "host us" not in text
     assert "cold us" not in text
     with_host = Cell(found[0].case, "tilefold", "ok", "", RIGHT, timing(1.0), Timing(0.0213, 0.02, 0.022, 11, "host"))
-    text = printed(*report.detail_tables(rows([with_host])))
+    text = shown(*report.detail_tables(rows([with_host])))
     assert "host us" in text
     assert "21.3" in text
     assert "cold us" not in text

@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rich.console import Console
 
-from cases.bench import RIGHT, SETTING, rows, timing
+from cases.bench import RIGHT, SETTING, rows, shown, timing
 from tilefold import reference
 from tilefold.bench.attention import report
 from tilefold.bench.attention.cases import DECODE, VIDEO, Case, cases_of
@@ -20,7 +19,6 @@ from tilefold.bench.judge import Judge, sampled_heads, visible
 from tilefold.bench.records import record
 from tilefold.bench.run import Cell, run_case
 from tilefold.bench.setting import Options
-from tilefold.cli.runtime import print_tables
 from tilefold.errors import ValueRangeError
 from tilefold.plan.problem import AttentionProblem
 from tilefold.reference.sparse import element_mask
@@ -259,11 +257,7 @@ def test_tables_have_a_column_for_the_best_peer_and_one_table_a_direction():
     sheets = report.sheets_of(measured())
     assert sheets[1].title == "sparse attention, backward, bfloat16, TFLOP/s on the listed blocks"
     assert sheets[0].head == ("D, H", "N x B", "lists", "kept", "ms", "tilefold", "best peer", "BSA", "TK", "cuDNN")
-    console = Console(width=120, color_system=None)
-    with console.capture() as capture:
-        print_tables(console, sheets[0].head, sheets[0].rows, left=3)
-        console.print(*report.detail_tables(parts[0]))
-    text = capture.get()
+    text = shown(sheets[0], *report.detail_tables(parts[0]), width=120)
     assert "64 random 90 %" in text
     assert "1.00x" in text
     assert "1.25x" in text
@@ -336,9 +330,6 @@ def test_documents_and_rows_carry_the_new_figures():
 def test_cold_and_warm_replays_have_columns_of_their_own():
     case = Case("sparse", DECODE, Pattern("random", 90))
     cell = Cell(case, "tilefold", "ok", "", RIGHT, timing(0.03), graph=timing(0.0125), warm=timing(0.0118))
-    console = Console(width=140, color_system=None)
-    with console.capture() as capture:
-        console.print(*report.detail_tables(rows([cell])))
-    assert {"cold", "warm"} < set(capture.get().split())
+    assert {"cold", "warm"} < set(shown(*report.detail_tables(rows([cell])), width=140).split())
     (row,) = report.records_of(rows([cell]), SETTING)
     assert (row["graph_us"], row["graph_warm_us"]) == (pytest.approx(12.5), pytest.approx(11.8))

@@ -28,10 +28,6 @@ TINY = "b3_m20_n33_k17_sharedb"  # the cheapest case of gemm
 run = command("bench")
 
 
-def said(result):
-    return result.said
-
-
 # ---------------------------------------------------------------- who takes part
 
 
@@ -171,7 +167,7 @@ def test_a_suite_writes_one_document_and_is_compared_with_the_next(tmp_path, mon
     )
     assert "old figures" not in text and "While it was measured: SM clock 1755 (1755 to 1980) MHz" in text
     assert table.read_text().startswith("### gemm\n") and "### conv\n" in table.read_text()
-    assert f"appended 2 rows to {results / 'conv.jsonl'}" in said(first)
+    assert f"appended 2 rows to {results / 'conv.jsonl'}" in first.said
 
     def broken(inputs):
         raise RuntimeError("no such kernel")
@@ -179,8 +175,8 @@ def test_a_suite_writes_one_document_and_is_compared_with_the_next(tmp_path, mon
     peers = GEMM.peers | {"tilefold": replace(GEMM.peers["tilefold"], prepare=broken)}
     monkeypatch.setattr(ENGINES["gemm"], "family", replace(GEMM, peers=peers))
     second = run(*common, "--compare", old, code=1)
-    assert "gemm 1 of 1 1 failed conv 1 of 1 1 ok" in said(second)
-    assert "regression: gemm b3_m20_n33_k17_sharedb_bias_silu tilefold, events: ok -> failed" in said(second)
+    assert "gemm 1 of 1 1 failed conv 1 of 1 1 ok" in second.said
+    assert "regression: gemm b3_m20_n33_k17_sharedb_bias_silu tilefold, events: ok -> failed" in second.said
 
 
 @pytest.mark.interpreter
@@ -189,7 +185,7 @@ def test_results_of_one_family_are_compared_and_named_by_their_family(tmp_path):
     results = tmp_path / "results"
     common = ("gemm", "--case", TINY, "--rounds", 1, "--against", "installed", "--results", results)
     first = run(*common, "--csv", tmp_path / "gemm.csv")
-    assert f"appended 2 rows to {results / 'gemm.jsonl'}" in said(first)
+    assert f"appended 2 rows to {results / 'gemm.jsonl'}" in first.said
     heading = (tmp_path / "gemm.csv").read_text().splitlines()[0]
     assert "events_us" in heading and "rounds_ms" not in heading
     lines = (results / "gemm.jsonl").read_text().splitlines()
@@ -201,7 +197,7 @@ def test_results_of_one_family_are_compared_and_named_by_their_family(tmp_path):
     assert "tilefold: 1 unclear" in second.output and "only in the old run (1): gemm gone tilefold" in second.output
     (tmp_path / "other.jsonl").write_text(json.dumps(slow | {"device": "Made-up GPU"}) + "\n")
     refused = run(*common, "--compare", tmp_path / "other.jsonl", "--fail-slower", 5, code=2)
-    assert "by times of Made-up GPU" in said(refused)
+    assert "by times of Made-up GPU" in refused.said
 
 
 # ---------------------------------------------------------------- a failing case, marked blocks

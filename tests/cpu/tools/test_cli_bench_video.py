@@ -12,6 +12,8 @@ from tilefold.bench.attention.peers import IMPLEMENTATIONS
 from tilefold.bench.family import Calls, Peer
 from tilefold.bench.judge import Judge
 from tilefold.bench.records.runs import read_measured
+from tilefold.bench.setting import Options
+from tilefold.bench.suites import ENGINES
 from tilefold.bench.timers import Timing
 from tilefold.bench.video import sweep as video_sweep
 from tilefold.bench.video.module import PARTS
@@ -215,9 +217,9 @@ def test_too_little_memory_is_a_note(monkeypatch):
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(video_sweep, "video_inputs", none_left)
-    row = video_sweep.measure_point(Point("sparsity", SHAPE, 50), "cpu")
+    (row,) = ENGINES["video"].run([Point("sparsity", SHAPE, 50)], [], "cpu", Options(), lambda *_: None, lambda _: None)
     assert row.notes == ("sparsity_d128_h12_n23296x1_b64_s50: no memory: out of memory",)
-    assert not row.timings
+    assert not row.timings and row.status == "no memory"
 
 
 @pytest.mark.interpreter

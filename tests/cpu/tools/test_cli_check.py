@@ -99,28 +99,18 @@ def one_case(monkeypatch):
     )
 
 
-def test_a_wrong_result_is_exit_code_1(monkeypatch, one_case):
+@pytest.mark.parametrize(
+    ("off", "said"), [((0.1, 0.0), "1 of 1 cases are WRONG."), ((0.0, 0.5), "only: lse: WRONG")], ids=["out", "lse"]
+)
+def test_a_wrong_result_is_exit_code_1(monkeypatch, one_case, off, said):
     honest = tilefold.attention
 
-    def off(*tensors, **options):
+    def wrong(*tensors, **options):
         out, lse = honest(*tensors, **options)
-        return out + 0.1, lse
+        return out + off[0], lse + off[1]
 
-    monkeypatch.setattr(tilefold, "attention", off)
-    result = run(code=1)
-    assert "1 of 1 cases are WRONG." in result.output
-
-
-def test_a_wrong_lse_is_found_too(monkeypatch, one_case):
-    honest = tilefold.attention
-
-    def off(*tensors, **options):
-        out, lse = honest(*tensors, **options)
-        return out, lse + 0.5
-
-    monkeypatch.setattr(tilefold, "attention", off)
-    result = run(code=1)
-    assert "only: lse: WRONG" in result.output
+    monkeypatch.setattr(tilefold, "attention", wrong)
+    assert said in run(code=1).output
 
 
 def test_after_a_crash_the_others_go_on(monkeypatch):

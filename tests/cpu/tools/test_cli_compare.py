@@ -93,9 +93,16 @@ def test_several_seeds_and_the_rows_of_lse(tmp_path):
 
 @pytest.mark.interpreter
 @pytest.mark.no_poison
-def test_who_tells_no_lse_is_said():
-    result = run("tilefold", "math", "--quick", "--case", "d64")
-    assert "no rows of lse: math tell none" in result.output
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        ("tilefold math --quick --case d64", 0, "no rows of lse: math tell none"),
+        ("tilefold tilefold --quick --strict", 0, "same bits"),
+        ("tilefold math --family sparse --quick --strict", 1, "math computes every pair, whatever the lists say"),
+    ],
+)
+def test_what_has_to_be_known_is_said(arguments, code, said):
+    assert said in run(arguments, code=code).output
 
 
 @pytest.mark.interpreter
@@ -134,20 +141,6 @@ def test_same_lists_are_the_first_ones(monkeypatch):
         first, second = video_results(("tilefold", "fp64"), shape, select, "cpu", 0, False, same)
         assert torch.equal(first["kept"], second["kept"]) == same
         assert torch.allclose(first["out"].double(), second["out"], atol=1e-5) == same
-
-
-@pytest.mark.interpreter
-@pytest.mark.no_poison
-def test_the_same_twice_has_the_same_bits():
-    result = run("tilefold", "tilefold", "--quick", "--strict")
-    assert "same bits" in result.output
-
-
-@pytest.mark.interpreter
-@pytest.mark.no_poison
-def test_who_ignores_lists_is_said():
-    result = run("tilefold", "math", "--family", "sparse", "--quick", "--strict", code=1)
-    assert "math computes every pair, whatever the lists say" in result.output
 
 
 def test_files(tmp_path):

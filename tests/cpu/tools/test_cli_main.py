@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.measure import Measurement
 
 import tilefold
-from cases.bench import RIGHT, rows
+from cases.bench import RIGHT, rows, shown
 from cases.cli import WIDTH, command, widths
 from tilefold.bench.attention import report
 from tilefold.bench.attention.cases import SPARSE, Case
@@ -24,7 +24,7 @@ from tilefold.bench.run import Cell
 from tilefold.bench.timers import Timing
 from tilefold.cli import doctor
 from tilefold.cli.app import app
-from tilefold.cli.runtime import print_tables, table_of
+from tilefold.cli.runtime import table_of
 from tilefold.ops import environment
 
 COMMANDS = ("demo", "check", "bench", "explain", "kv-memory", "ladder", "roofline", "doctor", "video")
@@ -238,12 +238,8 @@ def test_a_sparse_table_of_a_gpu_fits(host):
             extra = {"host": replace(time, ms=0.1234), "graph": time, "warm": time} if host else {}
             cells.append(Cell(case, name, "ok", "", RIGHT, time, scratch=1234567890, **extra))
     found = rows(cells)
-    console = Console(width=WIDTH)
     with widths() as seen:
-        for sheet in report.sheets_of(found):
-            print_tables(console, sheet.head, sheet.rows, left=sheet.left)
-        for table in report.detail_tables(found, WIDTH):
-            console.print(table)
+        shown(*report.sheets_of(found), *report.detail_tables(found, WIDTH), width=WIDTH)
     assert fit(seen)
 
 

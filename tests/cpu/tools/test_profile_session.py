@@ -4,11 +4,10 @@ import json
 
 import pytest
 import torch
-import typer.testing
 from triton import knobs
 
 import tilefold
-from tilefold.cli.app import app
+from cases.cli import command
 from tilefold.errors import DeviceError, Unsupported, ValueRangeError
 from tilefold.plan import device_named
 from tilefold.profiling import counters, roofs, session
@@ -260,12 +259,8 @@ def test_a_script_from_the_command_line(machine, monkeypatch, tmp_path):
     script = tmp_path / "job.py"
     script.write_text("import sys\nassert sys.argv[1:] == ['--steps', '3']\n")
     arguments = [str(script), "--ncu", "--kernels", "fold", "--json", str(tmp_path / "out.json"), "--", "--steps", "3"]
-    result = typer.testing.CliRunner().invoke(app, ["profile", *arguments], env={"COLUMNS": "250", "NO_COLOR": "1"})
-    assert result.exit_code == 0, result.output
-    assert (
-        "fold: L2-to-SM path: L2-to-SM path at 83.5 % of its peak by the counters; next tensor pipe 61.6 %"
-        in result.output
-    )
+    said = "fold: L2-to-SM path: L2-to-SM path at 83.5 % of its peak by the counters; next tensor pipe 61.6 %"
+    assert said in command("profile", columns=250)(*arguments).output
     assert asked[0][0][1:] == [str(script), "--steps", "3"] and asked[0][1:] == ("fold", 40, False)
     document = json.loads((tmp_path / "out.json").read_text())
     assert document["rows"][0]["evidence"]["counters"]["l2_to_sm"] == 83.5

@@ -9,9 +9,8 @@ from tilefold.plan import device_named
 from tilefold.plan.sparse.video import VideoShape
 from tilefold.plan.sparse.video_launches import TOGETHER, LaunchWork, launch_works
 from tilefold.profiling import video
-from tilefold.profiling.launches import Ran, ordered
+from tilefold.profiling.launches import Ran, between_marks, by_place, ordered
 from tilefold.profiling.predict import memory_traffic, predict
-from tilefold.profiling.timeline import between_marks, by_place
 from tilefold.profiling.video import Account, explain_video, stages_inside
 from tilefold.sparse import CoarseOptions
 

@@ -169,12 +169,3 @@ def density(pattern: Pattern, problem: AttentionProblem) -> float:
     """The share of all pairs of blocks that is listed, 0 to 1."""
     rows, columns = -(-problem.seq_q // pattern.block_q), -(-problem.seq_k // pattern.block_k)
     return listed_blocks(pattern, problem) / (rows * columns * problem.batch * problem.heads)
-
-
-def overlap(index: BlockIndex) -> float:
-    """Mean share of a list that the next query block's list has too (of the shorter one); 0 for a single query block."""
-    keep = index.to_map().float()
-    first, second = keep[:, :, :-1], keep[:, :, 1:]
-    shorter = first.sum(-1).minimum(second.sum(-1)).clamp_min(1)
-    shared = (first * second).sum(-1) / shorter
-    return float(shared.mean()) if shared.numel() else 0.0

@@ -14,22 +14,78 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilefold.bench.attention.block_peers import BLOCK_PEERS
+import tilefold
+from tilefold.bench.attention.block_peers import BLOCK_PEERS, portable_plans
 from tilefold.bench.attention.cases import Case, cases_of
-from tilefold.bench.attention.own import (
-    nondeterministic_refuses,
-    portable_refuses,
-    prepare_nondeterministic,
-    prepare_portable,
-    prepare_tilefold,
-    tilefold_refuses,
-)
 from tilefold.bench.family import Calls, Family, Peer, by_name
-from tilefold.bench.implementation import Function, Inputs, make_inputs, output_of, prepared, sdpa_only
+from tilefold.bench.implementation import Function, Inputs, make_inputs, output_of, prepared, sdpa_only, window_of
 from tilefold.bench.judge import Judge
+from tilefold.errors import Unsupported
 from tilefold.ops.environment import importable
 from tilefold.plan.problem import AttentionProblem
 from tilefold.sparse import BlockIndex
+
+# --- tilefold: as a user calls it, and by kernels that a plan would not take ------------------------------------------------
+
+
+def _prepare_tilefold(inputs: Inputs) -> Calls:
+    """The public function, as a user calls it."""
+    p, index, ends = inputs.problem, inputs.index, inputs.offsets
+    window = window_of(p)
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        if index is not None:
+            return tilefold.sparse_attention(q, k, v, index, causal=p.causal)
+        if ends is None:
+            return tilefold.attention(q, k, v, causal=p.causal, window=window)
+        lengths = ends, ends, p.seq_q, p.seq_q
+        return tilefold.attention_varlen(q[0], k[0], v[0], *lengths, causal=p.causal, window=window)[None]
+
+    return prepared(inputs, function)
+
+
+def _prepare_nondeterministic(inputs: Inputs) -> Calls:
+    """Non-deterministic gradients, where a plan makes them by another kernel then."""
+    causal, window = inputs.problem.causal, window_of(inputs.problem)
+    tensors = (inputs.q, inputs.k, inputs.v)
+    kept, free = (
+        tilefold.attention_backward_plan(*tensors, causal=causal, window=window, deterministic=d).kernel
+        for d in (True, False)
+    )
+    if kept == free:
+        raise Unsupported(f"the plan takes {kept} in either case")
+
+    return prepared(
+        inputs, lambda q, k, v: tilefold.attention(q, k, v, causal=causal, window=window, deterministic=False)
+    )
+
+
+def _prepare_portable(inputs: Inputs) -> Calls:
+    """`sparse_attention` by the portable kernels, where a plan takes another one by itself."""
+    index, plans = inputs.index, portable_plans(inputs)
+    if index is None or plans is None:
+        raise Unsupported("it is what tilefold runs by itself here")
+    plan, backward = plans
+    return prepared(
+        inputs, lambda q, k, v: tilefold.sparse_attention(q, k, v, index, plan=plan, backward_plan=backward)
+    )
+
+
+def _tilefold_refuses(case: Case, device: str) -> str | None:
+    return None if case.problem.plain else "this adapter takes plain attention only"
+
+
+def _nondeterministic_refuses(case: Case, device: str) -> str | None:
+    if case.pattern is not None or case.problem.varlen or not case.backward:
+        return "a row of its own for gradients of dense attention only"
+    return _tilefold_refuses(case, device)
+
+
+def _portable_refuses(case: Case, device: str) -> str | None:
+    if case.pattern is None:
+        return "a row of its own in the family sparse only"
+    return _tilefold_refuses(case, device)
+
 
 # --- torch.nn.functional.scaled_dot_product_attention -----------------------------------------------------------------------
 
@@ -251,7 +307,7 @@ def _sdpa(name: str, title: str, what: str) -> Peer:
 
 _ALL = (
     Peer("tilefold", "tilefold", "tilefold.attention and sparse_attention", "tilefold",
-         prepare_tilefold, tilefold_refuses, lists=True),
+         _prepare_tilefold, _tilefold_refuses, lists=True),
     _sdpa("cudnn", "cuDNN", "cuDNN backend"),
     _sdpa("flash", "FA2", "flash backend (FlashAttention-2)"),
     Peer("fa4", "FA4", "flash_attn.cute (FlashAttention-4), if installed", "flash-attn-4",
@@ -262,10 +318,10 @@ _ALL = (
     _sdpa("efficient", "efficient", "memory-efficient backend"),
     _sdpa("math", "math", "math backend (materialises the scores)"),
     Peer("portable", "portable", "tilefold.sparse_attention by its portable kernels, where a plan takes another one", "tilefold",
-         prepare_portable, portable_refuses, lists=True),
+         _prepare_portable, _portable_refuses, lists=True),
     Peer("non-deterministic", "non-deterministic",
          "tilefold.attention(deterministic=False), where another kernel makes its gradients", "tilefold",
-         prepare_nondeterministic, nondeterministic_refuses),
+         _prepare_nondeterministic, _nondeterministic_refuses),
     *BLOCK_PEERS,
 )  # fmt: skip
 IMPLEMENTATIONS = by_name(*_ALL)

@@ -10,9 +10,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tilefold.bench.family import Calls, Peer
+from tilefold.bench.family import Calls, Peer, each
 from tilefold.bench.matrix.eight import EightCase
-from tilefold.bench.matrix.product import product_of
+from tilefold.bench.matrix.product import Call, product_of
 from tilefold.errors import Unsupported
 from tilefold.ops.environment import importable
 
@@ -36,9 +36,18 @@ def _refuses(module: str, bits: tuple[int, ...], dtypes: tuple[str, ...], groups
     return refuses
 
 
-def _judged(sets: Sequence[Any], made: list[tuple[Callable[[], Tensor], Callable[[torch.dtype], Tensor]]]) -> Calls:
-    """Calls, and the weight that the first one multiplies by."""
-    return Calls([call for call, _ in made], judge=product_of(sets[0].x, made[0][1]))
+def _by_own_weight(
+    make: Callable[[Any], tuple[Call, Callable[[torch.dtype], Tensor]]],
+) -> Callable[[Sequence[Any]], Calls]:
+    """A prepare that treats every set by itself, judged by the weight that the first one's call multiplies by.
+
+    make: of a set -> (the call, its weight in a dtype)."""
+
+    def prepare(sets: Sequence[Any]) -> Calls:
+        made = [make(one) for one in sets]
+        return Calls([call for call, _ in made], judge=product_of(sets[0].x, made[0][1]))
+
+    return prepare
 
 
 # --- torch's tinygemm -------------------------------------------------------------------------------------------------------
@@ -56,84 +65,63 @@ def tinygemm_parts(weight: Any) -> tuple[Tensor, Tensor]:
     return halves.to(torch.uint8), both.to(torch.bfloat16).contiguous()
 
 
-def _prepare_tinygemm(sets: Sequence[Any]) -> Calls:
-    def one(inputs: Any) -> Callable[[], Tensor]:
-        halves, both = tinygemm_parts(inputs.y)
-        packed = torch.ops.aten._convert_weight_to_int4pack(halves, 8)
-        x, group = inputs.x, inputs.case.group
-        return lambda: torch.ops.aten._weight_int4pack_mm(x, packed, group, both)
-
-    if sets[0].case.n % 8 or sets[0].case.k % 128:
+def _tinygemm(inputs: Any) -> Call:
+    if inputs.case.n % 8 or inputs.case.k % 128:
         raise Unsupported("takes N in multiples of 8 and K in multiples of 128")
-    return Calls([one(each) for each in sets])
+    halves, both = tinygemm_parts(inputs.y)
+    packed = torch.ops.aten._convert_weight_to_int4pack(halves, 8)
+    x, group = inputs.x, inputs.case.group
+    return lambda: torch.ops.aten._weight_int4pack_mm(x, packed, group, both)
 
 
 # --- torchao, GemLite, bitsandbytes -----------------------------------------------------------------------------------------
 
 
-def _prepare_torchao(sets: Sequence[Any]) -> Calls:
+def _torchao(inputs: Any) -> tuple[Call, Callable[[torch.dtype], Tensor]]:
     quantization: Any = importlib.import_module("torchao.quantization")
-    names = {8: "Int8WeightOnlyConfig", 4: "Int4WeightOnlyConfig"}
-    options = {"group_size": sets[0].case.group} if sets[0].case.bits == 4 else {}
-
-    def one(inputs: Any) -> Any:
-        case = inputs.case
-        layer = torch.nn.Linear(case.k, case.n, bias=False, device=inputs.x.device, dtype=inputs.x.dtype)
-        layer.weight = torch.nn.Parameter(inputs.y.dequantize(inputs.x.dtype), requires_grad=False)
-        model = torch.nn.Sequential(layer)
-        quantization.quantize_(model, getattr(quantization, names[case.bits])(**options))
-        x, weight = inputs.x, cast(Any, model[0].weight)
-        return (lambda: model(x)), (lambda dtype: weight.dequantize().to(dtype))
-
-    return _judged(sets, [one(each) for each in sets])
+    x, case = inputs.x, inputs.case
+    config = {8: "Int8WeightOnlyConfig", 4: "Int4WeightOnlyConfig"}[case.bits]
+    options = {"group_size": case.group} if case.bits == 4 else {}
+    layer = torch.nn.Linear(case.k, case.n, bias=False, device=x.device, dtype=x.dtype)
+    layer.weight = torch.nn.Parameter(inputs.y.dequantize(x.dtype), requires_grad=False)
+    model = torch.nn.Sequential(layer)
+    quantization.quantize_(model, getattr(quantization, config)(**options))
+    weight = cast(Any, model[0].weight)
+    return (lambda: model(x)), (lambda dtype: weight.dequantize().to(dtype))
 
 
-def _prepare_gemlite(sets: Sequence[Any]) -> Calls:
+def _gemlite(inputs: Any) -> Call:
     core: Any = importlib.import_module("gemlite.core")
-
-    def one(inputs: Any) -> Callable[[], Tensor]:
-        case, weight = inputs.case, inputs.y
-        kind = core.DType.FP16 if case.dtype == "float16" else core.DType.BF16
-        layer = core.GemLiteLinear(
-            case.bits,
-            group_size=weight.group,
-            in_features=case.k,
-            out_features=case.n,
-            input_dtype=kind,
-            output_dtype=kind,
-        )
-        dtype = inputs.x.dtype
-        zeros = torch.full_like(weight.scales, 2 ** (case.bits - 1)) if weight.zeros is None else weight.zeros
-        rows = (t.t().contiguous().to(dtype).view(-1, 1) for t in (weight.scales, zeros))
-        layer.pack(weight.codes(), *rows, None)
-        return lambda: layer(inputs.x)
-
-    return Calls([one(each) for each in sets])
+    case, weight, dtype = inputs.case, inputs.y, inputs.x.dtype
+    kind = core.DType.FP16 if case.dtype == "float16" else core.DType.BF16
+    sizes = {"group_size": weight.group, "in_features": case.k, "out_features": case.n}
+    layer = core.GemLiteLinear(case.bits, **sizes, input_dtype=kind, output_dtype=kind)
+    zeros = torch.full_like(weight.scales, 2 ** (case.bits - 1)) if weight.zeros is None else weight.zeros
+    rows = (t.t().contiguous().to(dtype).view(-1, 1) for t in (weight.scales, zeros))
+    layer.pack(weight.codes(), *rows, None)
+    return lambda: layer(inputs.x)
 
 
-def _prepare_bitsandbytes(sets: Sequence[Any]) -> Calls:
+def _bitsandbytes(inputs: Any) -> tuple[Call, Callable[[torch.dtype], Tensor]]:
     library: Any = importlib.import_module("bitsandbytes")
-
-    def one(inputs: Any) -> Any:
-        dense = inputs.y.dequantize(inputs.x.dtype)
-        packed, state = library.functional.quantize_4bit(dense, blocksize=NF4_BLOCK, quant_type="nf4")
-        x = inputs.x
-        call = lambda: library.matmul_4bit(x, packed.t(), quant_state=state)  # noqa: E731
-        return call, (lambda dtype: library.functional.dequantize_4bit(packed, state).to(dtype))
-
-    return _judged(sets, [one(each) for each in sets])
+    x, functional = inputs.x, library.functional
+    packed, state = functional.quantize_4bit(inputs.y.dequantize(x.dtype), blocksize=NF4_BLOCK, quant_type="nf4")
+    return (
+        lambda: library.matmul_4bit(x, packed.t(), quant_state=state),
+        lambda dtype: functional.dequantize_4bit(packed, state).to(dtype),
+    )
 
 
 HALVES = ("bfloat16", "float16")
 # name, title, package or module, what, prepare, bits, dtypes and groups that it takes
 _ROWS: tuple[tuple[Any, ...], ...] = (
-    ("tinygemm", "tinygemm", "torch", "torch._weight_int4pack_mm over the same codes", _prepare_tinygemm,
+    ("tinygemm", "tinygemm", "torch", "torch._weight_int4pack_mm over the same codes", each(_tinygemm),
      (4,), HALVES[:1], (32, 64, 128, 256)),
-    ("torchao", "torchao", "torchao", "torchao's weight-only layers, if installed, rounded by it", _prepare_torchao,
+    ("torchao", "torchao", "torchao", "torchao's weight-only layers, if installed, rounded by it", _by_own_weight(_torchao),
      (8, 4), HALVES[:1]),
-    ("gemlite", "GemLite", "gemlite", "GemLite over the same codes, if installed", _prepare_gemlite, (8, 4, 2), HALVES),
+    ("gemlite", "GemLite", "gemlite", "GemLite over the same codes, if installed", each(_gemlite), (8, 4, 2), HALVES),
     ("bitsandbytes", "bitsandbytes", "bitsandbytes", "its NF4 product in blocks of 64, if installed, rounded by it",
-     _prepare_bitsandbytes, (4,), HALVES),
+     _by_own_weight(_bitsandbytes), (4,), HALVES),
 )  # fmt: skip
 LIBRARIES = tuple(
     Peer(name, title, what, package, prepare, _refuses(package, *takes))

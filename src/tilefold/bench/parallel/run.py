@@ -11,12 +11,10 @@ import torch
 import torch.distributed as dist
 
 from tilefold.bench.parallel.check import Inputs, Results, inputs_of, judged
-from tilefold.bench.parallel.loads import Load, Work, dense, sparse
-from tilefold.bench.parallel.rates import Rates, rates_of, step_of
-from tilefold.bench.parallel.setup import barrier, timed, together, warmed
+from tilefold.bench.parallel.loads import PEERS, Load, Note, Work, dense, sharding_of, sparse, way_of
+from tilefold.bench.parallel.setup import Rates, barrier, rates_of, step_of, timed, together, warmed
 from tilefold.bench.parallel.table import Line, cells_of
 from tilefold.bench.parallel.trace import Trace, overlaps_of, traced, written
-from tilefold.bench.parallel.ways import PEERS, Note, sharding_of, way_of
 from tilefold.errors import TilefoldError
 from tilefold.ops.device import device_of
 from tilefold.plan.parallel.plan import ParallelPlan, plan_parallel

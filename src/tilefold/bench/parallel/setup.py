@@ -1,4 +1,4 @@
-"""What comes before the lines: the group, kernels compiled once instead of on every rank, and what the links do."""
+"""What comes before the lines: the group, kernels compiled once for all ranks, what links and ranks do by themselves."""
 
 import time
 from collections.abc import Callable
@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from tilefold.bench.parallel.check import Inputs, inputs_of
+from tilefold.bench.parallel.loads import Load, Work, dense, sparse
 from tilefold.errors import TilefoldError
 from tilefold.ops.cache.merge import merge_into
 from tilefold.ops.call import Call
@@ -17,9 +19,12 @@ from tilefold.parallel import Kernels
 from tilefold.parallel.exchange import Ring
 from tilefold.plan.parallel.plan import ParallelPlan
 from tilefold.plan.parallel.scratch import calls_of
+from tilefold.plan.parallel.sharding import shard
 from tilefold.plan.problem import AttentionProblem
 
 LONGEST = 1 << 17
+LONG = 0.7  # seconds of a call on one rank, above which a shorter one stands for it
+BASE = {"cuda": 32768, "cpu": 64}  # tokens of the first call: enough to fill a GPU
 _WARM: set[Any] = set()
 
 
@@ -123,3 +128,66 @@ def links_of(device: torch.device, size: int | None = None, rounds: int = 5) -> 
     sent, started = 4 * each * ranks, seconds[2]  # what the host and a small message take is not the links'
     moving = [max(each - started, each / 10) for each in seconds[:2]]
     return MeasuredLinks(sent / moving[0], sent * (ranks - 1) / ranks / moving[1], started)
+
+
+# --- what ranks reach without each other -------------------------------------------------------------------------------------
+
+
+class Rates(NamedTuple):
+    """FLOP/s of attention over `tokens` tokens.  alone: of rank 0 while the others wait.  each: of every rank, all at once and
+    without exchanging anything: GPUs of one host differ by their chips, their cooling and what power they get."""
+
+    alone: float
+    tokens: int
+    each: tuple[float, ...]
+
+    @property
+    def sum(self) -> float:
+        """What all ranks reach that do not need each other."""
+        return sum(self.each)
+
+    def __str__(self) -> str:
+        each = ", ".join(f"{one / 1e12:.3g}" for one in self.each)
+        return (
+            f"{self.tokens} tokens without exchange: rank 0 alone {self.alone / 1e12:.3g} TFLOP/s; all at once {each}"
+        )
+
+
+def rates_of(work: Work, tokens: int, backward: bool, blocks: bool, device: torch.device) -> Rates:
+    """A collective of the default group.  Of all tokens; where a call would take longer than LONG, of the longest half, quarter,
+    ... that does not.  blocks: over lists of blocks, else dense."""
+
+    def load_of(tokens: int) -> Load:
+        return sparse(work, tokens, backward, device) if blocks else dense(work, tokens, backward)
+
+    def seconds_of(tokens: int, ready: Callable[[], object]) -> float:
+        inputs = inputs_of(shard(tokens, 1), 0, work.heads, work.dim, getattr(torch, work.dtype), device)
+        return timed(step_of(load_of(tokens).alone, inputs, backward), work.rounds, device, ready)
+
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        least = min(BASE[device.type], tokens)
+        seconds, most = seconds_of(least, _nobody), tokens
+        while most > 2 * least and seconds * (most / least) ** 2 > LONG:
+            most //= 2
+        if most > least:
+            least, seconds = most, seconds_of(most, _nobody)
+        found = [(seconds, least)]
+    dist.broadcast_object_list(found, src=0)
+    seconds, alone = found[0]
+    flops = load_of(alone).flops
+    each = together(seconds_of(alone, barrier)) if dist.get_world_size() > 1 else [seconds]
+    return Rates(flops / seconds, alone, tuple(flops / one for one in each))
+
+
+def _nobody() -> None:
+    pass
+
+
+def step_of(call: Callable[..., torch.Tensor], inputs: Inputs, backward: bool) -> Callable[[], object]:
+    """Forward, or backward alone over a graph that is kept."""
+    leaves = [t.detach().requires_grad_(backward) for t in inputs[:3]]
+    if not backward:
+        return lambda: call(*leaves)
+    out = call(*leaves)
+    return lambda: torch.autograd.grad(out, leaves, inputs.dout, retain_graph=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from tilefold.bench.page import table_lines
 from tilefold.bench.parallel.loads import Work
-from tilefold.bench.parallel.rates import Rates
+from tilefold.bench.parallel.setup import Rates
 
 
 @dataclass(frozen=True)

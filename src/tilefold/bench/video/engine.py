@@ -3,9 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from tilefold.bench.choice import select_cases
 from tilefold.bench.engine import Engine, Request
-from tilefold.bench.loop import FAILED, WRONG, run_each
+from tilefold.bench.loop import FAILED, MEMORY, WRONG, first_line, run_each
 from tilefold.bench.records.record import Sheet
 from tilefold.bench.setting import Options, Setting
 from tilefold.bench.video import report, sweep
@@ -24,11 +26,53 @@ DEFAULTS: dict[str, dict[bool, tuple[tuple[float, ...], tuple[float, ...]]]] = {
 QUICK = {True: (80,), False: (50,)}  # sparsities, on a GPU and in the interpreter
 
 
-class VideoEngine(Engine):
-    """A result is the row of a point."""
+class PipelineEngine(Engine):
+    """Cases that are measured with all their peers at once.  A result is the row of a case, of the class `row`."""
+
+    row: type[Any]
 
     def __init__(self) -> None:
-        self.name = "video"
+        pass
+
+    def measured(self, case: Any, device: str, names: tuple[str, ...], options: Options) -> Any:
+        """The row of a case beside peers by their names, checked and timed."""
+        raise NotImplementedError
+
+    def run(
+        self,
+        cases: Sequence[Any],
+        peers: Sequence[Any],
+        device: str,
+        options: Options,
+        progress: Callable[[Any, str], None],
+        finished: Callable[[Any], None],
+    ) -> list[Any]:
+        """A case that the memory is too small for is a row with a note, too."""
+        names = tuple(one.name for one in peers if one.name != "tilefold")
+
+        def one(case: Any) -> Any:
+            progress(case, "checked and timed")
+            try:
+                return self.measured(case, device, names, options)
+            except torch.OutOfMemoryError as error:
+                return self.row(case, notes=(f"{case.name}: no memory: {first_line(error)}",), failure=MEMORY)
+            finally:
+                if device == "cuda":
+                    torch.cuda.empty_cache()
+
+        def failed(case: Any, why: str) -> Any:
+            return self.row(case, notes=(why,), failure=FAILED)
+
+        return run_each(cases, one, failed, finished, options.budget_s)
+
+    def wrong(self, results: Sequence[Any]) -> bool:
+        return any(row.status in (WRONG, FAILED) for row in results)
+
+
+class VideoEngine(PipelineEngine):
+    """A case is a point of a sweep."""
+
+    name, row = "video", SweepRow
 
     @property
     def known(self) -> Mapping[str, Any]:
@@ -49,25 +93,8 @@ class VideoEngine(Engine):
             found += points_of(name, shape, values, sparsities, (None, shape.block))
         return select_cases(tuple(found), request.pattern)
 
-    def run(
-        self,
-        cases: Sequence[Point],
-        peers: Sequence[Any],
-        device: str,
-        options: Options,
-        progress: Callable[[Any, str], None],
-        finished: Callable[[Any], None],
-    ) -> list[SweepRow]:
-        names = tuple(one.name for one in peers if one.name != "tilefold")
-
-        def one(point: Point) -> SweepRow:
-            progress(point, "checked and timed")
-            return sweep.measure_point(point, device, names, options.rounds, options.graph, options.seed)
-
-        def failed(point: Point, why: str) -> SweepRow:
-            return SweepRow(point, notes=(why,), failure=FAILED)
-
-        return run_each(cases, one, failed, finished, options.budget_s)
+    def measured(self, case: Point, device: str, names: tuple[str, ...], options: Options) -> SweepRow:
+        return sweep.measure_point(case, device, names, options.rounds, options.graph, options.seed)
 
     def records(self, result: SweepRow, setting: Setting) -> list[dict[str, Any]]:
         return [report.record_of(result, setting)]
@@ -88,6 +115,3 @@ class VideoEngine(Engine):
 
     def notes(self, results: Sequence[SweepRow]) -> list[str]:
         return report.lines_of(results)
-
-    def wrong(self, results: Sequence[SweepRow]) -> bool:
-        return any(row.status in (WRONG, FAILED) for row in results)

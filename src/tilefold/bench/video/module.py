@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from tilefold.bench.attention.cases import Case
 from tilefold.bench.attention.lists import Pattern
-from tilefold.bench.engine import Engine
 from tilefold.bench.implementation import Inputs
 from tilefold.bench.judge import Judge
-from tilefold.bench.loop import FAILED, MEMORY, OK, WRONG, first_line, run_each
+from tilefold.bench.loop import OK, WRONG, first_line
 from tilefold.bench.records.record import Sheet, head, tail, times
 from tilefold.bench.setting import Options, Setting
 from tilefold.bench.timers import Timing
+from tilefold.bench.video.engine import PipelineEngine
 from tilefold.bench.video.stages import PEERS, USUAL, Call, dense_case, implementations, time_calls
 from tilefold.errors import ValueRangeError
 from tilefold.nn import SparseVideoAttention
@@ -188,11 +188,10 @@ def _verdict(case: ModuleCase, layer: SparseVideoAttention, x: Tensor, tiled: Te
     return Judge(Inputs(listed, q, k, v, index)).verdict(layer.attend(q, k, v, **options))
 
 
-class ModuleEngine(Engine):
-    """A result is the row of a case."""
+class ModuleEngine(PipelineEngine):
+    """A case is a layer."""
 
-    def __init__(self) -> None:
-        self.name = "video_module"
+    name, row = "video_module", ModuleRow
 
     @property
     def known(self) -> Mapping[str, Any]:
@@ -201,28 +200,8 @@ class ModuleEngine(Engine):
     def usual(self, device: str) -> tuple[str, ...]:
         return tuple(name for name in USUAL[device] if name in PEERS)
 
-    def run(
-        self,
-        cases: Sequence[ModuleCase],
-        peers: Sequence[Any],
-        device: str,
-        options: Options,
-        progress: Callable[[Any, str], None],
-        finished: Callable[[Any], None],
-    ) -> list[ModuleRow]:
-        names = [one.name for one in peers if one.name != "tilefold"]
-
-        def one(case: ModuleCase) -> ModuleRow:
-            progress(case, "checked and timed")
-            try:
-                return measure(case, device, names, options.rounds, options.seed)
-            except torch.OutOfMemoryError as error:
-                return ModuleRow(case, notes=(f"{case.name}: no memory: {first_line(error)}",), failure=MEMORY)
-
-        def failed(case: ModuleCase, why: str) -> ModuleRow:
-            return ModuleRow(case, notes=(why,), failure=FAILED)
-
-        return run_each(cases, one, failed, finished, options.budget_s)
+    def measured(self, case: ModuleCase, device: str, names: tuple[str, ...], options: Options) -> ModuleRow:
+        return measure(case, device, names, options.rounds, options.seed)
 
     def records(self, result: ModuleRow, setting: Setting) -> list[dict[str, Any]]:
         case, rounds = result.case, {name: list(one.values) for name, one in result.timings.items()}
@@ -254,9 +233,6 @@ class ModuleEngine(Engine):
                 over = times(row.timings[MODULE].ms / row.least_ms)
                 said.append(f"{row.case.name}: {over} of what products and pipeline take")
         return said
-
-    def wrong(self, results: Sequence[ModuleRow]) -> bool:
-        return any(row.status in (WRONG, FAILED) for row in results)
 
 
 def _title(case: ModuleCase, setting: Setting) -> str:

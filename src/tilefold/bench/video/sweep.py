@@ -12,7 +12,7 @@ import tilefold
 from tilefold import reference, sparse
 from tilefold.bench.implementation import Inputs
 from tilefold.bench.judge import Judge, verdict_of
-from tilefold.bench.loop import MEMORY, OK, WRONG, first_line
+from tilefold.bench.loop import OK, WRONG, first_line
 from tilefold.bench.timers import Timing
 from tilefold.bench.video.stages import (
     LISTED,
@@ -38,7 +38,6 @@ from tilefold.sparse.stages import CoarseOptions, SelectOptions
 # What is swept -> its unit.
 SWEEPS = {"sparsity": "% sparsity", "length": "tokens", "cached": "cached tokens"}
 FINE = "fine"
-PARTS = ("append", *STAGES)  # what the whole consists of; only a cache has the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,33 +184,23 @@ def points_of(
     )
 
 
+@torch.no_grad()
 def measure_point(
     point: Point, where: str, peers: tuple[str, ...] = (), rounds: int = 3, graph: bool = False, seed: int = 0
 ) -> SweepRow:
-    """Check and time the pipeline and dense peers at a point, on "cuda" or "cpu". A point that the memory is too small for is a
-    row with a note.
+    """Check and time the pipeline and dense peers at a point, on "cuda" or "cpu".
 
     graph: time replays of CUDA graphs instead of calls; a step over a cache always is, on a GPU, for it takes less time than
     its launches."""
     coarse, select = CoarseOptions(), SelectOptions(method="top_k", sparsity=point.sparsity / 100)
     replays = where == "cuda" and (graph or point.queries is not None)
-    try:
-        with torch.no_grad():
-            return _measured(point, where, peers, rounds, replays, (coarse, select), seed)
-    except torch.OutOfMemoryError as error:
-        return SweepRow(point, notes=(f"{point.name}: no memory: {first_line(error)}",), failure=MEMORY)
-    finally:
-        if where == "cuda":
-            torch.cuda.empty_cache()
-
-
-def _measured(
-    point: Point, where: str, peers: tuple[str, ...], rounds: int, replays: bool,
-    options: tuple[CoarseOptions, SelectOptions], seed: int,
-) -> SweepRow:  # fmt: skip
     shape, case = point.shape, dense_case(point.shape, point.queries)
     inputs = video_inputs(shape, where, seed, point.queries)
-    made = self_attention(shape, inputs, *options) if point.queries is None else cached_step(point, inputs, *options)
+    made = (
+        self_attention(shape, inputs, coarse, select)
+        if point.queries is None
+        else cached_step(point, inputs, coarse, select)
+    )
     tensors = inputs.q, inputs.k, inputs.v
     dense, notes = dense_calls(case, tensors, where, tuple(name for name in peers if name in PEERS))
     others = tuple(name for name in peers if name in LISTED)
