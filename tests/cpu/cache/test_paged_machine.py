@@ -167,7 +167,20 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.model)
     @rule(data=st.data())
     def swap_out(self, data):
-        (id,) = self.some(data, 1)
+        self.swapped_out(*self.some(data, 1))
+
+    @precondition(lambda self: self.sharing())
+    @rule(data=st.data())
+    def swap_out_a_shared_one(self, data):
+        """By itself, since of all sequences few share pages."""
+        self.swapped_out(data.draw(st.sampled_from(self.sharing())))
+
+    def sharing(self):
+        """The sequences on the device that have a page together with another."""
+        owners = self.cache.allocator.owners
+        return [id for id in self.model if self.resident(id) and any(owners(page) > 1 for page in self.cache.pages(id))]
+
+    def swapped_out(self, id):
         stays = any(self.cache.allocator.owners(page) > 1 for page in self.cache.pages(id))
         if self.attempt(lambda: self.cache.swap_out(id), ValueRangeError):
             self.happened["swapped out with shared pages" if stays else "swapped out"] += 1
