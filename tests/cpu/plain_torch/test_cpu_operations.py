@@ -36,7 +36,6 @@ AGAIN = {
     "test_sparse_paged": """page_sizes dtypes_and_layouts one_query_each more_queries_than_keys
         strides_and_shared_pages order_of_a_list_and_sizes equals_contiguous_keys no_queries gradients_are_refused
         values_are_checked_in_the_interpreter""",
-    "test_sparse_defects": """no_nan_when_an_empty_block_comes_first lengths_that_are_no_multiple_of_64""",
     "test_coarse": """kinds reductions flat_and_peaked_rows equal_rows dead_blocks_and_poisoned_padding query_sizes
         sizes_per_batch_and_head groups_of_heads lengths head_dims strides_and_layouts the_same_bits_every_run
         nothing_to_compute weights_of_the_mean_are_the_mean project attend_rows_is_coarse_over_rows_made_before""",
