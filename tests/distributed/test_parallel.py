@@ -47,6 +47,7 @@ def test_a_destroyed_group_is_let_go():
         assert ranks != nodes
         assert nodes is tp.ranks_of(ranks_per_node=1)
         assert ranks.flat is group()
+        assert repr(ranks) == f"Ranks(flat={group()!r}, inner=None, outer=None)"
         assert nodes.inner is not None
         sharding = tp.shard(5, 1, kind="zigzag")
         q = torch.randn(1, 5, 1, 16, requires_grad=True)
@@ -58,5 +59,6 @@ def test_a_destroyed_group_is_let_go():
         dist.destroy_process_group()
     gc.collect()
     assert group() is None
+    assert repr(ranks) == "Ranks(flat=None, inner=None, outer=None)"
     with pytest.raises(tilefold.Unsupported, match="was destroyed"):
         _ = ranks.size

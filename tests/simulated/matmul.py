@@ -235,7 +235,7 @@ class Few(Products):
 
         run_threads(self.memory, [
             lambda: names["_produce"](operands, tile, True), before,
-            *(lambda c=c: self.consumer(lambda: names["_consume"](operands, output, tile, c, self.consumers, True))
+            *(lambda c=c: self.consumer(lambda: names["_consume"](operands, output, None, tile, c, self.consumers, True))
               for c in range(self.consumers)),
         ])  # fmt: skip
         assert sorted(self.made) == list(range(self.consumers))

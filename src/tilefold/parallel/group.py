@@ -38,6 +38,10 @@ class Ranks:
     def __hash__(self) -> int:
         return hash(self._groups)
 
+    def __repr__(self) -> str:
+        flat, inner, outer = (held and held() for held in self._groups)
+        return f"Ranks({flat=}, {inner=}, {outer=})"
+
     @property
     def flat(self) -> Any:
         """The group of all ranks of the sequence."""

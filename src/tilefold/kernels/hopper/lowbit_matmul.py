@@ -21,9 +21,9 @@ from .gluon import (
     wgmma,
     wgmma_wait,
 )
-from .lowbit_parts import LowbitOutput, middle, shift_high, unpack, zero_terms
+from .lowbit_parts import middle, shift_high, unpack, zero_terms
 from .ring import Ring, make_ring, swizzled
-from .split_k import Partials, tile_of_program
+from .split_k import Output, Partials, tile_of_program
 from .structs import Buffer, Value, struct
 
 RUNTIME = ["M", "group", "groups", "blocks", "each"]
@@ -175,7 +175,7 @@ def _consume(operands, terms_of, output, tile, BITS: gl.constexpr, EARLY: gl.con
     # four neighbouring rows of W a thread: they lie side by side in Out and in the partials
     STORE: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, 4], [0, 1])
     acc = gl.convert_layout(acc, STORE)
-    output.finish(acc, tile.row + CID * 64, tile.token, tile.item * CONSUMERS + CID, tile.split)
+    output.finish(acc, tile.row + CID * 64, tile.token, tile.item * CONSUMERS + CID, tile.split, None)
 
 
 @jit(do_not_specialize=RUNTIME)
@@ -205,7 +205,7 @@ def lowbit_matmul_hopper(
     operands = Operands(w_desc, h_desc, x_desc, w_buf, h_buf, x_buf, ring, rows, CONSUMERS, BLOCK_M, SLOTS, PANELS)
     terms = Terms(Scales, Zeros, stride_sg, stride_sn, group, groups, CHUNK, SLABS)
     partials = Partials(Part, Arrived, M.to(gl.int64) * N, SPLITS)
-    output = LowbitOutput(Out, Bias, stride_om, M, N, partials)
+    output = Output(Out, Bias, stride_om, M, N, partials)
     if CONSUMERS == 4:
         gl.warp_specialize([
             (_consume, (operands, terms, output, tile, BITS, EARLY, 0)),

@@ -5,8 +5,6 @@ Elements, slabs and the arithmetic are those of `tilefold.device.lowbit`, whose 
 
 from ...device.lowbit import unpack_text
 from .gluon import constexpr_function, gl, jit
-from .split_k import Partials
-from .structs import Value, struct
 
 
 @jit
@@ -100,30 +98,3 @@ def shift_high(high, amount):
     """Elements of the high bits, both of a word moved down by `amount` (int16, like high): only the low eight of each count."""
     return gl.inline_asm_elementwise("{ .reg .b32 t; and.b32 t, $2, 255; shr.u32 $0, $1, t; }", "=r,r,r", [high, amount],
                                      dtype=gl.int16, is_pure=True, pack=2)  # fmt: skip
-
-
-@struct
-class LowbitOutput:
-    """Out [M, N], rows stride_om apart, Bias [N] or None, and what the splits of K have summed."""
-
-    Out: gl.tensor
-    Bias: Value
-    stride_om: Value
-    M: Value
-    N: Value
-    partials: Partials
-
-    @jit
-    def finish(self, acc, row, token, item, split):
-        """Store sums [rows of W, rows of x] from `row` and `token` on with their bias, if this is the last split to arrive."""
-        M, N = self.M, self.N
-        o_n = row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
-        o_m = token + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
-        inside = (o_n < N)[:, None] & (o_m < M)[None, :]
-        place = o_m[None, :].to(gl.int64) * N + o_n[:, None]
-        acc, last = self.partials.join(acc, item, split, place, inside)
-        if last:
-            if self.Bias is not None:
-                acc += gl.load(self.Bias + o_n, mask=o_n < N, other=0.0).to(gl.float32)[:, None]
-            to = self.Out + o_m[None, :].to(gl.int64) * self.stride_om + o_n[:, None]
-            gl.store(to, acc.to(self.Out.dtype.element_ty), mask=inside)

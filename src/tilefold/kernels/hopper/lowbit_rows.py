@@ -9,8 +9,8 @@ of K over programs are added by the last to arrive, in order.
 """
 
 from .gluon import copies_commit, copies_wait, copy_async, gl, jit, let_next_start, mma, wait_for_previous
-from .lowbit_parts import LowbitOutput, halves, middle, twice, unpack_words, zero_terms
-from .split_k import Partials
+from .lowbit_parts import halves, middle, twice, unpack_words, zero_terms
+from .split_k import Output, Partials
 from .structs import Buffer, Value, struct
 
 RUNTIME = ["M", "N", "rows", "groups", "blocks", "each"]
@@ -199,4 +199,4 @@ def lowbit_rows(
     let_next_start(EARLY)
     total = gl.sum(acc, 0)  # [BLOCK_N, BLOCK_M]
     partials = Partials(Part, Arrived, M.to(gl.int64) * N, SPLITS)
-    LowbitOutput(Out, Bias, stride_om, M, N, partials).finish(total, tile * BLOCK_N, 0, tile, i_k)
+    Output(Out, Bias, stride_om, M, N, partials).finish(total, tile * BLOCK_N, 0, tile, i_k, None)

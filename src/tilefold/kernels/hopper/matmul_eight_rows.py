@@ -22,8 +22,8 @@ from .gluon import (
     wgmma_wait,
 )
 from .ring import Ring, make_ring, swizzled
-from .split_k import Partials, tile_of_program
-from .structs import Value, struct
+from .split_k import Factors, Output, Partials, tile_of_program
+from .structs import struct
 
 RUNTIME = ["M", "N", "steps", "each", "stride_sb"]
 
@@ -56,38 +56,6 @@ class Operands:
             tma_load(self.x_desc, [token, (j * self.PANELS + p) * 128], bar, self.x_buf.index(stage * self.PANELS + p))
 
 
-@struct
-class Output:
-    """As of matmul_eight_rows."""
-
-    Out: gl.tensor
-    Bias: Value
-    ScaleA: gl.tensor
-    ScaleB: gl.tensor
-    stride_sb: Value
-    stride_om: Value
-    M: Value
-    N: Value
-    partials: Partials
-
-    @jit
-    def finish(self, acc, row, token, item, split):
-        """Store the scaled sums acc [64 rows of W, BLOCK_M rows of x], if this is the last split to arrive."""
-        M, N = self.M, self.N
-        o_n = row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
-        o_m = token + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
-        inside = (o_n < N)[:, None] & (o_m < M)[None, :]
-        place = o_m[None, :].to(gl.int64) * N + o_n[:, None]
-        acc, last = self.partials.join(acc, item, split, place, inside)
-        if last:
-            out = acc.to(gl.float32) * gl.load(self.ScaleA + o_m, mask=o_m < M, other=0.0)[None, :]
-            out = out * gl.load(self.ScaleB + o_n.to(gl.int64) * self.stride_sb, mask=o_n < N, other=0.0)[:, None]
-            if self.Bias is not None:
-                out += gl.load(self.Bias + o_n, mask=o_n < N, other=0.0).to(gl.float32)[:, None]
-            to = self.Out + o_m[None, :].to(gl.int64) * self.stride_om + o_n[:, None]
-            gl.store(to, out.to(self.Out.dtype.element_ty), mask=inside)
-
-
 @jit
 def _produce(operands, tile, EARLY: gl.constexpr):
     """Make every load; those of W that the ring has room for before x's codes are there."""
@@ -107,7 +75,7 @@ def _produce(operands, tile, EARLY: gl.constexpr):
 
 
 @jit
-def _consume(operands, output, tile, CID: gl.constexpr, CONSUMERS: gl.constexpr, EARLY: gl.constexpr):
+def _consume(operands, output, factors, tile, CID: gl.constexpr, CONSUMERS: gl.constexpr, EARLY: gl.constexpr):
     """Consumer number CID: rows CID * 64 on of this program's tile.  e4m3: sums of 128 are added to fp32 outside of wgmma."""
     ring = operands.ring
     INTEGER: gl.constexpr = operands.w_buf.dtype == gl.int8
@@ -127,7 +95,7 @@ def _consume(operands, output, tile, CID: gl.constexpr, CONSUMERS: gl.constexpr,
                 acc += wgmma_wait(0, deps=(wgmma(w, x, nothing, use_acc=False, is_async=True),))
         ring.release(stage)
     wait_for_previous(EARLY)  # x's scales
-    output.finish(acc, tile.row + CID * 64, tile.token, tile.item * CONSUMERS + CID, tile.split)
+    output.finish(acc, tile.row + CID * 64, tile.token, tile.item * CONSUMERS + CID, tile.split, factors)
 
 
 @jit(do_not_specialize=RUNTIME)
@@ -149,15 +117,16 @@ def matmul_eight_rows(
     fence_async_shared()
     operands = Operands(w_desc, x_desc, w_buf, x_buf, ring, ROWS, BLOCK_M, PANELS)
     partials = Partials(Part, Arrived, M.to(gl.int64) * N, SPLITS)
-    output = Output(Out, Bias, ScaleA, ScaleB, stride_sb, stride_om, M, N, partials)
+    output = Output(Out, Bias, stride_om, M, N, partials)
+    factors = Factors(ScaleA, ScaleB, stride_sb)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consume, (operands, output, tile, 0, CONSUMERS, EARLY)),
-            (_consume, (operands, output, tile, 1, CONSUMERS, EARLY)),
+            (_consume, (operands, output, factors, tile, 0, CONSUMERS, EARLY)),
+            (_consume, (operands, output, factors, tile, 1, CONSUMERS, EARLY)),
             (_produce, (operands, tile, EARLY)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (operands, output, tile, 0, CONSUMERS, EARLY)),
+            (_consume, (operands, output, factors, tile, 0, CONSUMERS, EARLY)),
             (_produce, (operands, tile, EARLY)),
         ], [1], [24])  # fmt: skip

@@ -59,3 +59,49 @@ class Partials:
             return acc, last
         else:
             return acc, True
+
+
+@struct
+class Factors:
+    """Of products of 8-bit numbers: ScaleA of rows of x, ScaleB of rows of the weight by a stride, fp32."""
+
+    ScaleA: gl.tensor
+    ScaleB: gl.tensor
+    stride_sb: Value
+
+    @jit
+    def apply(self, acc, o_n, o_m, M, N):
+        """Sums [o_n, o_m] times their factors, in fp32."""
+        x = acc.to(gl.float32) * gl.load(self.ScaleA + o_m, mask=o_m < M, other=0.0)[None, :]
+        return x * gl.load(self.ScaleB + o_n.to(gl.int64) * self.stride_sb, mask=o_n < N, other=0.0)[:, None]
+
+
+@struct
+class Output:
+    """Out [M, N], rows stride_om apart, Bias [N] or None, and what the splits of K have summed."""
+
+    Out: gl.tensor
+    Bias: Value
+    stride_om: Value
+    M: Value
+    N: Value
+    partials: Partials
+
+    @jit
+    def finish(self, acc, row, token, item, split, factors):
+        """Store sums [rows of W, rows of x] from `row` and `token` on, times their factors (None: as they are) and with their
+        bias, if this is the last split to arrive."""
+        M, N = self.M, self.N
+        o_n = row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
+        o_m = token + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+        inside = (o_n < N)[:, None] & (o_m < M)[None, :]
+        place = o_m[None, :].to(gl.int64) * N + o_n[:, None]
+        acc, last = self.partials.join(acc, item, split, place, inside)
+        if last:
+            out = acc
+            if factors is not None:
+                out = factors.apply(acc, o_n, o_m, M, N)
+            if self.Bias is not None:
+                out += gl.load(self.Bias + o_n, mask=o_n < N, other=0.0).to(gl.float32)[:, None]
+            to = self.Out + o_m[None, :].to(gl.int64) * self.stride_om + o_n[:, None]
+            gl.store(to, out.to(self.Out.dtype.element_ty), mask=inside)
