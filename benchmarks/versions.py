@@ -20,7 +20,7 @@ from typing import Any
 
 Call = Callable[[], Any]
 Sampler = Callable[[str, Call], Callable[[], float]]  # of a row's name and call: what measures it, in microseconds
-KINDS = ("forward", "backward", "sparse")
+KINDS = ("forward", "backward", "sparse", "matrix")
 
 # name, batch, seq, query heads, KV heads, head dim, options
 DENSE: tuple[tuple[str, int, int, int, int, int, dict[str, Any]], ...] = (
@@ -142,11 +142,45 @@ def sparse_rows() -> dict[str, Callable[[], Call]]:
     return rows | {f"sparse {s:.0f} % {p}": lambda s=s, p=p: elsewhere(s, p) for p in PLACES for s in SPARSITIES}
 
 
+def matrix_rows() -> dict[str, Callable[[], Call]]:
+    import torch
+
+    import tilefold
+    from tilefold.quant import quantize_weight
+
+    def product(m: int, n: int, k: int, dtype: Any = torch.bfloat16, activation: str | None = None) -> Call:
+        a, b, bias = draw(m, k, dtype=dtype), draw(n, k, seed=1, dtype=dtype).T, draw(n) if activation else None
+        return lambda: tilefold.matmul(a, b, bias=bias, activation=activation)
+
+    def eight(m: int, kind: Any) -> Call:
+        x, weight = draw(m, 8192), (draw(8192, 8192, seed=1) * 40).clamp(-127, 127).to(kind)
+        scale = draw(8192).float().abs() / 128
+        return lambda: tilefold.matmul_w8a8(x, weight, scale)
+
+    def lowbit(m: int, bits: int) -> Call:
+        x, weight = draw(m, 8192), quantize_weight(draw(8192, 8192, seed=1), bits)
+        return lambda: tilefold.lowbit_matmul(x, weight)
+
+    sizes = ((8192, 8192, 8192), (4096, 4096, 4096), (1536, 1536, 4096), (16, 4096, 4096), (1000, 5000, 3000))
+    rows: dict[str, Callable[[], Call]] = {
+        f"matmul {m} x {n} x {k}": lambda of=(m, n, k): product(*of) for m, n, k in sizes
+    }
+    rows["matmul 16384 x 4096 x 1024 gelu"] = lambda: product(16384, 4096, 1024, activation="gelu")
+    rows["matmul 4096 x 4096 x 4096 e4m3"] = lambda: product(4096, 4096, 4096, torch.float8_e4m3fn)
+    kinds = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
+    rows |= {
+        f"w8a8 {name} {m} rows": lambda m=m, of=of: eight(m, of)
+        for name, of in kinds.items()
+        for m in (1, 64, 512, 4096)
+    }
+    return rows | {f"{b} bits {m} rows": lambda m=m, b=b: lowbit(m, b) for b in (4, 3, 8) for m in (1, 16, 256, 4096)}
+
+
 def rows_of(kinds: list[str]) -> dict[str, Callable[[], Call]]:
     rows: dict[str, Callable[[], Call]] = {}
     for kind in kinds:
-        if kind == "sparse":
-            rows |= sparse_rows()
+        if kind in ("sparse", "matrix"):
+            rows |= sparse_rows() if kind == "sparse" else matrix_rows()
         else:
             backward = kind == "backward"
             rows |= {name + " backward" * backward: make for name, make in dense_rows(backward).items()}
