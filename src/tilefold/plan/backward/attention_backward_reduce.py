@@ -25,8 +25,8 @@ CHANGES = ("softcap", "alibi", "bias", "mask", "user")  # of scores
 LEAST_DIM, NARROW = 16, 64  # head dims below NARROW are padded to it
 LEAST_CHANGED = 512
 """Queries and keys from which on it is taken with changes of scores, which of these kernels it alone has: not measured."""
-LEAST_NARROW = 2048
-"""Queries and keys from which on it was faster than keeping dS at D=64."""
+LEAST_NARROW = (512, 1024)
+"""Queries and keys from which on it was faster than keeping dS at D=64, without and with a causal mask."""
 LEAST_ALONE, LEAST_OF_GROUPS = 8192, 2048
 """The same of 128 columns, where each head has its own K and V, and without a mask where heads share them; else it is taken where
 there is no room for dS."""
@@ -35,15 +35,15 @@ LEAST_TILES, ORDER_PAYS = (384, 1024), (8192, 32768)
 block of keys waits in the beginning for all others (the first where DRAM is slow); queries and keys from which on it is faster
 than any order, but never where DRAM is slow."""
 MANY = 32768
-"""Of wider tiles, where no heads share K and V: queries and keys from which on an order is faster under a causal mask, too; where
-DRAM is slow it never is."""
-LEAST_IN_PARTS = {80: (512, 1024), 96: (1024, 2048)}
+"""Of 128 columns, where no heads share K and V: queries and keys from which on an order is faster under a causal mask, too;
+without one it never is where DRAM is slow."""
+LEAST_IN_PARTS = {80: (512, 1024), 96: (1024, 1024)}
 """By columns, without and with a causal mask: queries, keys or a window from which on an order is faster than keeping dS, whose
 tiles have 128 columns.  Without an order half of it is, and at least 512."""
 APART_FROM = 4096
-"""Queries and keys from which on heads of a group are faster by themselves, of 80 and 96 columns and in order."""
+"""Queries and keys from which on heads of a group are faster by themselves, of 80 and 96 columns, in order under a window."""
 NEVER = 1 << 62
-LEAST_PACKED = {64: ((1024, 2048), (1024, 1024)), 128: ((8192, NEVER), (8192, 4096))}
+LEAST_PACKED = {64: ((512, 1024), (512, 1024)), 128: ((8192, NEVER), (8192, 4096))}
 """By the width of tiles, of packed batches: the mean length, and keys that a query sees at most, from which on an order, and any
 order, is faster than keeping dS, each without and with a causal mask."""
 LEAST_MEAN = {64: (128, 256), 128: (256, 256)}
@@ -52,7 +52,15 @@ as fast."""
 SLOW_DRAM = 4e12
 SUMS_AT_ONCE = 16 << 20
 """Bytes of sums of dq that the programs of one batch of query heads add to: of 50 MiB of L2, each half of which keeps its own
-copy."""
+copy.  In order see `sums_at_once`."""
+WIDE_SUMS = {80: 4096, 96: 4096, 128: 8192}
+"""By columns, in order under a causal mask: queries from which on the whole of it is faster than half, since fewer blocks of a
+head wait for one another."""
+LONG_SUMS = 16384
+"""Queries from which on, of 128 columns, in order without a mask, twice of it is faster; and of 64 columns, in any order, the
+whole of it."""
+FEW_SUMS = 2048
+"""Queries below which half of it is faster in any order, of wider tiles."""
 ENTRY_BYTES = 32  # of a packed batch's block of keys
 SHARED = 768  # barriers, and what the compiler keeps to start the partitions
 
@@ -134,8 +142,9 @@ def options_for(problem: AttentionProblem, device: Device, deterministic: bool) 
         return ReduceOptions(ordered, is_late(n), lists, apart=_is_apart(n, ordered) and not lists)
     causal, tokens = max(n.sides) >= 0, min(n.seq_q, n.seq_k)
     if width_of(n) == 64:
-        if tokens < LEAST_NARROW:
-            return f"with fewer than {LEAST_NARROW} queries or keys it was not faster than keeping dS"
+        least = LEAST_NARROW[causal]
+        if tokens < least:
+            return f"with fewer than {least} queries or keys it was not faster than keeping dS"
         if waits := _order_refusal(n, causal, device):
             return waits if deterministic else ANY_ORDER
     elif columns_of(n) in LEAST_IN_PARTS:
@@ -181,12 +190,14 @@ def is_late(problem: AttentionProblem) -> bool:
 
 
 def _is_apart(n: AttentionProblem, ordered: bool) -> bool:
-    """Whether each head of a group is faster by itself: of wide tiles where the mask has a diagonal.
+    """Whether each head of a group is faster by itself: where the mask has a diagonal, and L2 does not hold the sums of a group.
 
-    There blocks are unlike in length, and so heads come to be at work side by side whose sums L2 does not hold."""
-    if columns_of(n) in LEAST_IN_PARTS and not (ordered and min(n.seq_q, n.seq_k) >= APART_FROM):
+    There blocks are unlike in length, and so heads come to be at work side by side."""
+    if max(n.sides) < 0 or n.group == 1:
         return False
-    return width_of(n) == 128 and max(n.sides) >= 0 and n.group > 1
+    if ordered and n.sides[0] < 0 and n.plain:
+        return n.group * _sums_of_head(n) > SUMS_AT_ONCE // 2
+    return columns_of(n) == 128 or (ordered and columns_of(n) > 64 and min(n.seq_q, n.seq_k) >= APART_FROM)
 
 
 def _window(n: AttentionProblem) -> int:
@@ -197,7 +208,8 @@ def _window(n: AttentionProblem) -> int:
 def _any_order_pays(n: AttentionProblem, device: Device) -> bool:
     """Whether any order is faster than the keys'."""
     tokens, causal = min(n.seq_q, n.seq_k), max(n.sides) >= 0
-    if columns_of(n) in LEAST_IN_PARTS or device.dram_bytes_per_s < SLOW_DRAM:
+    slow = device.dram_bytes_per_s < SLOW_DRAM
+    if columns_of(n) in LEAST_IN_PARTS or (slow and not (width_of(n) == 128 and causal)):
         return True
     if width_of(n) == 128:
         return n.group > 1 or (causal and tokens < MANY)
@@ -296,10 +308,36 @@ def scratch_bytes(problem: AttentionProblem, options: ReduceOptions | None) -> i
 
 
 def heads_at_once(problem: AttentionProblem, options: ReduceOptions | None = None) -> int:
-    """Programs' heads of a batch, a divisor of all: as many as SUMS_AT_ONCE holds dq of one query head of each."""
+    """Programs' heads of a batch, a divisor of all: as many as `sums_at_once` holds dq of.
+
+    Of a program's heads it is one, where a walk ends a head before the next or all go over the same queries; in order under a
+    mask all of them."""
     n = problem
-    head = (n.mean_q or n.seq_q) * columns_of(n) * 4
-    return max(d for d in divisors(_programs_heads(n, options)) if d == 1 or d * head <= SUMS_AT_ONCE)
+    together = options is not None and options.ordered and n.plain and max(n.sides) >= 0
+    head = _sums_of_head(n) * (members(n, options) if together else 1)
+    room = sums_at_once(n, options)
+    return max(d for d in divisors(_programs_heads(n, options)) if d == 1 or d * head <= room)
+
+
+def sums_at_once(problem: AttentionProblem, options: ReduceOptions | None) -> int:
+    """Bytes of sums of dq that one batch adds to, as was measured."""
+    n, columns, apart = problem, columns_of(problem), options is not None and options.apart
+    masked = max(n.sides) >= 0
+    if options is None or options.lists or not n.plain or n.sides[0] >= 0:
+        return SUMS_AT_ONCE
+    if masked and options.ordered and n.group > 1 and not apart:
+        return SUMS_AT_ONCE
+    tokens = n.mean_q or n.seq_q
+    if not options.ordered:
+        return SUMS_AT_ONCE // (2 if tokens < (LONG_SUMS if columns == 64 else FEW_SUMS) else 1)
+    if masked and not apart and tokens >= WIDE_SUMS.get(columns, NEVER):
+        return SUMS_AT_ONCE
+    return SUMS_AT_ONCE * 2 if columns == 128 and tokens >= LONG_SUMS and not masked else SUMS_AT_ONCE // 2
+
+
+def _sums_of_head(n: AttentionProblem) -> int:
+    """Bytes of the sums of dq of one query head of a batch entry."""
+    return (n.mean_q or n.seq_q) * columns_of(n) * 4
 
 
 def _programs_heads(problem: AttentionProblem, options: ReduceOptions | None) -> int:
