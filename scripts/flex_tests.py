@@ -1,6 +1,7 @@
 """PyTorch's own tests of FlexAttention on tilefold's functions: test/inductor/test_flex_attention.py of the torch installed.
 
     python scripts/flex_tests.py FILE --out FOLDER [--sample 520] [--shard 1/3] [--seconds 540]
+    python scripts/flex_tests.py FILE --out FOLDER [--shard 1/4] --rest
     python scripts/flex_tests.py --table FOLDER/flex_tests_*.jsonl
 
 What a test compiles by torch.compile runs tilefold, what it calls as it is runs torch: the tests compare the two.  torch.compile

@@ -27,6 +27,7 @@ OURS, THEIRS, REFUSED, EXPECTED_ALSO = (
     "failed as listed",
 )
 FAILED, BOTH, SKIPPED, LATE = "failed", "failed, without tilefold too", "skipped by the file", "not run: no time left"
+NO_MEMORY = "OutOfMemoryError"
 OUTCOMES = (OURS, THEIRS, REFUSED, EXPECTED_ALSO, FAILED, BOTH, SKIPPED, LATE)
 
 
@@ -212,6 +213,9 @@ def main(suite: Suite) -> int:
     parser.add_argument(
         "--again", action="store_true", help="run what failed of an earlier run into FOLDER, without tilefold"
     )
+    parser.add_argument(
+        "--rest", action="store_true", help="run what an earlier run into FOLDER had no time or no memory for"
+    )
     parser.add_argument("--table", type=Path, nargs="+", help="results to show instead")
     args = parser.parse_args()
     if args.table:
@@ -222,8 +226,8 @@ def main(suite: Suite) -> int:
     args.file = args.file.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     results = args.out / f"{suite.name}_{args.shard.replace('/', '_of_')}.jsonl"
-    earlier = read(results) if args.again else []
-    if not args.again:
+    earlier = read(results) if args.again or args.rest else []
+    if not earlier:
         results.unlink(missing_ok=True)
     without_expecttest()
     del sys.argv[1:]  # which torch's test cases read
@@ -232,6 +236,10 @@ def main(suite: Suite) -> int:
         runner.again = {line["place"] for line in earlier if line["outcome"] == FAILED}
         runner.results = results.with_suffix(".again")
         runner.results.unlink(missing_ok=True)
+    elif args.rest:
+        runner.again = {line["place"] for line in earlier if line["outcome"] == LATE or NO_MEMORY in line["why"]}
+        kept = [line for line in earlier if line["place"] not in runner.again]
+        results.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "--tb=short"]
     pytest.main([str(args.file), *options, "--rootdir", str(args.file.parent), "-c", "/dev/null"], plugins=[runner])
     if args.again:
