@@ -76,10 +76,8 @@ def checked(attempt: Callable[[], tuple[Comparison, Ready]]) -> Outcome[Ready]:
     except Exception as error:  # another library may raise anything; its cell says what, the others are still measured
         if gpu_lost(error):
             raise
-        if isinstance(error, DeviceError):
-            refused = not (torch.cuda.is_available() or interpreting())
-        else:
-            refused = not isinstance(error, TilefoldError) and "No available kernel" in str(error)
+        refused = not isinstance(error, TilefoldError) and "No available kernel" in str(error)
+        refused |= isinstance(error, DeviceError) and not (torch.cuda.is_available() or interpreting())
         return REFUSED if refused else FAILED, f"{type(error).__name__}: {first_line(error)}", None, None
     if not verdict.ok:
         return WRONG, verdict.words, verdict, None

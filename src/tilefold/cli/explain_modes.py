@@ -69,10 +69,7 @@ def explain_split(asked: Any, problem: AttentionProblem, device: Device) -> str:
 
 def _no_splits(device: Device, as_json: bool) -> str:
     """Of an architecture whose functions fold all keys of a row at once."""
-    why = (
-        f"{device.title} has no plan of that: nothing splits keys there. With TRITON_INTERPRET=1 `--device here` is the "
-        "interpreter; any GPU can be named."
-    )
+    why = f"{device.title} has no plan of that: nothing splits keys there. Name a GPU, or set TRITON_INTERPRET=1."
     return json.dumps({"device": device.name, "plan": None, "reason": why}) if as_json else why
 
 

@@ -118,10 +118,8 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, on: 
     if 0 in (*shapes[1], sizes["batch"], sizes["seq_q"]):
         return Prepared(None, *shapes, keep=hooks_of(call), run=_run)
     problem = problem_of(q, k, call, sizes)
-    plan = call.plan
-    if plan is None:
-        plan = plan_attention_fp8(problem, device, portable=disabled())
-    else:
+    plan = call.plan or plan_attention_fp8(problem, device, portable=disabled())
+    if call.plan is not None:
         plan.check(problem, device)
     if on is not None:
         return Prepared(plan, *shapes)

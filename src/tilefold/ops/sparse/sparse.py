@@ -143,10 +143,8 @@ def prepare_anew(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, 
     if (own := plan_at("sparse_attention", problem, device, call, call.plan)) is not None:
         bound = None if on else function_at("sparse_attention", q.device, own)
         return Prepared(own, *shapes, bound, scale, keep)
-    plan: Any = call.plan
-    if plan is None:
-        plan = plan_sparse(problem, device, portable=disabled())
-    else:
+    plan: Any = call.plan or plan_sparse(problem, device, portable=disabled())
+    if call.plan is not None:
         plan.check(problem, device)
     if on is not None:
         return Prepared(plan, *shapes)
