@@ -12,6 +12,7 @@ from .ops.call import Call, check_kinds
 from .ops.dense import attention as _ops
 from .ops.dense.fp8 import E4M3, is_fp8, refuse_packed
 from .ops.dense.library import ATTENTION, resolved
+from .ops.device import device_asked
 from .ops.faults import mode_for
 from .ops.masking import Terms, holds_tensor, named_terms, spelled
 from .ops.numerics import check_numerics, is_invariant
@@ -22,7 +23,7 @@ from .scores import Score
 from .types import Constant, Layout, ModArgs, ModFunction, Numerics, Window
 
 if TYPE_CHECKING:
-    from .plan import AttentionFp8Plan, AttentionPlan, DecodePlan, InvariantPlan
+    from .plan import AttentionFp8Plan, AttentionPlan, DecodePlan, Device, InvariantPlan
     from .plan.backward.attention_backward import AttentionBackwardPlan
 
 __all__ = [
@@ -313,25 +314,29 @@ def apply_rotary(
                                max_seqlen=max_seqlen, inplace=inplace, conjugate=conjugate)  # fmt: skip
 
 
-def attention_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+def attention_plan(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, device: "str | Device | None" = None, **options: Any
+) -> Any:
     """The plan that `attention(q, k, v, **options)` follows, without running it; `print` it to read the decision.
 
     An `AttentionPlan`; a `DecodePlan` where few queries meet many keys, which are split (see `tilefold.plan.plan_forward`); an
     `AttentionFp8Plan` for e4m3 tensors; an `InvariantPlan` with numerics="invariant", but for prompts on sm_90.
 
     For a packed batch give cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k too.  Raises what the call would raise, and
-    Unsupported for a call that has nothing to compute (no queries)."""
+    Unsupported for a call that has nothing to compute (no queries).
+
+    device: plans as on another one, wherever the tensors lie ("meta", too): a name of `tilefold.plan.DEVICES` ("h100"), "cpu"
+    for plain torch, or a `tilefold.plan.Device`.  Nothing is compiled: kernels count as ones that compile there."""
     options = _spelled(q, k, options)
     if is_fp8(q, *(options.get(name) for name in ("q_descale", "k_descale", "v_descale"))):
         from .ops.dense import attention_fp8  # here: `import tilefold` stays light
 
-        return attention_fp8.plan_of(q, k, v, options)
-    prepared, _ = _prepared("attention_plan", q, k, v, options)
-    return prepared.plan
+        return attention_fp8.plan_of(q, k, v, options, device_asked(device))
+    return _prepared("attention_plan", q, k, v, options, device_asked(device))[0].plan
 
 
 def attention_backward_plan(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, device: "str | Device | None" = None, **options: Any
 ) -> "AttentionBackwardPlan":
     """The plan that the backward pass of `attention(q, k, v, **options)` follows; `print` it to read the decision.
 
@@ -339,15 +344,16 @@ def attention_backward_plan(
     from .ops.backward.attention_backward import backward_plan_of
     from .ops.backward.attention_backward_loads import needed
 
-    prepared, call = _prepared("attention_backward_plan", q, k, v, options)
+    on = device_asked(device)
+    prepared, call = _prepared("attention_backward_plan", q, k, v, options, on)
     with_bias = call.bias is not None and call.bias.requires_grad
-    return backward_plan_of(prepared.problem, call, q, with_bias, needed(call))
+    return backward_plan_of(prepared.problem, call, q, with_bias, needed(call), on)
 
 
 def _prepared(
-    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]
+    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any], on: "Device | None"
 ) -> tuple[Prepared, Call]:
-    """The record of a call given by keywords, which has a plan, and the call."""
+    """The record of a call given by keywords, which has a plan, and the call.  on: its plan alone, as on that device."""
     options = _spelled(q, k, options)
     options.pop("return_lse", None)
     options["numerics"] = check_numerics(options.get("numerics"))
@@ -359,7 +365,7 @@ def _prepared(
     if any(value is not None for value in packed.values()):
         options["source"] = Packed(*packed.values())
     call = resolved(_tidy(Call(**options)))
-    prepared = _ops.prepare(q, k, v, call)
+    prepared = _ops.prepare_anew(q, k, v, call, on) if on else _ops.prepare(q, k, v, call)
     if prepared.plan is None:
         raise Unsupported(
             f"q has shape {tuple(q.shape)}: there is no query, so nothing is launched and there is no plan"

@@ -9,6 +9,7 @@ from .keywords import refusing, unexpected, unexpected_of
 from .masks import Mask
 from .ops.cache import kvcache
 from .ops.call import Call, check_kinds
+from .ops.device import device_asked
 from .ops.faults import asked, mode_of
 from .ops.masking import Terms, spelled_for_cache
 from .ops.numerics import check_numerics
@@ -19,7 +20,7 @@ from .scores import Score
 from .types import Numerics, Window
 
 if TYPE_CHECKING:
-    from .plan import DecodePlan, InvariantPlan
+    from .plan import DecodePlan, Device, InvariantPlan
 
 __all__ = [
     "attention_kvcache",
@@ -128,11 +129,16 @@ def attention_kvcache(
 
 
 def attention_kvcache_plan(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, **options: Any
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    device: "str | Device | None" = None,
+    **options: Any,
 ) -> "DecodePlan | InvariantPlan":
     """The plan that `attention_kvcache(q, k_cache, v_cache, **options)` follows, without running it; `print` it to read
     the decision, or change it by dataclasses.replace and give it as plan.  For prompts that go to the other kernel: the one that
-    would be followed if it were given.
+    would be followed if it were given.  device: as for `attention_plan`.
 
     Raises what the call would raise before it reads a tensor, and Unsupported for a call without queries."""
     for name in options:
@@ -150,7 +156,7 @@ def attention_kvcache_plan(
     places = {field: options[name] for name, field in _OF_CACHE.items() if name in options}
     scales = Scales(None, options.get("k_scale"), options.get("v_scale"))
     call = Call(**given, source=Cache(**places), scales=scales, plan=options.get("plan"))
-    return kvcache.plan_of(q, k_cache, v_cache, call)
+    return kvcache.plan_of(q, k_cache, v_cache, call, device_asked(device))
 
 
 def _spelled(

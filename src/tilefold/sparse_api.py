@@ -10,6 +10,7 @@ from .masks import Mask
 from .ops.call import Call, args_of, check_kinds
 from .ops.checked import checked_lists, checked_packed, checked_places
 from .ops.dense.library import resolved
+from .ops.device import device_asked
 from .ops.faults import Mode, asked, mode_for, mode_of, watch_of
 from .ops.masking import Terms, spelled_for_lists
 from .ops.places import check_pages
@@ -22,6 +23,7 @@ from .scores import Score
 from .types import Constant, Layout, ModArgs, ModFunction
 
 if TYPE_CHECKING:
+    from .plan import Device
     from .plan.sparse.sparse import SparsePlan
     from .plan.sparse.sparse_backward import SparseBackwardPlan
     from .sparse import BlockIndex
@@ -264,6 +266,7 @@ def sparse_plan(
     index: "BlockIndex",
     *,
     direction: Literal["forward"] = "forward",
+    device: "str | Device | None" = None,
     **options: Any,
 ) -> "SparsePlan": ...
 
@@ -276,6 +279,7 @@ def sparse_plan(
     index: "BlockIndex",
     *,
     direction: Literal["backward"],
+    device: "str | Device | None" = None,
     **options: Any,
 ) -> "SparseBackwardPlan": ...
 
@@ -287,6 +291,7 @@ def sparse_plan(
     index: "BlockIndex",
     *,
     direction: Literal["forward", "backward"] = "forward",
+    device: "str | Device | None" = None,
     **options: Any,
 ) -> "SparsePlan | SparseBackwardPlan":
     """The `tilefold.plan.SparsePlan` that `sparse_attention(q, k, v, index, **options)` follows, without running it; `print` it
@@ -294,8 +299,8 @@ def sparse_plan(
 
     With cu_seqlens_q and cu_seqlens_k that of `sparse_attention_varlen`, with block_table and cache_seqlens that of
     `sparse_attention_paged`.  direction="backward": the `tilefold.plan.SparseBackwardPlan` of the call's backward pass, which
-    the call takes as backward_plan (change it by `with_tiles`).  Raises what the call would raise, and Unsupported for a call
-    that has nothing to compute."""
+    the call takes as backward_plan (change it by `with_tiles`).  device: as for `attention_plan`.  Raises what the call would
+    raise, and Unsupported for a call that has nothing to compute."""
     options.pop("return_lse", None)
     lists = _lists_of(index)
     cu_q, cu_k = (options.pop(name, None) for name in _PACKED)
@@ -320,7 +325,8 @@ def sparse_plan(
         options |= dict(zip(_SPELLED, made, strict=True))
     _check_masked(index, options.get("mask_mod"), options.get("causal"))
     call = resolved(Call(lists=lists, **options))
-    prepared = _sparse.prepare(q, k, v, call)
+    on = device_asked(device)
+    prepared = _sparse.prepare_anew(q, k, v, call, on) if on else _sparse.prepare(q, k, v, call)
     if prepared.plan is None:
         raise Unsupported(
             f"q has shape {tuple(q.shape)}: there is no query, so nothing is launched and there is no plan"
@@ -328,7 +334,7 @@ def sparse_plan(
     if direction == "backward":
         from .ops.sparse.sparse_backward import backward_plan_of  # here: `import tilefold` stays light
 
-        return backward_plan_of(q, k, v, call)
+        return backward_plan_of(q, k, v, call, on)
     return prepared.plan  # type: ignore[no-any-return]
 
 

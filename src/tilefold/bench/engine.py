@@ -30,7 +30,7 @@ class Request:
     sparsities: tuple[float, ...] = ()
 
     def size(self, gpu: bool) -> str:
-        """Of the cases: "tiny" in the interpreter."""
+        """Of the cases: "tiny" without a GPU."""
         return "tiny" if not gpu else "quick" if self.quick else "full"
 
 
@@ -94,7 +94,7 @@ class AttentionEngine(Engine):
     def cases(self, request: Request, gpu: bool) -> tuple[Any, ...]:
         if not request.quick and not gpu:
             raise ValueRangeError(
-                f"the full cases of {self.name!r} need a GPU: in the interpreter they would take days. Add --quick"
+                f"the full cases of {self.name!r} need a GPU: on a CPU they would take days. Add --quick"
             )
         how = request.size(gpu), request.dtype, request.direction, request.sparsities
         return select_cases(cases_of(self.name, *how), request.pattern)

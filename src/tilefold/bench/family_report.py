@@ -28,7 +28,7 @@ def family_title(rows: Sequence[Row], method: str, setting: Setting) -> str:
     rate = f", copy {copied[len(copied) // 2] * 1e-9:.0f} GB/s" if copied else ""
     family = rows[0].family
     how = METHODS[method] + (f" {family.rotating}" if method == "graph" else "")
-    how = "wall clock" if setting.backend == "interpreter" else how
+    how = "wall clock" if setting.backend in ("interpreter", "cpu") else how
     roof = "".join(f", {dtype} {rate * 1e-12:.0f} TFLOP/s" for dtype, rate in sorted(_roofs(rows).items()))
     return f"{family.name}, {how}, on {setting.device}{rate}{roof}"
 

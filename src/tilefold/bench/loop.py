@@ -6,7 +6,8 @@ from typing import TypeVar
 
 import torch
 
-from tilefold.errors import TilefoldError, Unsupported
+from tilefold.errors import DeviceError, TilefoldError, Unsupported
+from tilefold.ops.device import interpreting
 from tilefold.reference import Comparison
 
 OK, WRONG, REFUSED, MEMORY, FAILED = "ok", "WRONG", "refused", "no memory", "failed"
@@ -64,7 +65,8 @@ def gpu_lost(error: Exception) -> bool:
 def checked(attempt: Callable[[], tuple[Comparison, Ready]]) -> Outcome[Ready]:
     """What became of preparing, running and judging an implementation once; raises only what lost the GPU.
 
-    Whatever attempt raises becomes a status: Unsupported and NotImplementedError a refusal, too little memory, a failure."""
+    Whatever attempt raises becomes a status: Unsupported and NotImplementedError a refusal, too little memory, a failure;
+    a refusal also DeviceError where calls are plain torch, which says that kernels alone serve it."""
     try:
         verdict, ready = attempt()
     except torch.OutOfMemoryError as error:
@@ -75,6 +77,7 @@ def checked(attempt: Callable[[], tuple[Comparison, Ready]]) -> Outcome[Ready]:
         if gpu_lost(error):
             raise
         refused = not isinstance(error, TilefoldError) and "No available kernel" in str(error)
+        refused |= isinstance(error, DeviceError) and not (torch.cuda.is_available() or interpreting())
         return REFUSED if refused else FAILED, f"{type(error).__name__}: {first_line(error)}", None, None
     if not verdict.ok:
         return WRONG, verdict.words, verdict, None

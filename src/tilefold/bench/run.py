@@ -227,7 +227,7 @@ def warm_note(touched: int, cache: int) -> str:
 
 
 def host_timing(calls: Calls, device: str, timing: Timing | None) -> Timing:
-    """The host cost of a call that takes so long: of as many calls at a time as about 50 ms hold, 10 to 100; in the interpreter,
+    """The host cost of a call that takes so long: of as many calls at a time as about 50 ms hold, 10 to 100; on the CPU,
     where it is the whole cost, of one."""
     with calls.context():
         if device == "cuda":

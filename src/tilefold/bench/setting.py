@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from tilefold.ops.environment import installed
+from tilefold.ops.device import interpreting
+from tilefold.ops.environment import installed, triton_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +43,14 @@ class Setting:
 
 def setting_of(device: str) -> Setting:
     """The setting of a run on "cuda" or "cpu", now, of the checkout that tilefold is imported from."""
-    import triton
-
     if device == "cuda":
         title, backend = torch.cuda.get_device_name(), "hip" if torch.version.hip else "cuda"
     else:
-        title, backend = f"Triton interpreter on {platform.machine()}, {os.cpu_count()} cores", "interpreter"
+        what, backend = ("Triton interpreter", "interpreter") if interpreting() else ("plain torch", "cpu")
+        title = f"{what} on {platform.machine()}, {os.cpu_count()} cores"
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     own = installed("tilefold") or "checkout"
-    return Setting(title, backend, now, commit(), own, torch.__version__, triton.__version__)
+    return Setting(title, backend, now, commit(), own, torch.__version__, triton_version() or "none")
 
 
 @functools.cache

@@ -102,7 +102,7 @@ def suite_named(name: str, gpu: bool) -> Suite:
     if not gpu and not suite.quick:
         small = ", ".join(one.name for one in SUITES.values() if one.quick)
         raise ValueRangeError(
-            f"the suite {name!r} needs a GPU: in the interpreter it would take days; those that run here: {small}"
+            f"the suite {name!r} needs a GPU: on a CPU it would take days; those that run here: {small}"
         )
     return suite
 

@@ -5,7 +5,7 @@ time_alternating  which of several implementations is faster: rounds of short me
 event_samples     GPU time of one call that finds its inputs outside the L2 cache (flushed before each call)
 queued_samples    the same where the host is ahead: the device waits for nobody, and what is left is kernels and gaps
 graph_sampler     GPU time of one call without any launch overhead: replays of a CUDA graph over rotating buffers
-wall_samples      wall-clock time of one call on the CPU (the interpreter)
+wall_samples      wall-clock time of one call on the CPU
 time_host         by itself: CPU time that one call costs its caller before it returns, whatever the GPU does meanwhile
 """
 

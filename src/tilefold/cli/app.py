@@ -8,8 +8,8 @@ from tilefold.cli import bench, check, compare, doctor, explain, kv_memory, ladd
 HELP = """
 Attention kernels in Triton: every variant is one fold of the online-softmax state over key/value tiles.
 
-Without a GPU the kernels run on the CPU, in Triton's interpreter, on small shapes; attention itself is plain torch
-there. `explain` needs neither.
+Without a GPU calls are plain torch, and so is what `bench` times; commands that look at kernels, and every one with
+TRITON_INTERPRET=1, run them in Triton's interpreter, on small shapes. `explain` needs neither.
 
 Exit codes: 0 ok, 1 a check failed, 2 wrong usage, an impossible request, or a check that could not run.
 """

@@ -100,7 +100,8 @@ timed in the same rounds, would take (x floor), how many times as fast as the fa
 
 **Method**: every output is compared with fp64, all sequences and heads; what is wrong is reported and not timed. Times are
 medians between GPU events with a cold L2 cache, and of CUDA-graph replays over caches of six times the L2 cache, taken in rounds
-whose order alternates. Without a GPU tiny cases run in the interpreter. Exit code 1 if a result of tilefold is wrong.
+whose order alternates. Without a GPU tiny cases run in plain torch, with TRITON_INTERPRET=1 in the interpreter. Exit code 1 if a
+result of tilefold is wrong.
 """
 
 _MATRIX_COLUMNS = """us of a call, GB/s of the bytes that have to move, TFLOP/s, the share of the roof (the longer one of
@@ -113,7 +114,8 @@ _MATRIX = f"""
 
 **Method**: every output is compared with fp64 in full; what is wrong is reported and not timed. Times are medians between GPU
 events with a cold L2 cache, and of CUDA-graph replays over inputs of six times the L2 cache, taken in rounds whose order
-alternates. Without a GPU tiny cases run in the interpreter. Exit code 1 if a result of tilefold is wrong.
+alternates. Without a GPU tiny cases run in plain torch, with TRITON_INTERPRET=1 in the interpreter. Exit code 1 if a result of
+tilefold is wrong.
 """
 EPILOGS = {
     "dense": ATTENTION_EPILOG,
@@ -141,7 +143,7 @@ app = typer.Typer(
 def bench(
     family: str,
     run: RunOptions,
-    quick: Annotated[bool, typer.Option("--quick", help="Few and small cases (tiny ones in the interpreter).")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Few and small cases (tiny ones without a GPU).")] = False,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     direction: Annotated[str, typer.Option(help="forward, backward or both.")] = "forward",
     sparsity: Annotated[
@@ -158,7 +160,7 @@ def bench(
     names, must = peer_names(run)
     sparsities = () if sparsity is None else figures_in(sparsity, "--sparsity")
     request = Request(quick, run.case, dtype_named(dtype), direction, sparsities)
-    session = Session(run, [family], prepare_runtime())
+    session = Session(run, [family], prepare_runtime(kernels=False))
     from tilefold.bench.setting import Options
     from tilefold.bench.suites import engine_named
 

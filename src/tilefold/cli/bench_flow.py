@@ -14,6 +14,7 @@ from tilefold.cli.options import RunOptions
 from tilefold.cli.progress import measuring
 from tilefold.cli.runtime import Runtime, header, print_tables, say, warn_of_times, writable
 from tilefold.errors import ValueRangeError
+from tilefold.ops.device import interpreting
 
 if TYPE_CHECKING:
     from tilefold.bench.engine import Engine
@@ -73,7 +74,7 @@ class Session:
     @property
     def rounds(self) -> int:
         """Turns that each implementation gets: two at most in the interpreter."""
-        return self.run.rounds if self.runtime.gpu else min(self.run.rounds, 2)
+        return min(self.run.rounds, 2) if interpreting() else self.run.rounds
 
     def begin(self) -> None:
         header(self.setting, self.runtime, self.console)

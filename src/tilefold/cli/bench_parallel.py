@@ -105,7 +105,7 @@ def parallel(
     writable(files)
     if direction not in ("forward", "backward", "both"):
         raise ValueRangeError(f"--direction must be forward, backward or both, got {direction!r}")
-    runtime = prepare_runtime()
+    runtime = prepare_runtime(kernels=False)
     from tilefold.bench.parallel.loads import PEERS, SCHEMES, Work
 
     small = not runtime.gpu
@@ -194,7 +194,7 @@ def _on_rank(work: "Work") -> "list[Line] | None":
 
 def _started(rank: int, ranks: int, work: "Work", folder: str) -> None:
     """One process of those that are started here; rank 0 leaves the lines in a file."""
-    runtime = prepare_runtime()
+    runtime = prepare_runtime(kernels=False)
     import torch.distributed as dist
 
     from tilefold.bench.parallel.setup import join

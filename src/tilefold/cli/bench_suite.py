@@ -45,7 +45,7 @@ def suite(
         Console().print(table_of(("suite", "what"), [(one.name, one.what) for one in SUITES.values()], left=2))
         return
     names, must = peer_names(run)
-    runtime = prepare_runtime()
+    runtime = prepare_runtime(kernels=False)
     from tilefold.bench.engine import peers_of
 
     chosen = suite_named(name, runtime.gpu)

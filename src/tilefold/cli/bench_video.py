@@ -104,7 +104,7 @@ def video(
     """Sweep the sparse video pipeline over sparsity, length or cached tokens, beside dense attention."""
     writable({"png": png, "html": html})
     run = RunOptions(json=json, markdown=markdown, results=results, power=False)
-    session = Session(run, ["video"], prepare_runtime())
+    session = Session(run, ["video"], prepare_runtime(kernels=False))
     from tilefold.bench.setting import Options
     from tilefold.bench.suites import ENGINES
     from tilefold.bench.video import report

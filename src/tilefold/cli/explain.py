@@ -1,7 +1,7 @@
 """`tilefold explain`: which kernel, tile and grid a problem gets on a device, and why. Pure planning: no GPU is touched."""
 
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -49,7 +49,7 @@ The gradients: their kernel, memory, and time where it was measured:
 
     tilefold explain --heads 32 --q 16384 --dim 64 --causal --backward
 
-The GPU of this machine:
+What calls take on this machine: its GPU, or plain torch:
 
     tilefold explain --device here --heads 32 --q 2048 --dim 64
 """
@@ -63,7 +63,8 @@ def explain(
         int | None, typer.Option(help="Queries per sequence (with --varlen: of the longest); needed unless --trace.")
     ] = None,
     device: Annotated[
-        str, typer.Option(help="A device known by name (h200, h100, a100, l4, ...), or `here`.")
+        str,
+        typer.Option(help="A device known by name (h200, h100, a100, l4, ..., cpu), or `here`: what calls take here."),
     ] = "h200",
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
     kv_heads: Annotated[int | None, typer.Option(help="KV heads.", show_default="heads")] = None,
@@ -163,7 +164,6 @@ def explain(
     asked = SimpleNamespace(**locals())
     _check(asked)
     from tilefold.cli.explain_modes import explain_cache, explain_ranks, explain_split, explain_steps, said
-    from tilefold.plan import plan_forward
 
     if trace:
         typer.echo(explain_steps(asked, dtype_named(dtype), _record(device)))
@@ -175,15 +175,9 @@ def explain(
             typer.echo(mode(asked, problem, _record(device)))
             return
     sparse = _sparse_problem(asked, problem)
-    record = _record(device, kernels=backward or as_json)
-    made: Any = plan_of("attention" if sparse is None else "sparse_attention", sparse or problem, record)
-    if made is not None and (backward or as_json):
-        why = "plans no gradients apart" if backward else "has no JSON of its plans"
-        raise Unsupported(f"{'--backward' if backward else '--json'}: {record.title} {why}")
-    if backward:
-        made = _backward(sparse or problem, record, not nondeterministic)
-    elif made is None:
-        made = plan_forward(problem, record) if sparse is None else plan_sparse(sparse, record)
+    record = _record(device)
+    operation = ("attention" if sparse is None else "sparse_attention") + ("_backward" if backward else "")
+    made = plan_of(operation, sparse or problem, record) or _of_kernels(sparse or problem, record, asked)
     typer.echo(said(made, as_json))
 
 
@@ -271,21 +265,24 @@ def _problem(asked: SimpleNamespace) -> AttentionProblem:
     )
 
 
-def _backward(problem: AttentionProblem | SparseProblem, record: Device, deterministic: bool) -> Plan:
-    """The plan of the gradients of q, k, v."""
+def _of_kernels(problem: AttentionProblem | SparseProblem, record: Device, asked: SimpleNamespace) -> Plan:
+    """The plan of the kernels: of the call, or with --backward of the gradients of q, k, v."""
+    from tilefold.plan import plan_forward
     from tilefold.plan.backward.attention_backward import plan_attention_backward
     from tilefold.plan.sparse.sparse_backward import plan_sparse_backward
 
     if isinstance(problem, SparseProblem):
-        return plan_sparse_backward(problem, record)
-    return plan_attention_backward(problem, record, deterministic=deterministic)
+        return plan_sparse_backward(problem, record) if asked.backward else plan_sparse(problem, record)
+    if asked.backward:
+        return plan_attention_backward(problem, record, deterministic=not asked.nondeterministic)
+    return plan_forward(problem, record)
 
 
-def _record(device: str, kernels: bool = True) -> Device:
-    """The device of that name, or this machine's for "here".  kernels: without a GPU the interpreter, not plain torch."""
+def _record(device: str) -> Device:
+    """The device of that name, or what calls run on here for "here"."""
     from tilefold.plan import device_named
 
-    return prepare_runtime(kernels).record() if device == "here" else device_named(device)
+    return prepare_runtime(kernels=False).record() if device == "here" else device_named(device)
 
 
 def _sparse_problem(asked: SimpleNamespace, problem: AttentionProblem) -> SparseProblem | None:

@@ -11,6 +11,7 @@ from tilefold.cli.runtime import pair_of
 from tilefold.errors import Unsupported, ValueRangeError
 from tilefold.plan import AttentionProblem, Device
 from tilefold.plan.cache.decode import DecodeProblem, decode_kernel_refusal, plan_decode
+from tilefold.plan.capabilities import plan_of
 
 HELD = {"same": "plain", **{each.short: each.name for each in FORMATS}}  # --cache -> what `DecodeProblem` calls it
 
@@ -31,6 +32,8 @@ def explain_cache(asked: Any, problem: AttentionProblem, device: Device) -> str:
     if not (problem.batch and problem.seq_q):
         raise Unsupported("there is nothing to plan: no queries")
     made = _decode_problem(asked, problem)
+    if (own := plan_of("attention_kvcache", made, device)) is not None:
+        return said(own, asked.as_json)
     prompt = decode_kernel_refusal(made.attention) if made.storage == "plain" and not made.shared else ""
     if not prompt:
         return said(plan_decode(made, device, asked.num_splits), asked.as_json)
@@ -57,9 +60,17 @@ def explain_split(asked: Any, problem: AttentionProblem, device: Device) -> str:
     """The decision of --policy for one call."""
     from tilefold.plan import plan_splits
 
+    if device.architecture.planner:
+        return _no_splits(device, asked.as_json)
     made = plan_splits(problem, device, asked.policy, call=asked.call or "dense", capacity=asked.capacity,
                        paged=asked.paged, append=asked.append, splits=asked.num_splits)  # fmt: skip
     return said(made, asked.as_json)
+
+
+def _no_splits(device: Device, as_json: bool) -> str:
+    """Of an architecture whose functions fold all keys of a row at once."""
+    why = f"{device.title} has no plan of that: nothing splits keys there. Name a GPU, or set TRITON_INTERPRET=1."
+    return json.dumps({"device": device.name, "plan": None, "reason": why}) if as_json else why
 
 
 def explain_steps(asked: Any, dtype: str, device: Device) -> str:
@@ -79,6 +90,8 @@ def explain_steps(asked: Any, dtype: str, device: Device) -> str:
         prompt=asked.prompt, new=asked.new, batch=asked.batch, dtype=dtype, call=asked.call or "dense",
         capacity=asked.capacity or 0, window=left, paged=asked.paged, append=asked.append,
     )  # fmt: skip
+    if device.architecture.planner:
+        return _no_splits(device, asked.as_json)
     return said(trace_generation(run, device, asked.policy or "tilefold"), asked.as_json)
 
 
@@ -105,8 +118,12 @@ def explain_ranks(asked: Any, problem: AttentionProblem, device: Device) -> str:
     plan = plan_parallel(whole, links)
     scaled = scaling(whole, links)
     most, scratch = memory_on(plan, device)
+    kernels: dict[str, Any] = {"device": device.name, "scratch": scratch, "memory": most}
+    taken = f"{scratch / 1e9:.3f} GB for themselves while they run on {device.title}: {most / 1e9:.3f} GB at the most"
+    if device.architecture.planner:
+        taken = f"{device.title} has none, and no plan of what its functions take for themselves"
+        kernels = {"device": device.name, "plan": None, "reason": taken}
     if asked.as_json:
-        kernels = {"device": device.name, "scratch": scratch, "memory": most}
         every = [[ranks, p and asdict(p.cost)] for ranks, p in scaled.plans]
         return json.dumps({"plan": asdict(plan), "kernels": kernels, "scaling": every})
     traffic, extra = FORMULAS[plan.scheme]
@@ -115,7 +132,7 @@ def explain_ranks(asked: Any, problem: AttentionProblem, device: Device) -> str:
         f"  traffic   {traffic}",
         f"  memory    {extra}",
         *(f"            {line}" for line in LETTERS),
-        f"  kernels   {scratch / 1e9:.3f} GB for themselves while they run on {device.title}: {most / 1e9:.3f} GB at the most",
+        f"  kernels   {taken}",
         "",
         "The same problem on other numbers of ranks, predicted:",
         str(scaled),

@@ -268,7 +268,8 @@ def header(setting: "Setting", runtime: Runtime, console: Console) -> None:
 
 
 def warn_of_times(runtime: Runtime, console: Console) -> None:
-    """What the interpreter's times are worth."""
+    """What times without a GPU are worth."""
     if not runtime.gpu:
-        text = "Times in the interpreter say nothing about a GPU; the outputs were checked all the same."
+        where = "in the interpreter" if interpreting() else "of plain torch on a CPU"
+        text = f"Times {where} say nothing about a GPU; the outputs were checked all the same."
         console.print(Text(text, style="yellow"))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import DeviceError
+from ..errors import DeviceError, DtypeError
 from .environment import check_environment
 
 if TYPE_CHECKING:
@@ -53,6 +53,17 @@ def device_of(device: torch.device, operation: str = "") -> "Device":
         f"tensors are on {device}; {'this' if found is not None else 'tilefold'} runs on CUDA and ROCm GPUs, or on the CPU in "
         f"Triton's interpreter: start Python with TRITON_INTERPRET=1"
     )
+
+
+def device_asked(device: "str | Device | None") -> "Device | None":
+    """The record of a device that somebody plans for, by its name or as it is; None: that of the tensors."""
+    from ..plan.device import Device, device_named
+
+    if isinstance(device, str):
+        return device_named(device)
+    if device is not None and not isinstance(device, Device):
+        raise DtypeError(f"device must be a name of tilefold.plan.DEVICES, a Device of it or None, got {device!r}")
+    return device
 
 
 # What drivers call the devices whose records hold exactly; every other model is probed and says whose rates it borrows.

@@ -217,4 +217,6 @@ def require_kernels(device: Device) -> None:
     if device.backend == "cuda" and device.generation < 80:
         raise Unsupported(f"device must be sm_80 or newer, got {device.name} ({device.target})")
     if device.backend not in ("cuda", "hip", "interpreter"):
-        raise Unsupported(f"device must have backend cuda, hip or interpreter, got {device.backend!r}")
+        raise Unsupported(
+            f"device must have backend cuda, hip or interpreter, got {device.backend!r}; on a CPU kernels take TRITON_INTERPRET=1"
+        )

@@ -10,9 +10,10 @@ from tilefold.errors import PlanError
 Record = TypeVar("Record")
 
 
-def to_json(record: Any) -> str:
-    """A record (a dataclass of numbers, strings, tuples and records) as indented JSON; floats keep every bit."""
-    return json.dumps(_encode(record), indent=2, allow_nan=False)
+def to_json(record: Any, **beside: str) -> str:
+    """A record (a dataclass of numbers, strings, tuples and records) as indented JSON; floats keep every bit.  beside: texts that
+    are no field of it."""
+    return json.dumps(beside | _encode(record), indent=2, allow_nan=False)
 
 
 def from_json(kind: type[Record], text: str) -> Record:

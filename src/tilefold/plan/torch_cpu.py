@@ -5,6 +5,7 @@ from functools import lru_cache
 from typing import Any
 
 from tilefold.errors import PlanError, Unsupported
+from tilefold.plan import serialise
 from tilefold.plan.base import Shown, changed, said_sizes
 from tilefold.plan.cache.invariant import invariant_refusal
 from tilefold.plan.capabilities import capability
@@ -83,6 +84,10 @@ class TorchPlan(Shown):
             raise PlanError(f"plan is for {self.device.title}, the call is on {device.title}")
         if problem != self.problem:
             raise PlanError(f"plan is for {self.problem}, the call is {problem}")
+
+    def to_json(self) -> str:
+        """The plan, with its problem and device, and the name of its function, as JSON."""
+        return serialise.to_json(self, kernel=self.kernel)
 
     def __str__(self) -> str:
         lines = [

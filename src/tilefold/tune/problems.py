@@ -170,7 +170,8 @@ def _number(path: Path, config: Mapping[str, Any], name: str, default: int | Non
 
 
 def _attention(case: Case, device: str, count: int) -> Work:
-    p, options = case.problem, {"causal": case.problem.causal, "window": window_of(case.problem)}
+    p = case.problem
+    options: dict[str, Any] = {"causal": p.causal, "window": window_of(p)}
     sets = [make_inputs(case, device, seed) for seed in range(count)]
     first = sets[0]
     planned = tilefold.attention_plan(first.q, first.k, first.v, **options)
@@ -179,7 +180,7 @@ def _attention(case: Case, device: str, count: int) -> Work:
     return Work(
         sets,
         planned.problem,
-        lambda i, plan: lambda: tilefold.attention(i.q, i.k, i.v, plan=plan, **options),  # type: ignore[arg-type]
+        lambda i, plan: lambda: tilefold.attention(i.q, i.k, i.v, plan=plan, **options),
         lambda: AttentionJudge(first),
     )
 

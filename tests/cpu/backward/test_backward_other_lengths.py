@@ -65,7 +65,7 @@ def on_sm_90(monkeypatch):
     monkeypatch.setattr(records, "CACHE", {})
     for module in (attention, backward):
         monkeypatch.setattr(module, "device_of", lambda *args: device_named(DEVICE))
-    monkeypatch.setattr(attention, "_prepare", prepare)
+    monkeypatch.setattr(attention, "prepare_anew", prepare)
     monkeypatch.setattr(backward, "chosen_or_none", lambda plan, given, kind, bind, *rest: bind())
     monkeypatch.setattr("tilefold.plan.backward.attention_backward.plan_attention_backward", plan_of)
     return planned

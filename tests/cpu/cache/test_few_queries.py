@@ -241,7 +241,9 @@ def test_a_growing_cache(layout, dim, monkeypatch):
     from tilefold.ops.dense import attention as ops
 
     planned = []
-    monkeypatch.setattr(ops, "_prepare", lambda *call, made=ops._prepare: planned.append(call[1].shape) or made(*call))
+    monkeypatch.setattr(
+        ops, "prepare_anew", lambda *call, made=ops.prepare_anew: planned.append(call[1].shape) or made(*call)
+    )
     monkeypatch.setattr(records, "CACHE", {})
     lengths = (6 * STEP - 1, 6 * STEP, 6 * STEP + 1, 6 * STEP + 70, 8 * STEP - 1, 8 * STEP)
     for length in lengths:

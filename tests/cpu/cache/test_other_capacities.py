@@ -137,7 +137,7 @@ def test_attention_of_one_query(keys, monkeypatch):
         return q, k, v, Call()
 
     near, given = attention.prepare(*made(keys[0])), made(keys[1])
-    again, own = attention.prepare(*given), attention._prepare(*given)
+    again, own = attention.prepare(*given), attention.prepare_anew(*given)
     assert again.plan == own.plan != near.plan and str(again.plan) == str(own.plan)
     assert (again.out_shape, again.lse_shape, again.problem) == (own.out_shape, own.lse_shape, own.problem)
     assert told(again.bound, *given) == told(own.bound, *given)

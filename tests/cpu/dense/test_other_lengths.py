@@ -111,13 +111,13 @@ def test_lengths_of_the_same_tiles_are_not_planned_again(sort, lengths, monkeypa
     causal = options.pop("causal", False)
     monkeypatch.setattr(attention, "device_of", lambda *args: device_named("h200"))
     monkeypatch.setattr(attention.records, "CACHE", {})
-    monkeypatch.setattr(attention, "_prepare", lambda q, k, v, call: record(q, k, v, call)[1])
+    monkeypatch.setattr(attention, "prepare_anew", lambda q, k, v, call: record(q, k, v, call)[1])
     first, second = (made(n + 7 * bool(options.get("packed")), **options) for n in lengths)
     near = attention.prepare(*first[:3], Call(causal=causal, **first[3]))
     q, k, v, more = second
     call = Call(causal=causal, **more)
     plan, own = record(q, k, v, call)
-    monkeypatch.setattr(attention, "_prepare", None)
+    monkeypatch.setattr(attention, "prepare_anew", None)
     monkeypatch.setattr(attention, "_plan_of_lengths", None)
     again = attention.prepare(q, k, v, call)
     assert again.plan == plan and str(again.plan) == str(plan) and again.plan.problem != near.plan.problem
@@ -186,10 +186,10 @@ def test_prepare_keeps_the_first_record(monkeypatch):
     call, device = Call(**more), device_named("h200")
     plan, near = record(q, k, v, call)
     monkeypatch.setattr(attention, "device_of", lambda *args: device)
-    monkeypatch.setattr(attention, "_prepare", lambda *args: near)
+    monkeypatch.setattr(attention, "prepare_anew", lambda *args: near)
     monkeypatch.setattr(attention.records, "CACHE", {})
     assert attention.prepare(q, k, v, call) is near
-    monkeypatch.setattr(attention, "_prepare", None)
+    monkeypatch.setattr(attention, "prepare_anew", None)
     q, k, v, more = made(1501)
     found = attention.prepare(q, k, v, Call(**more))
     assert found.plan.problem == replace(plan.problem, seq_q=1501, seq_k=1501) and found is not near
@@ -225,5 +225,5 @@ def test_lengths_of_the_decode_kernel_have_a_record_of_their_own(monkeypatch):
     assert isinstance(plan_forward(replace(near.plan.problem, seq_q=1), device_named("h200")), DecodePlan)
     monkeypatch.setattr(attention, "device_of", lambda *args: device_named("h200"))
     monkeypatch.setattr(attention.records, "CACHE", {family_of(q, k, v, Call(**more)): near})
-    monkeypatch.setattr(attention, "_prepare", lambda *args: SimpleNamespace(bound="decoder"))
+    monkeypatch.setattr(attention, "prepare_anew", lambda *args: SimpleNamespace(bound="decoder"))
     assert attention.prepare(q, k, v, Call(source=steps)).bound == "decoder"

@@ -48,9 +48,9 @@ def test_the_record_is_that_of_a_call_of_its_own(options, lengths, monkeypatch):
     near = sparse.prepare(*made(*lengths[0], **options))
     for others in lengths[1:]:
         given = made(*others, **options)
-        own = sparse._prepare(*given)
+        own = sparse.prepare_anew(*given)
         with monkeypatch.context() as alone:
-            alone.setattr(sparse, "_prepare", None)
+            alone.setattr(sparse, "prepare_anew", None)
             again = sparse.prepare(*given)
         assert near.plan.kernel == again.plan.kernel == "sparse_forward_hopper" and again.bound is not near.bound
         assert (again.plan, again.out_shape, again.lse_shape, again.scale) == (
@@ -90,9 +90,9 @@ def test_the_launch_with_gates_is_that_of_a_call_of_its_own(options, monkeypatch
     sparse.prepare(*first)
     joint = torch.empty(*q.shape[:-1], 2 * q.shape[-1], dtype=q.dtype, device="meta")[..., : q.shape[-1]]
     for given in (made(640, 640, **options), (joint, k, v, call), made(1088, 1088, **options)):
-        own = sparse._prepare(*given)
+        own = sparse.prepare_anew(*given)
         with monkeypatch.context() as alone:
-            alone.setattr(sparse, "_prepare", None)
+            alone.setattr(sparse, "prepare_anew", None)
             again = sparse.prepare(*given)
         assert mixed_arguments(again, *given) == mixed_arguments(own, *given)
 

@@ -272,9 +272,11 @@ def test_a_packed_batch_is_judged_by_its_own_sequences(backward):
     assert not judge.verdict(attended(0, 30, 171)).ok
 
 
-def test_setting_says_where_and_with_what():
+@pytest.mark.parametrize(("interpreted", "backend"), [("1", "interpreter"), ("0", "cpu")])
+def test_setting_says_where_and_with_what(interpreted, backend, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", interpreted)
     setting = setting_of("cpu")
-    assert (setting.backend, setting.torch) == ("interpreter", torch.__version__)
+    assert (setting.backend, setting.torch) == (backend, torch.__version__)
     assert setting.triton.startswith("3.")
     assert setting.date.endswith("+00:00")
     assert setting.commit == commit()

@@ -1,13 +1,15 @@
-"""`tilefold bench`: options, files, exit codes; the whole of it once in the interpreter on tiny shapes."""
+"""`tilefold bench`: options, files, exit codes; the whole of it in the interpreter and in plain torch on tiny shapes."""
 
 import csv
 import json
 
 import pytest
+import torch
 
 from cases.cli import command, refused, reports
 from tilefold.bench.attention import peers
 from tilefold.bench.family import Calls, Peer
+from torch_cpu import torch_cpu  # noqa: F401
 
 run = command("bench")
 
@@ -56,7 +58,7 @@ def test_sparse_at_the_sparsities_that_are_asked_for(tmp_path):
     assert "kept" in result.output and "64 random 75 %" in result.output and "3/4" in result.output
     refused(
         run,
-        ("dense", "error: the full cases of 'dense' need a GPU: in the interpreter they would take days. Add --quick"),
+        ("dense", "error: the full cases of 'dense' need a GPU: on a CPU they would take days. Add --quick"),
         ("dense --sparsity 50", "No such option"),
         ("sparse --quick --sparsity 50,...", "--sparsity must be comma-separated numbers"),
         ("sparse --quick --sparsity 100", "sparsity must be from 0 to below 100 per cent, got 100.0"),
@@ -79,6 +81,27 @@ def test_quick_sparse_in_both_directions(tmp_path):
     forward = [row for row in rows if row["implementation"] == "tilefold" and row["direction"] == "forward"]
     assert {row["status"] for row in forward} == {"ok"}
     assert {row["status"] for row in rows if row["implementation"] == "math"} == {"ok"}
+
+
+@pytest.mark.no_poison
+@pytest.mark.usefixtures("torch_cpu")
+@pytest.mark.parametrize(
+    ("command", "statuses"),
+    [
+        ("sparse --quick --case video --peers portable --direction both", ["ok", "refused"] * 2),
+        ("suite attention --case d32_h4k1_n40x1_causal|d16_float16 --peers none", ["ok"] * 2),
+        ("suite matrix --case m20_n33_k17_sharedb|r3_pad2|w8a8_int8 --peers none", ["ok", *["refused"] * 2]),
+    ],
+)
+def test_without_the_interpreter_plain_torch_is_timed(command, statuses, tmp_path, monkeypatch):
+    """What it does not serve is refused, and told what runs it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = run(command, "--rounds 1 --json", tmp_path / "x.json")
+    assert "No GPU here: plain torch on the CPU." in result.output and "Times of plain torch" in result.output
+    document = json.loads((tmp_path / "x.json").read_text())
+    assert document["setting"]["backend"] == "cpu" and document["setting"]["device"].startswith("plain torch on ")
+    assert [row["status"] for row in document["rows"]] == statuses
+    assert all("TRITON_INTERPRET=1" in row["note"] for row in document["rows"] if row["status"] == "refused")
 
 
 def test_each_family_is_a_command_with_examples():

@@ -45,18 +45,34 @@ def test_the_decode_step_of_the_readme():
     assert "33 shares of each of 4 items" in result.output and "Would be 28 tiles for 132 SMs" in result.output
 
 
-@pytest.mark.parametrize("blocks", ["", "--blocks 64,64 --listed 2"])
-def test_here_without_a_gpu_is_where_calls_run(blocks, monkeypatch):
-    """Plain torch, but for what only kernels have; the interpreter where it is asked for."""
+@pytest.mark.parametrize(
+    ("options", "operation"),
+    [
+        ("", "attention"),
+        ("--backward", "attention_backward"),
+        ("--blocks 64,64 --listed 2", "sparse_attention"),
+        ("--blocks 64,64 --backward", "sparse_attention_backward"),
+        ("--cache int8 --page-size 16", "attention_kvcache"),
+        ("--policy tilefold", ""),
+        ("--policy flash-attn", ""),
+        ("--trace --prompt 8 --new 4", ""),
+    ],
+)
+def test_here_without_a_gpu_is_where_calls_run(options, operation, monkeypatch):
+    """Plain torch, as text and as JSON, which say so where it has no such plan; the interpreter where it is asked for."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    sizes = f"--device here --heads 4 --q 512 --dim 64 {blocks}"
-    assert "for Triton interpreter" in run(sizes).output
+    sizes = f"--device here --heads 4 --dim 64 {options}" + " --q 512" * ("--trace" not in options)
+    if "flash" not in options:  # which decides for NVIDIA GPUs alone
+        assert "Triton interpreter" in run(sizes).output
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    kernel = "torch_sparse_attention" if blocks else "torch_attention"
-    text = run(sizes).output
-    assert "plan for torch (CPU)\n  problem     1 x 512 queries, 512 keys, 4 heads" in text and kernel in text
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert "for Triton interpreter" in run(sizes, "--backward").output
+    text, found = run(sizes).output, json.loads(run(sizes, "--json").output)
+    if operation:
+        title = operation.replace("_", " ").capitalize()
+        assert text.startswith(f"{title} plan for torch (CPU)\n  problem     1 x 512 queries, 512 keys, 4 heads")
+        assert (found["kernel"], found["device"]["name"]) == (f"torch_{operation}", "cpu") and found["cut"]
+    else:
+        assert text.startswith("torch (CPU) has no plan of that")
+        assert (found["device"], found["plan"], found["reason"] + "\n") == ("cpu", None, text)
 
 
 @pytest.mark.parametrize("device", sorted(DEVICES))
@@ -171,6 +187,7 @@ def test_context_parallelism_over_ranks_that_are_not_here():
     figures = json.loads(run(*sizes, "--ranks", "2", "--json").output)
     assert figures["plan"]["links"]["ranks"] == 2
     assert figures["scaling"][1][1]["seconds"] == figures["plan"]["cost"]["seconds"]
+    assert json.loads(run(*sizes, "--ranks 2 --device cpu --json").output)["kernels"]["plan"] is None
 
 
 def test_gradients():

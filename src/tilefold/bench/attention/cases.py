@@ -188,7 +188,7 @@ def cases_of(
     direction: str = "forward",
     sparsities: tuple[float, ...] = (),
 ) -> tuple[Case, ...]:
-    """The cases of a family at a size: "full" (the published shapes), "quick" (minutes on a GPU) or "tiny" (the interpreter).
+    """The cases of a family at a size: "full" (the published shapes), "quick" (minutes on a GPU) or "tiny" (without a GPU).
 
     direction: "forward", "backward" (without decoding steps) or "both", all forward cases first.
     sparsities: of "sparse" in place of its cases: random lists at each, in per cent, over the video's tokens ("tiny": over few).

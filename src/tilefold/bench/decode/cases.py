@@ -135,5 +135,5 @@ CASES = {
 
 
 def decode_cases(size: str = "full") -> tuple[DecodeCase, ...]:
-    """The cases of a size: "full", "quick" (a minute on a GPU) or "tiny" (the interpreter).  ValueRangeError for another one."""
+    """The cases of a size: "full", "quick" (a minute on a GPU) or "tiny" (without a GPU).  ValueRangeError for another one."""
     return of_size(size, CASES)

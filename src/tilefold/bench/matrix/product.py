@@ -109,7 +109,7 @@ def activated(x: Tensor, activation: str | None) -> Tensor:
 
 def roof_of(case: Any, device: str) -> float:
     """Operations a second that the device does in the case's dtype, measured or by its datasheet, of bytes twice those of
-    bfloat16; 0 in the interpreter."""
+    bfloat16; 0 on the CPU."""
     if device != "cuda":
         return 0.0
     machine = device_of(torch.device("cuda"))

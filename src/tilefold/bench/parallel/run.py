@@ -101,11 +101,12 @@ def _line(
     overlaps = overlaps_of(found, way == "ring")
     forward = plan and _plan(work, way, tokens, False, ranks, slowest_rate)[0]
     predicted = plan.cost.seconds - (forward.cost.seconds if backward and forward else 0.0) if plan else float("nan")
+    least = memory_on(plan, device_of(device, "attention"))[0] if plan else float("nan")
     return replace(
         line, status="ok", note=max(one[5] for one in every).text,
         ms=slowest * 1e3, tflops=reached / ranks / 1e12, efficiency=reached / ranks / rate, of_all=reached / rates.sum,
         memory=max(one[3] for one in every),
-        predicted_ms=predicted * 1e3, predicted_memory=memory_on(plan, device_of(device))[0] if plan else float("nan"),
+        predicted_ms=predicted * 1e3, predicted_memory=least,
         hidden=min((one.share for one, _ in overlaps), default=None),
         exposed_ms=max((one.exposed * 1e3 for one, _ in overlaps), default=None),
         waiting_ms=max((seconds * 1e3 for _, seconds in overlaps), default=None),

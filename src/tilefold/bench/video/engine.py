@@ -15,15 +15,15 @@ from tilefold.bench.video.stages import USUAL, implementations
 from tilefold.bench.video.sweep import Point, SweepRow, points_of
 from tilefold.plan.sparse.video import VideoShape
 
-# Batch, heads, tokens and head dim, on a GPU and in the interpreter.
+# Batch, heads, tokens and head dim, on a GPU and without.
 SHAPES = {True: (1, 12, 23296, 128), False: (1, 2, 256, 16)}
-# Sweep -> values and, unless sparsity is what is swept, the sparsities, on a GPU and in the interpreter.
+# Sweep -> values and, unless sparsity is what is swept, the sparsities, on a GPU and without.
 DEFAULTS: dict[str, dict[bool, tuple[tuple[float, ...], tuple[float, ...]]]] = {
     "sparsity": {True: ((10, 25, 50, 65.1, 80, 90, 95, 99), ()), False: ((25, 50, 75), ())},
     "length": {True: ((8192, 16384, 32768, 65536, 131072), (80, 90)), False: ((128, 256), (50,))},
     "cached": {True: ((8192, 16384, 32768, 65536, 131072), (90,)), False: ((128, 256), (50,))},
 }
-QUICK = {True: (80,), False: (50,)}  # sparsities, on a GPU and in the interpreter
+QUICK = {True: (80,), False: (50,)}  # sparsities, on a GPU and without
 
 
 class PipelineEngine(Engine):
@@ -82,7 +82,7 @@ class VideoEngine(PipelineEngine):
         return USUAL[device]
 
     def cases(self, request: Request, gpu: bool) -> tuple[Point, ...]:
-        """The usual sparsities and cached lengths; quick and in the interpreter one sparsity."""
+        """The usual sparsities and cached lengths; quick and without a GPU one sparsity."""
         batch, heads, seq, dim = SHAPES[gpu]
         shape = VideoShape(batch, heads, heads, seq, dim, request.dtype)
         if request.quick or not gpu:

@@ -25,7 +25,7 @@ from tilefold.plan.sparse.video import VideoShape
 from tilefold.reference import Comparison
 from tilefold.sparse import GridTiling, SelectOptions
 
-GRID = {True: (16, 28, 52), False: (4, 8, 8)}  # tokens (T, H, W), on a GPU and in the interpreter
+GRID = {True: (16, 28, 52), False: (4, 8, 8)}  # tokens (T, H, W), on a GPU and without
 SPARSITIES = {True: (65.1, 90.0), False: (50.0,)}
 MODULE, COMPILED = "module", "module, compiled"
 PRODUCTS, PIPELINE = "products of qkv and out", "pipeline"

@@ -39,6 +39,7 @@ from .backward_parts import (
 if TYPE_CHECKING:
     from ...plan.backward.attention_backward import AttentionBackwardPlan
     from ...plan.dense.attention import AttentionPlan
+    from ...plan.device import Device
     from ...plan.problem import AttentionProblem
     from .attention_backward_loads import LoadsBound
     from .attention_backward_spans import SpansBound
@@ -151,14 +152,15 @@ def backward(
 
 
 def backward_plan_of(
-    problem: "AttentionProblem", call: Call, q: torch.Tensor, with_bias: bool, loads: tuple[int, ...] = ()
-) -> "AttentionBackwardPlan":
+    problem: "AttentionProblem", call: Call, q: torch.Tensor, with_bias: bool, loads: tuple[int, ...] = (),
+    on: "Device | None" = None,
+) -> "AttentionBackwardPlan":  # fmt: skip
     """The plan of the backward pass of a call that has this problem; with_bias: the bias gets a gradient; loads: which of
-    score_args do."""
+    score_args do; on: as on that device."""
     from ...plan.backward.attention_backward import AttentionBackwardPlan, plan_attention_backward
 
     bias = tuple(call.bias.shape[:3]) if with_bias and call.bias is not None else ()
-    device = device_of(q.device, "attention_backward")
+    device = on or device_of(q.device, "attention_backward")
     if (own := plan_at("attention_backward", problem, device, call, call.backward_plan)) is not None:
         return own  # type: ignore[no-any-return]
     if call.backward_plan is None:

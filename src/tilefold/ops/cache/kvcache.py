@@ -256,12 +256,14 @@ def _has_memory(*tensors: torch.Tensor) -> bool:
     return not any(is_watched((t,)) or t.device.type == "meta" for t in tensors)
 
 
-def plan_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> "DecodePlan | InvariantPlan":
-    """The plan that a call follows; the call's own if it is one for that."""
+def plan_of(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, on: "Device | None" = None
+) -> "DecodePlan | InvariantPlan":
+    """The plan that a call follows; the call's own if it is one for that.  on: as on that device."""
     sizes, shared = _checked(q, k, v, call)
     if 0 in (sizes["batch"], sizes["seq_q"], sizes["heads"]):
         raise Unsupported("there is nothing to plan: no queries")
-    return _planned(q, k, v, call, sizes, shared, device_of(q.device, "attention_kvcache"))
+    return _planned(q, k, v, call, sizes, shared, on or device_of(q.device, "attention_kvcache"))
 
 
 # ---------------------------------------------------------------- the dispatcher

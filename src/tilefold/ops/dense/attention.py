@@ -91,7 +91,7 @@ def _share(made: Prepared, family: Any, alike: Any) -> Prepared:
 @recorded("attention", key_of, _near)
 def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, key: Any = None) -> Prepared:
     """The record of this call's shapes and options, which checks everything."""
-    made = _prepare(q, k, v, call)
+    made = prepare_anew(q, k, v, call)
     made.look = _look if call.packed is not None and on_host(q) else None
     lengths, family, alike = _keys_of_lengths(q, k, v, call, key)
     if lengths is not None and isinstance(made.bound, Decoder):
@@ -260,7 +260,8 @@ def _values_of_lengths(
 # ---------------------------------------------------------------- the first time
 
 
-def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
+def prepare_anew(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, on: "Device | None" = None) -> Prepared:
+    """The record of a call that is like none before.  on: its plan alone, as on that device."""
     from ...plan import AttentionPlan, DecodePlan, DecodeProblem, InvariantPlan, plan_attention, plan_forward
     from ...plan.torch_cpu import TorchPlan
     from ..hopper import bound_or_none
@@ -275,13 +276,13 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> P
             f"plan must be an AttentionPlan, a DecodePlan, an InvariantPlan or None, got {type(call.plan).__name__}"
         )
     shapes = result_shapes(call, sizes)
-    device = device_of(q.device, "attention")
+    device = on or device_of(q.device, "attention")
     if 0 in (*shapes[1], sizes["batch"], sizes["seq_q"]):
         return Prepared(None, *shapes, keep=hooks_of(call))
     problem = problem_of(q, k, v, call, sizes, window, band_of(call, window))
     problem = problem.of_lengths(problem.seq_q, problem.seq_k, _mean_of(q, call, sizes["batch"]))
     if (own := plan_at("attention", problem, device, call, call.plan)) is not None:
-        bound = function_at("attention", q.device, own)
+        bound = None if on else function_at("attention", q.device, own)
         return Prepared(own, *shapes, bound, scale, hooks_of(call))
     rows = DecodeProblem(problem, equal=call.packed is None)
     plan: Any = _prompt_or_none(call, problem, device) or invariant_or_none(call, rows, device, call.plan)
@@ -289,6 +290,8 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> P
         plan = plan_forward(problem, device, portable=disabled()) if call.plan is None else call.plan
     if call.plan is not None:
         call.plan.check(problem, device)
+    if on is not None:
+        return Prepared(plan, *shapes)
     bound_to = functools.partial(_bind, q, k, v, call, sizes, scale, shapes)
     if call.plan is None and getattr(plan, "kernel", "") == HOPPER_KERNEL:
         faults: list[str] | None = None if call.score_mod is None and call.mask_mod is None else []

@@ -23,7 +23,7 @@ from .attention_parts import boxable, describe_box, head_strides, hooks_of, kind
 from .fp8 import DESCALES, E4M3, refuse_packed
 
 if TYPE_CHECKING:
-    from ...plan import AttentionFp8Plan, AttentionProblem
+    from ...plan import AttentionFp8Plan, AttentionProblem, Device
 
 GIVEN = ("q", "k", "v", "out", "lse", "call", "made")
 """What a call gives to the launches; made: V transposed."""
@@ -101,6 +101,11 @@ def result_shapes_of(
 @recorded("attention of e4m3", key_of)
 def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
     """The record of this call's shapes and options, which checks everything."""
+    return _prepare(q, k, v, call)
+
+
+def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, on: "Device | None" = None) -> Prepared:
+    """`prepare` of a call that is like none before.  on: its plan alone, as on that device."""
     from ...plan import AttentionFp8Plan, plan_attention_fp8
     from ..hopper import bound_or_none, disabled
 
@@ -109,15 +114,16 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Pr
     sizes = sizes_of(q, k, v, call)
     if call.plan is not None and not isinstance(call.plan, AttentionFp8Plan):
         raise DtypeError(f"plan must be an AttentionFp8Plan or None for e4m3 inputs, got {type(call.plan).__name__}")
-    device = device_of(q.device)
+    device = on or device_of(q.device)
     if 0 in (*shapes[1], sizes["batch"], sizes["seq_q"]):
         return Prepared(None, *shapes, keep=hooks_of(call), run=_run)
     problem = problem_of(q, k, call, sizes)
+    plan = call.plan or plan_attention_fp8(problem, device, portable=disabled())
     if call.plan is not None:
-        call.plan.check(problem, device)
-        return _bind(q, k, v, call, call.plan, shapes)
-    plan = plan_attention_fp8(problem, device, portable=disabled())
-    if plan.kernel == "attention_forward_fp8":
+        plan.check(problem, device)
+    if on is not None:
+        return Prepared(plan, *shapes)
+    if call.plan is None and plan.kernel == "attention_forward_fp8":
         made = functools.partial(_bind, q, k, v, call, plan, shapes)
         found = bound_or_none("FP8", made, lambda p: _compile(p, q, k, v, call))
         if found is not None:
@@ -297,8 +303,10 @@ def refuse_others(q: torch.Tensor, **options: Any) -> None:
             )
 
 
-def plan_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> "AttentionFp8Plan":
-    """The plan of a call given by keywords."""
+def plan_of(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any], on: "Device | None" = None
+) -> "AttentionFp8Plan":
+    """The plan of a call given by keywords.  on: as on that device."""
     options.pop("return_lse", None)
     if any(
         options.pop(name, None) is not None for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
@@ -307,7 +315,8 @@ def plan_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str
     mine = {name: options.pop(name) for name in ("causal", "window", "scale", "layout") if name in options}
     scales, given = Scales(*(options.pop(name, None) for name in DESCALES)), value_of(options.pop("plan", None))
     refuse_others(q, **options)
-    plan: AttentionFp8Plan | None = prepare(q, k, v, _tidy(Call(**mine, scales=scales, plan=given))).plan
+    call = _tidy(Call(**mine, scales=scales, plan=given))
+    plan: AttentionFp8Plan | None = (_prepare(q, k, v, call, on) if on else prepare(q, k, v, call)).plan
     if plan is None:
         raise Unsupported(
             f"q has shape {tuple(q.shape)}: there is no query, so nothing is launched and there is no plan"

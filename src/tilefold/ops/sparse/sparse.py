@@ -22,6 +22,7 @@ from .sparse_call import check_call, check_lists
 from .sparse_parts import HOPPER_KERNEL, list_values, mod_values
 
 if TYPE_CHECKING:
+    from ...plan.device import Device
     from ...plan.sparse.sparse import SparsePlan
 
 BLOCK_SPLITS = 16  # partials that one step of the merge takes in
@@ -52,7 +53,7 @@ def _near(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, *others
 def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, *others: Any, key: Any = None) -> Prepared:
     """The record of this call's shapes and options; checks everything."""
     refuse_invariant("sparse attention", "its tiles follow the lists of blocks", call.numerics)
-    found, family = _prepare(q, k, v, call), _key_of_any_length(key, call)
+    found, family = prepare_anew(q, k, v, call), _key_of_any_length(key, call)
     if family is not None and getattr(found.plan, "kernel", "") == HOPPER_KERNEL:
         remember(records.CACHE, family, found)
     found.look = _look if on_host(q) else None
@@ -115,14 +116,14 @@ def _rules() -> tuple[Any, Any]:
     return sparse, sparse_hopper
 
 
-def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
-    """The record of a call; checks everything."""
+def prepare_anew(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, on: "Device | None" = None) -> Prepared:
+    """The record of a call that is like none before; checks everything.  on: its plan alone, as on that device."""
     from ...plan.sparse.sparse import SparseProblem, plan_sparse
     from ..hopper import bound_or_none
 
     sizes, scale = check_call(q, k, v, call)
     out_shape, lse_shape = result_shapes(call, sizes)
-    device = device_of(q.device, "sparse_attention")
+    device = on or device_of(q.device, "sparse_attention")
     keep = hooks_of(call)
     if 0 in (*lse_shape, sizes["batch"], sizes["seq_q"]):
         return Prepared(None, out_shape, lse_shape, keep=keep)
@@ -140,13 +141,14 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> P
     )
     shapes = out_shape, lse_shape
     if (own := plan_at("sparse_attention", problem, device, call, call.plan)) is not None:
-        return Prepared(own, *shapes, function_at("sparse_attention", q.device, own), scale, keep)
+        bound = None if on else function_at("sparse_attention", q.device, own)
+        return Prepared(own, *shapes, bound, scale, keep)
+    plan: Any = call.plan or plan_sparse(problem, device, portable=disabled())
     if call.plan is not None:
-        given: SparsePlan = call.plan  # type: ignore[assignment]
-        given.check(problem, device)
-        return bind(q, k, v, call, sizes, scale, given, shapes)
-    plan = plan_sparse(problem, device, portable=disabled())
-    if plan.kernel == HOPPER_KERNEL:
+        plan.check(problem, device)
+    if on is not None:
+        return Prepared(plan, *shapes)
+    if call.plan is None and plan.kernel == HOPPER_KERNEL:
         given_to = (q, k, v, stand_in(q.dtype), stand_in(torch.float32), call)
         made = functools.partial(bind, q, k, v, call, sizes, scale, plan, shapes)
         found = bound_or_none("block-sparse", made, lambda p: p.bound.compile(given_to))

@@ -20,6 +20,7 @@ from .sparse_call import check_unchanged, versions_of
 from .sparse_parts import Launches, list_values, mod_values
 
 if TYPE_CHECKING:
+    from ...plan.device import Device
     from ...plan.sparse.sparse import SparsePlan
     from ...plan.sparse.sparse_backward import SparseBackwardPlan
     from ..call import Call
@@ -81,10 +82,16 @@ def check_differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call
     return prepared
 
 
-def backward_plan_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: "Call") -> "SparseBackwardPlan":
-    """The plan that the backward pass of a call with queries follows; Unsupported for a call that has none."""
+def backward_plan_of(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: "Call", on: "Device | None" = None
+) -> "SparseBackwardPlan":
+    """The plan that the backward pass of a call with queries follows; Unsupported for a call that has none.  on: as on that
+    device."""
     if call.paged is not None:
         raise Unsupported("attention over pages has no backward pass, so direction='backward' has no plan")
+    if on is not None:
+        score_slope(call.score_mod, call.score_grad)
+        return _plan(sparse.prepare_anew(q, k, v, call, on), call, q, on=on)
     prepared = check_differentiable(q, k, v, call)
     plan = _plan(prepared, call, q)
     if plan.kernel == HOPPER_KERNEL and call.backward_plan is None:
@@ -195,12 +202,14 @@ def _key_of_tiles(prepared: Any, call: "Call", key: Any) -> Any:
     return -(-lists.seq_k // lists.block_k), *strides, *sides, dlse and dlse[3:], *turned
 
 
-def _plan(prepared: Any, call: "Call", q: torch.Tensor, portable: bool = False) -> "SparseBackwardPlan":
+def _plan(
+    prepared: Any, call: "Call", q: torch.Tensor, portable: bool = False, on: "Device | None" = None
+) -> "SparseBackwardPlan":
     from ...plan.sparse.sparse_backward import SparseBackwardPlan, plan_sparse_backward
     from ..hopper import disabled
 
     problem = prepared.plan.problem
-    device = device_of(q.device, "sparse_attention_backward")
+    device = on or device_of(q.device, "sparse_attention_backward")
     if (own := plan_at("sparse_attention_backward", problem, device, call, call.backward_plan)) is not None:
         return own  # type: ignore[no-any-return]
     if call.backward_plan is None:

@@ -1,0 +1,96 @@
+"""`device=` of the functions that plan a call: tensors at hand, or without memory, are planned as on another device."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tilefold
+from cases import rand
+from cases.refusals import refuses
+from tilefold.errors import DeviceError, DtypeError, PlanError, Unsupported
+from tilefold.ops import records
+from tilefold.plan import TorchPlan, device_named, plan_attention_fp8, plan_forward
+from tilefold.plan.backward.attention_backward import plan_attention_backward
+from tilefold.plan.cache.decode import plan_decode
+from tilefold.plan.sparse.sparse import plan_sparse
+from tilefold.plan.sparse.sparse_backward import plan_sparse_backward
+
+N = 1024
+
+
+def lists(t):
+    return tilefold.BlockIndex.from_map(torch.ones(1, 4, 16, 16, dtype=torch.bool, device=t.device), seq_q=N, seq_k=N)
+
+
+def packed(t, **options):
+    offsets = torch.tensor([0, 300, N], dtype=torch.int32, device=t.device)
+    places = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": 724, "max_seqlen_k": 724}
+    return tilefold.attention_plan(t[0], t[0], t[0], **places, **options)
+
+
+def cached(t, **options):
+    lengths = torch.tensor([N], dtype=torch.int32, device=t.device)
+    return tilefold.attention_kvcache_plan(t[:, :1], t, t.clone(), cache_seqlens=lengths, **options)
+
+
+# What plans t as q, k and v -> who plans its problem on a device.
+PLANS = {
+    "dense": (lambda t, **o: tilefold.attention_plan(t, t, t, causal=True, **o), plan_forward),
+    "packed": (packed, plan_forward),
+    "step": (lambda t, **o: tilefold.attention_plan(t[:, :1], t, t, **o), lambda p, d: plan_forward(p.attention, d)),
+    "mask": (lambda t, **o: tilefold.attention_plan(t, t, t, mask=tilefold.masks.prefix(4), **o), plan_forward),
+    "e4m3": (lambda t, **o: tilefold.attention_plan(*[t.to(torch.float8_e4m3fn)] * 3, **o), plan_attention_fp8),
+    "backward": (lambda t, **o: tilefold.attention_backward_plan(t, t, t, **o), plan_attention_backward),
+    "sparse": (lambda t, **o: tilefold.sparse_plan(t, t, t, lists(t), **o), plan_sparse),
+    "sparse_backward": (
+        lambda t, **o: tilefold.sparse_plan(t, t, t, lists(t), direction="backward", **o), plan_sparse_backward
+    ),
+    "kvcache": (cached, plan_decode),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("of", PLANS)
+def test_the_problem_of_a_call_is_planned_as_on_the_device(of, device):
+    plan_of, planner = PLANS[of]
+    t = rand(1, N, 4, 64, dtype=torch.bfloat16, device=device)
+    here = plan_of(t)
+    kept = dict(records.CACHE)
+    for name in ("h100", "H200", "a100", "mi300x"):
+        made = plan_of(t, device=name)
+        assert made == planner(here.problem, device_named(name)) and made.device == device_named(name)
+    small = replace(device_named("h100"), name="slice", sms=16)
+    assert plan_of(t, device=small).device is small
+    assert kept == records.CACHE and plan_of(t) == here, "it is not what calls take"
+    if of != "e4m3":
+        plain = plan_of(t, device="cpu")
+        assert isinstance(plain, TorchPlan) and plain.problem in (
+            here.problem,
+            getattr(here.problem, "attention", None),
+        )
+
+
+@pytest.mark.parametrize("of", [of for of in PLANS if not of.startswith("sparse")])  # whose lists are on the CPU first
+def test_tensors_without_memory_are_enough(of):
+    plan_of, _ = PLANS[of]
+    t = rand(1, N, 4, 64, dtype=torch.bfloat16)
+    assert plan_of(t.to("meta"), device="h100") == plan_of(t, device="h100")
+
+
+def test_what_is_no_device_and_no_plan_of_it_is_refused(device):
+    t = rand(1, N, 4, 64, dtype=torch.bfloat16, device=device)
+    for plan_of, _ in PLANS.values():
+        refuses(DeviceError, "device must be one of h200, h100, ", plan_of, t, device="here")
+        refuses(DtypeError, "device must be a name of tilefold.plan.DEVICES", plan_of, t, device=torch.device("cuda"))
+    ampere = tilefold.attention_plan(t, t, t, device="a100")
+    refuses(PlanError, "arch", tilefold.attention_plan, t, t, t, plan=ampere, device="h100")
+    eight = t.to(torch.float8_e4m3fn)
+    refuses(
+        Unsupported,
+        "on a CPU kernels take TRITON_INTERPRET=1",
+        tilefold.attention_plan,
+        eight,
+        eight,
+        eight,
+        device="cpu",
+    )
