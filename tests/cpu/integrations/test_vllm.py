@@ -111,27 +111,6 @@ def test_no_requests_and_the_profiling_run():
     assert (batch.impl().forward(None, None, None, None, None, None, output) == 0).all()
 
 
-def test_the_same_bits_in_any_batch(monkeypatch):
-    """With vLLM's switch a token's result does not depend on its neighbours, nor on how its prompt was cut."""
-    vllm_stub.install(monkeypatch, invariant=True)
-    whole = Batch([(0, 40)])
-    impl = whole.impl()
-    assert impl.options["numerics"] == "invariant"
-    want = whole.run(impl)
-    parts = Batch([(0, 40)])
-    got = []
-    for begin, end in ((0, 16), (16, 33), (33, 34), (34, 40)):
-        step = Batch([(begin, end - begin), (37, 1)])
-        own = step.table[0, : -(-end // BLOCK)].long()
-        step.query[: end - begin], step.key[: end - begin] = parts.query[begin:end], parts.key[begin:end]
-        step.value[: end - begin] = parts.value[begin:end]
-        places = [own[j // BLOCK].item() * BLOCK + j % BLOCK for j in range(begin)]
-        for j, place in enumerate(places):
-            step.cache[place // BLOCK, :, place % BLOCK] = torch.cat([parts.key[j], parts.value[j]], -1)
-        got.append(step.run(impl)[: end - begin])
-    assert torch.equal(torch.cat(got), want)
-
-
 @pytest.mark.parametrize(
     ("options", "why"),
     [

@@ -8,6 +8,7 @@ import torch
 import vllm_stub
 from cases import vllm_determinism as cases
 from cases.invariant import products_in_order  # noqa: F401
+from cases.vllm_batch import BLOCK, Batch
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -42,6 +43,26 @@ def test_shared_prefixes(dtype, device):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_decoding_and_prompts(dtype, device):
     cases.decoding_and_prompts(dtype, device, tokens=30, new=4)
+
+
+def test_the_same_bits_in_any_batch():
+    """With vLLM's switch a token's result does not depend on its neighbours, nor on how its prompt was cut."""
+    whole = Batch([(0, 40)])
+    impl = whole.impl()
+    assert impl.options["numerics"] == "invariant"
+    want = whole.run(impl)
+    parts = Batch([(0, 40)])
+    got = []
+    for begin, end in ((0, 16), (16, 33), (33, 34), (34, 40)):
+        step = Batch([(begin, end - begin), (37, 1)])
+        own = step.table[0, : -(-end // BLOCK)].long()
+        step.query[: end - begin], step.key[: end - begin] = parts.query[begin:end], parts.key[begin:end]
+        step.value[: end - begin] = parts.value[begin:end]
+        places = [own[j // BLOCK].item() * BLOCK + j % BLOCK for j in range(begin)]
+        for j, place in enumerate(places):
+            step.cache[place // BLOCK, :, place % BLOCK] = torch.cat([parts.key[j], parts.value[j]], -1)
+        got.append(step.run(impl)[: end - begin])
+    assert torch.equal(torch.cat(got), want)
 
 
 def test_bits_differ_without_the_switch(monkeypatch, device):
