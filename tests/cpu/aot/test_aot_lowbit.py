@@ -32,7 +32,7 @@ MORE = {  # as rows of the table may have them
         num_warps=4,
         stages=8,
         registers=0,
-    ),
+    )
 }
 PORTABLE = ("m16 4 bits", "m64 3 bits", "m64 8 bits fp16", "dequantise 4 bits")
 NEWEST = ("m1 4 bits", "m64 4 bits", "m64 table")

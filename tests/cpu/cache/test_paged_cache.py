@@ -333,11 +333,7 @@ def test_refusals(device):
     assert snapshot(cache.allocator) == before
     ragged = cache.batch([a, b], [1, 3])
     for call, kind, message in (
-        (
-            lambda: cache.append(0, k.half(), v, ragged),
-            DtypeError,
-            "k has dtype float16, but k_cache has float32",
-        ),
+        (lambda: cache.append(0, k.half(), v, ragged), DtypeError, "k has dtype float16, but k_cache has float32"),
         (
             lambda: cache.append(0, k, v[:, :1], ragged),
             ShapeError,

@@ -18,9 +18,7 @@ from debug_cases import BLOCK, N, scale_rows
 from tilefold import debug, reference
 from tilefold.aot import newest_triton
 from tilefold.aot.jobs import NEWEST_VARIABLE
-from tilefold.errors import (
-    ValueRangeError,
-)
+from tilefold.errors import ValueRangeError
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.interpreter

@@ -203,11 +203,7 @@ def test_attention_over_lists_of_a_mask_mod(device):
     out = tilefold.sparse_attention(q, k, v, index, mask_mod=near_mod, mask_args=DOCUMENTS)
     mask = dense().to(device)
     given = [t.detach() for t in (q, k, v)]
-    judge(
-        out.detach(),
-        *(reference.attention(*given, mask=mask, dtype=t)[0] for t in (torch.float64, q.dtype)),
-        "out",
-    )
+    judge(out.detach(), *(reference.attention(*given, mask=mask, dtype=t)[0] for t in (torch.float64, q.dtype)), "out")
     upstream = torch.randn_like(out)
     got = torch.autograd.grad(out, (q, k, v), upstream)
     want, plain = (gradient.oracle(given, upstream, None, t, mask=mask) for t in (torch.float64, q.dtype))
