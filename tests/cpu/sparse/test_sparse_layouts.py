@@ -292,8 +292,7 @@ def test_no_queries(layout, make, shapes, device):
     tensors, index, where = make(device)
     out, lse = getattr(tilefold, layout)(*tensors, index, **where, return_lse=True)
     assert (out.shape, lse.shape) == shapes
-    with pytest.raises(Unsupported, match="there is no plan"):
-        plan_of(*tensors, index, **where)
+    refuses(Unsupported, "there is no plan", plan_of, *tensors, index, **where)
 
 
 @LAYOUTS

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from cases import judge, one_graph, qkv, rand
+from cases.refusals import refuses
 from tilefold import reference
 from tilefold.errors import DtypeError, ValueRangeError
 from tilefold.plan.device import H200
@@ -185,10 +186,8 @@ def test_errors(options, error, text):
 
 
 def test_records_refuse_unknown_names():
-    with pytest.raises(ValueRangeError, match="kind must be one of block, dense, pooled, got 'mean'"):
-        CoarseOptions("mean")
-    with pytest.raises(ValueRangeError, match="reduction must be one of mean, max, got 'sum'"):
-        CoarseOptions(reduction="sum")
+    refuses(ValueRangeError, "kind must be one of block, dense, pooled, got 'mean'", CoarseOptions, "mean")
+    refuses(ValueRangeError, "reduction must be one of mean, max, got 'sum'", CoarseOptions, reduction="sum")
     for options, text in (
         ({"method": "top_k"}, "method 'top_k' needs top_k or sparsity, got neither"),
         (
@@ -200,8 +199,7 @@ def test_records_refuse_unknown_names():
     ):
         with pytest.raises(ValueRangeError, match=f"^{text}$"):
             SelectOptions(**options)
-    with pytest.raises(ValueRangeError, match="method must be one of 'gini', 'top_p', 'top_k', got 'top'"):
-        SelectOptions("top")
+    refuses(ValueRangeError, "method must be one of 'gini', 'top_p', 'top_k', got 'top'", SelectOptions, "top")
 
 
 # ---------------------------------------------------------------- what lists leave out
