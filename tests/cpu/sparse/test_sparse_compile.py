@@ -9,7 +9,6 @@ from cases.index import cache, held, lists
 from tilefold.ops.call import Call
 from tilefold.ops.source import Lists, Paged
 from tilefold.ops.sparse.sparse_library import SPARSE, SPARSE_PAGED, Turned
-from tilefold.sparse import BlockIndex
 
 pytestmark = pytest.mark.no_poison
 
@@ -82,23 +81,6 @@ def test_compile_without_gradients_transposes_nothing(device):
     compiled = torch.compile(lambda q, k, v: tilefold.sparse_attention(q, k, v, index), fullgraph=True, backend=keep)
     assert torch.equal(compiled(q, k, v), tilefold.sparse_attention(q, k, v, index))
     assert "cumsum" not in graphs[0].code
-
-
-def test_compile_from_scores(device):
-    """The whole fine stage in one graph: scores to lists to attention."""
-
-    def layer(q, k, v, scores):
-        index = BlockIndex.from_topk(scores, 2, block_q=16, block_k=16, seq_q=33, seq_k=48)
-        return tilefold.sparse_attention(q, k, v, index)
-
-    inputs = [t.requires_grad_() for t in qkv(1, 33, 48, 2, 2, 16, device=device)]
-    scores = torch.rand(1, 2, 3, 3, device=device)
-    compiled = one_graph(layer)
-    results = []
-    for fn in (layer, compiled):
-        out = fn(*inputs, scores)
-        results.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_opcheck(device):
