@@ -80,19 +80,8 @@ def test_append_and_rotary(device, seq_new, interleaved, page, given, meant):
     pads = torch.tensor([4, 0, 11], dtype=torch.int32, device=device) if page == 0 else None
     new = a_cache(rows=seq_new, device=device)
     table = angles(48, 8 if seq_new == 1 else 12, device=device)
-    check(
-        device,
-        queries(device),
-        a_cache(device=device),
-        lengths,
-        page,
-        pads,
-        new,
-        table,
-        interleaved,
-        meant=meant,
-        **given,
-    )
+    q, caches = queries(device), a_cache(device=device)
+    check(device, q, caches, lengths, page, pads, new, table, interleaved, meant=meant, **given)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

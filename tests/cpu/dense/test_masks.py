@@ -13,19 +13,7 @@ from cases import prefix as by_mod
 from cases.gradient import check_gradients, gradients
 from cases.refusals import refuses
 from examples import examples
-from tilefold import (
-    DeviceError,
-    DtypeError,
-    LayoutError,
-    Mask,
-    Score,
-    ShapeError,
-    Unsupported,
-    ValueRangeError,
-    masks,
-    reference,
-    scores,
-)
+from tilefold import DtypeError, Mask, Score, ShapeError, Unsupported, ValueRangeError, masks, reference, scores
 from tilefold.device import ranges
 from tilefold.ops.masking import Terms, _computes, _tensors, spelled
 
@@ -387,7 +375,7 @@ def refusals(device):
         "n must be an int32 tensor": (DtypeError, lambda: masks.prefix(torch.tensor([1]))),
         "lengths must be an int32 tensor": (DtypeError, lambda: masks.keys([3])),
         "lengths has shape": (ShapeError, lambda: masks.keys(int32(1)[None])),
-        "cu_seqlens must be contiguous": (LayoutError, lambda: masks.documents(int32(0, 1, 2, 3)[::2])),
+        "cu_seqlens must be contiguous": (tilefold.LayoutError, lambda: masks.documents(int32(0, 1, 2, 3)[::2])),
         "one document has 2 offsets": (ShapeError, lambda: masks.documents(int32(0))),
         "mask must be a bool tensor": (DtypeError, lambda: masks.tensor(torch.zeros(1, 1, 1, 1))),
         "expected .batch or 1": (ShapeError, lambda: masks.tensor(torch.zeros(3, 3, dtype=torch.bool))),
@@ -407,7 +395,7 @@ def refusals(device):
             ValueRangeError, lambda: call(score=scores.softcap(2.0), bias=torch.zeros(1, 1, 1, 20, device=device))),
         "lengths has shape .3,., expected .2.": (ShapeError, lambda: call(mask=masks.keys(lengths))),
         "n has shape .3,., expected .2.": (ShapeError, lambda: call(mask=masks.prefix(lengths))),
-        "n of a mask is on meta": (DeviceError, lambda: call(mask=masks.prefix(int32(1, 2, device="meta")))),
+        "n of a mask is on meta": (tilefold.DeviceError, lambda: call(mask=masks.prefix(int32(1, 2, device="meta")))),
         "a tensor of a mask has shape": (
             ShapeError, lambda: call(mask=~masks.tensor(torch.zeros(3, 1, 20, 20, dtype=torch.bool, device=device)))),
         "fn of masks.rule must be a @triton.jit function": (

@@ -11,15 +11,7 @@ from cases import judge, qkv, rand
 from cases.ladder import NAMES, rung
 from cases.refusals import refuses
 from tilefold import ladder, reference
-from tilefold.errors import (
-    DeviceError,
-    DtypeError,
-    LayoutError,
-    ShapeError,
-    TilefoldError,
-    Unsupported,
-    ValueRangeError,
-)
+from tilefold.errors import DeviceError, DtypeError, LayoutError, ShapeError, Unsupported, ValueRangeError
 from tilefold.ladder import Tile, split
 from tilefold.ladder.inputs import problem_of
 from tilefold.plan import AttentionProblem
@@ -226,7 +218,7 @@ def test_refusals(i, device):
     name, given, options, error, text = refused(device)[i]
     with pytest.raises(error) as caught:
         rung(name, *given, **options)
-    assert text in str(caught.value) and isinstance(caught.value, TilefoldError)
+    assert text in str(caught.value) and isinstance(caught.value, tilefold.TilefoldError)
 
 
 def test_the_cache_is_checked(device):

@@ -342,15 +342,8 @@ def test_names_of_cases_choose_problems():
     refuses(ValueRangeError, "nothing_like_it", problems_of_cases, "nothing_like_it", True)
 
 
-QWEN = {
-    "model_type": "qwen2",
-    "hidden_size": 3584,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "intermediate_size": 18944,
-    "vocab_size": 152064,
-    "torch_dtype": "bfloat16",
-}
+QWEN = {"model_type": "qwen2", "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}
+QWEN |= {"intermediate_size": 18944, "vocab_size": 152064, "torch_dtype": "bfloat16"}
 
 
 def _config(tmp_path, **changes):

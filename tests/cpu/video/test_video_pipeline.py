@@ -116,15 +116,8 @@ def test_gradients(tiling, device):
 def test_lists_that_are_given(device):
     tensors, options = inputs(RAGGED, device=device)
     sizes = {"block_sizes": RAGGED.sizes(device), "query_sizes": RAGGED.sizes(device)}
-    index = BlockIndex.from_predicate(
-        video_window(RAGGED.blocks, 1),
-        seq_q=RAGGED.padded,
-        seq_k=RAGGED.padded,
-        block_q=16,
-        block_k=16,
-        device=device,
-        **sizes,
-    )
+    lengths = {"seq_q": RAGGED.padded, "seq_k": RAGGED.padded, "block_q": 16, "block_k": 16}
+    index = BlockIndex.from_predicate(video_window(RAGGED.blocks, 1), **lengths, device=device, **sizes)
     call = {"coarse": None, "index": index, "gate_fine": options["gate_fine"]}
     out, got = sparse_video_attention(*tensors, **call, return_stages=True)
     oracle, plain = (
