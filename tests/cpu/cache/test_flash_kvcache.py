@@ -145,9 +145,7 @@ def test_packed_queries(device):
         rows = slice(*cu[b : b + 2].tolist())
         mine = [t[b : b + 1] for t in (*caches, *new)]
         call = q[None, rows], *mine[:2], lengths[b : b + 1], None, *mine[2:], *table
-        exact, plain = (kvcache_oracle(*call, causal=True, dtype=d) for d in (torch.float64, torch.float32))
-        judge(got[rows], exact[0][0], plain[0][0], "out")
-        judge(lse[:, rows], exact[1][0], plain[1][0], "lse")
+        hold((got[None, rows], lse[None, :, rows]), kvcache_oracle, *call, causal=True)
 
 
 def test_append_alone(device):
