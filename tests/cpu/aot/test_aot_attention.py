@@ -109,11 +109,16 @@ VERSIONS: dict[str, tuple[AttentionProblem, dict[str, object]]] = {
     "d64 lists short": (problem(64, seq_q=1024, seq_k=1024, mask_mods=("user",), mask_by_place=True), {}),
     "d64 lists and mods": (problem(64, **USER, mask_by_place=True), {}),
     "d128 softcap bias mods": (
-        problem(128, score_mods=("softcap", "bias", "user"), mask_mods=("mask", "user"), bias_descriptors="tiles",
-                mask_descriptors="tiles"),
+        problem(
+            128,
+            score_mods=("softcap", "bias", "user"),
+            mask_mods=("mask", "user"),
+            bias_descriptors="tiles",
+            mask_descriptors="tiles",
+        ),
         {},
     ),
-}  # fmt: skip
+}
 READS = {
     "d64 mods that load": problem(64, **USER),
     "d128 mods that load": problem(128, **USER),

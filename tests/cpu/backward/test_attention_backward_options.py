@@ -110,10 +110,14 @@ OPTIONS = {
     ),
     "hooks": lambda device: (
         {},
-        {"score_mod": tilefold.constant(relative), "score_grad": tilefold.constant(one),
-         "score_args": (rand(2, 9, device=device), 4), "window": (9, None)},
+        {
+            "score_mod": tilefold.constant(relative),
+            "score_grad": tilefold.constant(one),
+            "score_args": (rand(2, 9, device=device), 4),
+            "window": (9, None),
+        },
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.no_poison

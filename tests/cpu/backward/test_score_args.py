@@ -57,13 +57,19 @@ def test_gradients(name, dtype):
 
 
 OPTIONS = {
-    "everything else": {"softcap": 20.0, "window": (30, 5), "sinks": True, "mask": True, "alibi_slopes": True,
-                        "bias": True},
+    "everything else": {
+        "softcap": 20.0,
+        "window": (30, 5),
+        "sinks": True,
+        "mask": True,
+        "alibi_slopes": True,
+        "bias": True,
+    },
     "layout": {"layout": "bhsd", "causal": True},
     "odd dims": {"dims": (24, 40), "scale": 0.3},
     "one tile": {"tile": (64, 64)},
     "boxes": {"kernel": "attention_backward_box", "dtype": torch.float16},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())

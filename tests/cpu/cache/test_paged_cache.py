@@ -333,12 +333,18 @@ def test_refusals(device):
     ragged = cache.batch([a, b], [1, 3])
     for call, kind, message in (
         (lambda: cache.append(0, k.half(), v, ragged), DtypeError, "k has dtype float16, but k_cache has float32"),
-        (lambda: cache.append(0, k, v[:, :1], ragged), ShapeError,
-         "v has shape (4, 1, 8), expected [tokens, kv_heads, dim_v]"),
-        (lambda: cache.append(0, k, v, ragged, rotary_cos=k), ValueRangeError,
-         "rotary_cos and rotary_sin come together"),
+        (
+            lambda: cache.append(0, k, v[:, :1], ragged),
+            ShapeError,
+            "v has shape (4, 1, 8), expected [tokens, kv_heads, dim_v]",
+        ),
+        (
+            lambda: cache.append(0, k, v, ragged, rotary_cos=k),
+            ValueRangeError,
+            "rotary_cos and rotary_sin come together",
+        ),
         (lambda: cache.append(0, k[None], v, ragged), ShapeError, "this batch takes [4, heads, dim]"),
-    ):  # fmt: skip
+    ):
         refuses(kind, message, call)
 
 

@@ -239,11 +239,21 @@ def test_bad_varlen(device):
         (ValueRangeError, "max_seqlen_k must be at least 0, got -1", (q, k, v), (cu, cu, 20, -1), {}),
         (ShapeError, "cu_seqlens_q is empty", (q, k, v), (cu[:0], cu[:0], 20, 20), {}),
         (DeviceError, "cu_seqlens_k is on meta", (q, k, v), (cu, cu.to("meta"), 20, 20), {}),
-        (ShapeError, "bias has shape (2, 2, 20, 30)", (q, k, v), good,
-         {"bias": torch.zeros(2, 2, 20, 30, device=device)}),
-        (ShapeError, "alibi_slopes has shape (3, 2)", (q, k, v), good,
-         {"alibi_slopes": torch.zeros(3, 2, device=device)}),
-    ):  # fmt: skip
+        (
+            ShapeError,
+            "bias has shape (2, 2, 20, 30)",
+            (q, k, v),
+            good,
+            {"bias": torch.zeros(2, 2, 20, 30, device=device)},
+        ),
+        (
+            ShapeError,
+            "alibi_slopes has shape (3, 2)",
+            (q, k, v),
+            good,
+            {"alibi_slopes": torch.zeros(3, 2, device=device)},
+        ),
+    ):
         refuses(error, text, tilefold.attention_varlen, *tensors, *where, **options)
 
 

@@ -386,27 +386,39 @@ LAUNCHES = {  # what runs with a seed, and what is left out: a barrier, a turn, 
         ),
         ["kv_full", "q_full", "do_full", "empty", "done", *COUNTED[:2], "wait_copies"],
     ),
-    "dense": (lambda seed, missing: Run(seed, CAUSAL, lengths_of(seed), 4, 1, 2, turns=missing == "turn")(1),
-              ["q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty", "turn"]),
+    "dense": (
+        lambda seed, missing: Run(seed, CAUSAL, lengths_of(seed), 4, 1, 2, turns=missing == "turn")(1),
+        ["q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty", "turn"],
+    ),
     "dense, Q ahead": (
         lambda seed, missing: Run(seed, CAUSAL, lengths_of(seed), 4, 1, 2, lazy=seed % 2 == 0, prefetch=True)(1),
         ["q_full", "q_empty"],
     ),
-    "e4m3": (lambda seed, missing: Eight(seed, CAUSAL, lengths_of(seed), 4, 1, 2, turns=missing == "turn")(1),
-             ["q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty", "turn"]),
-    "bias and mask": (lambda seed, missing: Changed(seed, CAUSAL, lengths_of(seed), 4, 1, 2)(1),
-                      ["bias_full", "bias_empty", "mask_full", "mask_empty", "fence"]),
+    "e4m3": (
+        lambda seed, missing: Eight(seed, CAUSAL, lengths_of(seed), 4, 1, 2, turns=missing == "turn")(1),
+        ["q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty", "turn"],
+    ),
+    "bias and mask": (
+        lambda seed, missing: Changed(seed, CAUSAL, lengths_of(seed), 4, 1, 2)(1),
+        ["bias_full", "bias_empty", "mask_full", "mask_empty", "fence"],
+    ),
     "dense backward": (dense_backward_run, ["kv_full", "q_full", "do_full", "empty", "done", *COUNTED]),
-    "wide backward": (lambda seed, missing: backward_dense.Wide(seed, FULL, 500, 500, 2, 1, 3, 1, 2)(14),
-                      ["kv_full", "q_full", "do_full", "q_empty", "do_empty", "p_full", "p_empty", "done"]),
-    "packed backward": (lambda seed, missing: backward_packed.Run(seed, FULL, [130] * 6, [200] * 6, 2, 1, 5)(14),
-                        ["kv_full", "q_full", "do_full", "empty", "done", *COUNTED[:2], "clear"]),
-    "reducing backward": (lambda seed, missing: Reduce(seed, FULL, (500, 256, 1, 1), ordered=True)(2),
-                          ["kv_full", "q_full", "do_full", "empty", "sum_full", "sum_empty", "meeting", *ORDER]),
+    "wide backward": (
+        lambda seed, missing: backward_dense.Wide(seed, FULL, 500, 500, 2, 1, 3, 1, 2)(14),
+        ["kv_full", "q_full", "do_full", "q_empty", "do_empty", "p_full", "p_empty", "done"],
+    ),
+    "packed backward": (
+        lambda seed, missing: backward_packed.Run(seed, FULL, [130] * 6, [200] * 6, 2, 1, 5)(14),
+        ["kv_full", "q_full", "do_full", "empty", "done", *COUNTED[:2], "clear"],
+    ),
+    "reducing backward": (
+        lambda seed, missing: Reduce(seed, FULL, (500, 256, 1, 1), ordered=True)(2),
+        ["kv_full", "q_full", "do_full", "empty", "sum_full", "sum_empty", "meeting", *ORDER],
+    ),
     "products": (lambda seed, missing: matmul.Run(seed, (3, 2, 6), slots=2)(1), ["full", "empty"]),
     "products of 8 bits": (lambda seed, missing: matmul.Large(seed, (3, 2, 6), slots=2)(1), ["full", "empty"]),
     "few rows": (lambda seed, missing: matmul.Few(seed, 0, 12, 2)(), ["full", "empty"]),
-}  # fmt: skip
+}
 OWNERS = {"packed lists": Sparse, "paged lists": Sparse, "sparse backward": backward_sparse.Run, "bias and mask": Changed,
           "dense backward": backward_dense.Run, "packed backward": backward_packed.Run, "reducing backward": Reduce}  # fmt: skip
 FAULTS = [

@@ -78,15 +78,27 @@ def test_figures_are_those_of_the_results(start: str, family: str, case: str, pe
 @pytest.mark.parametrize(
     ("start", "record", "part", "lines"),
     [
-        ("backward, D=128", "performance/attention_backward_hopper.md", "### Beside FlashAttention-4, det",
-         ["| 128, 16 | 16384 x 1 | causal |"]),
-        ("backward, D=64", "performance/attention_backward_hopper.md", "### Beside FlashAttention-4, det",
-         ["| 64, 32 | 16384 x 1 | causal |"]),
+        (
+            "backward, D=128",
+            "performance/attention_backward_hopper.md",
+            "### Beside FlashAttention-4, det",
+            ["| 128, 16 | 16384 x 1 | causal |"],
+        ),
+        (
+            "backward, D=64",
+            "performance/attention_backward_hopper.md",
+            "### Beside FlashAttention-4, det",
+            ["| 64, 32 | 16384 x 1 | causal |"],
+        ),
         ("decoding step", "performance/decode.md", "### Prediction", ["| B=1, N=8192 |", "| B=32, N=8192 |"]),
-        ("Qwen2-7B", "performance/lowbit_model.md", "## What it does to the speed",
-         ["| bfloat16 | graph |", "| 4 bits | graph |"]),
+        (
+            "Qwen2-7B",
+            "performance/lowbit_model.md",
+            "## What it does to the speed",
+            ["| bfloat16 | graph |", "| 4 bits | graph |"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_figures_are_those_of_the_records(start: str, record: str, part: str, lines: list[str]) -> None:
     """Every number that the README shows in a row stands in the record's lines."""
     (row,) = [row for row in rows("Figures") if row[0].startswith(start)]

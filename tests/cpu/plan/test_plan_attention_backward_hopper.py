@@ -58,10 +58,14 @@ REFUSED = {
             ({"query_descriptors": False}, "strides of Q are not multiples of 16 bytes"),
             ({"descriptors": False}, "strides of K or V are not multiples of 16 bytes"),
             ({"seq_k": 0}, "there are no keys"),
-            ({"heads": 1 << 11, "kv_heads": 1, "seq_k": 1 << 20},
-             "of two batches would take|fewer than the 25344 that keep"),
-            ({"batch": 1 << 13, "heads": 256, "kv_heads": 256, "seq_q": 4096},
-             "more than 2\\*\\*24 tiles of 64 queries"),
+            (
+                {"heads": 1 << 11, "kv_heads": 1, "seq_k": 1 << 20},
+                "of two batches would take|fewer than the 25344 that keep",
+            ),
+            (
+                {"batch": 1 << 13, "heads": 256, "kv_heads": 256, "seq_q": 4096},
+                "more than 2\\*\\*24 tiles of 64 queries",
+            ),
         ],
     ),
     "packed": (
@@ -73,12 +77,14 @@ REFUSED = {
             ({"query_descriptors": False}, "strides of Q are not multiples of 16 bytes"),
             ({"descriptors": False}, "strides of K or V are not multiples of 16 bytes"),
             ({"seq_k": 0}, "there are no keys"),
-            ({"seq_q": 65536, "seq_k": 65536},
-             "4 GiB hold dS of 32768 keys of sequences of up to 65536 queries, fewer than"),
+            (
+                {"seq_q": 65536, "seq_k": 65536},
+                "4 GiB hold dS of 32768 keys of sequences of up to 65536 queries, fewer than",
+            ),
             ({"batch": 1 << 20}, "sequences times heads are 16777216, more than 4194303"),
         ],
     ),
-}  # fmt: skip
+}
 
 
 def several(table: dict[str, Any]) -> list[Any]:
@@ -159,26 +165,30 @@ def test_what_is_kept_of_packed_sequences() -> None:
 OVERRIDES = {
     "dense": (
         MANY,
-        [({"heads_at_once": 3}, "heads_at_once: must be a divisor of 128"),
-         ({"heads_at_once": 32}, "heads_at_once: dS of a batch would take 4.0 GiB, more than 2"),
-         ({"heads_at_once": 16}, "heads_at_once: dS of two batches would take 4.0 GiB, more than 2"),
-         ({"keys_at_once": 100}, "keys_at_once: must be a multiple of 64 up to 8192, got 100"),
-         ({"keys_at_once": 32768}, "keys_at_once: must be a multiple of 64 up to 8192"),
-         ({"queries": Tile(64, 64, 4, 1)}, "queries: must be the tile of keys"),
-         ({"bias_shares": 1}, "bias_shares: must be 0")],
+        [
+            ({"heads_at_once": 3}, "heads_at_once: must be a divisor of 128"),
+            ({"heads_at_once": 32}, "heads_at_once: dS of a batch would take 4.0 GiB, more than 2"),
+            ({"heads_at_once": 16}, "heads_at_once: dS of two batches would take 4.0 GiB, more than 2"),
+            ({"keys_at_once": 100}, "keys_at_once: must be a multiple of 64 up to 8192, got 100"),
+            ({"keys_at_once": 32768}, "keys_at_once: must be a multiple of 64 up to 8192"),
+            ({"queries": Tile(64, 64, 4, 1)}, "queries: must be the tile of keys"),
+            ({"bias_shares": 1}, "bias_shares: must be 0"),
+        ],
     ),
     "packed": (
         MIXED,
         [
             ({"heads_at_once": 2}, "heads_at_once: must be 1 for a packed batch, got 2"),
-            ({"keys_at_once": 64 * 114},
-             "keys_at_once: must be a multiple of 64 from 7360, the longest sequence, got 7296"),
+            (
+                {"keys_at_once": 64 * 114},
+                "keys_at_once: must be a multiple of 64 from 7360, the longest sequence, got 7296",
+            ),
             ({"keys_at_once": 7401}, "keys_at_once: must be a multiple of 64"),
             ({"keys_at_once": 64 * 5000}, "keys_at_once: dS of 320000 keys would take 4.3 GiB, more than 4"),
             ({"queries": Tile(64, 64, 4, 1)}, "queries: must be the tile of keys"),
         ],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("problem", "fields", "named"), several(OVERRIDES))

@@ -342,8 +342,12 @@ def test_refusals(layout, device):
     if layout == ROWS:
         turned = [t.transpose(1, 2) for t in (q, k, v)]
         table += [
-            (ShapeError, "index was made for seq_k=48, but the tensors have seq_k=47", (q, k[:, 1:], v[:, 1:], index),
-             {}),
+            (
+                ShapeError,
+                "index was made for seq_k=48, but the tensors have seq_k=47",
+                (q, k[:, 1:], v[:, 1:], index),
+                {},
+            ),
             (ShapeError, "index.indices has heads=4, expected 2", (q[:, :, :2], k, v, index), {}),
             (ShapeError, "seq_q=48, but the tensors have seq_q=4 (layout is 'bshd')", (*turned, index), {}),
             (DtypeError, "return_lse must be a bool, got 'no'", given, {"return_lse": "no"}),
@@ -351,7 +355,7 @@ def test_refusals(layout, device):
             (DtypeError, "got Selection: pass its .index", (q, k, v, Selection(index, q, None, q)), {}),
             (DtypeError, "make one with BlockIndex.from_flex", (q, k, v, SimpleNamespace(kv_num_blocks=0)), {}),
             (DtypeError, "causal must be a bool", given, {"causal": 1}),
-        ]  # fmt: skip
+        ]
     elif layout == PACKED:
         three = lists(3, 4, 33, 30, device=device)
         table += [
@@ -376,13 +380,17 @@ def test_refusals(layout, device):
             (ShapeError, "v_pages has shape", (q, k, v[1:], index, *rest), {}),
             (ShapeError, "a page must hold at least 1 key", (q, none, none[..., :24], index, *rest), {}),
             (ShapeError, "seq_k=100, but block_table has room for 80 keys: 5 pages", (q, k, v, far, *rest), {}),
-            (ShapeError, "index was made for seq_q=20, but the tensors have seq_q=19", (q[:, 1:], k, v, index, *rest),
-             {}),
+            (
+                ShapeError,
+                "index was made for seq_q=20, but the tensors have seq_q=19",
+                (q[:, 1:], k, v, index, *rest),
+                {},
+            ),
             (ShapeError, "q has 3 heads and k_pages has 2", (q[:, :, :3], k, v, index, *rest), {}),
             (ValueRangeError, "cache_seqlens[0] is 70, but k_pages has no pages", (q, k[:0], v[:0], index, *rest), {}),
             (LayoutError, "k_pages needs a contiguous last dimension", (q, k.mT.contiguous().mT, v, index, *rest), {}),
             (ValueRangeError, "layout must be 'bshd' or 'bhsd'", given, {"layout": "sbhd"}),
-        ]  # fmt: skip
+        ]
     for error, text, args, options in table:
         refuses(error, text, getattr(tilefold, layout), *args, **options)
 

@@ -125,14 +125,20 @@ def test_records_made_of_a_masked_one_are_masked():
 
 def test_refusals():
     for error, text, call in (
-        (DtypeError, r"mask must be a function of \(batch, head, q_index, kv_index\), got None",
-         lambda: made("mask", None)),
+        (
+            DtypeError,
+            r"mask must be a function of \(batch, head, q_index, kv_index\), got None",
+            lambda: made("mask", None),
+        ),
         (DtypeError, "got one of", lambda: made("mask", lambda i, j: i >= j)),
         (DtypeError, "mask must return a bool tensor", lambda: made("mask", lambda b, h, i, j: i - j)),
-        (ShapeError, r"broadcast to \[batch, heads, queries, seq_k\]",
-         lambda: made("mask", lambda b, h, i, j: (i >= j)[1:])),
+        (
+            ShapeError,
+            r"broadcast to \[batch, heads, queries, seq_k\]",
+            lambda: made("mask", lambda b, h, i, j: (i >= j)[1:]),
+        ),
         (DtypeError, "masked must be a bool, got 1", lambda: made("mask", masked=1)),
-    ):  # fmt: skip
+    ):
         with pytest.raises(error, match=text):
             call()
 

@@ -188,17 +188,23 @@ def test_a_value(device):
         (lambda: GridTiling((4, 4)), ShapeError, r"grid must be three ints \(t, h, w\), got \(4, 4\)"),
         (lambda: GridTiling(4), ShapeError, "grid must be three ints"),
         (lambda: GridTiling((4, 0, 4)), ValueRangeError, "grid must be at least 1 on each axis, got 0 for h"),
-        (lambda: GridTiling((4, 4, 4), (2, 2, -1)), ValueRangeError,
-         "cube must be at least 1 on each axis, got -1 for w"),
+        (
+            lambda: GridTiling((4, 4, 4), (2, 2, -1)),
+            ValueRangeError,
+            "cube must be at least 1 on each axis, got -1 for w",
+        ),
         (lambda: GridTiling((4, 4.0, 4)), DtypeError, "grid must be three ints .* got 4.0 for h"),
         (lambda: GridTiling((4, True, 4)), DtypeError, "got True for h"),
-        (lambda: GridTiling((2, 2, 2)).tile(torch.ones(1, 9)), ShapeError,
-         r"x has shape \(1, 9\), expected \[batch, 8, ...\]"),
+        (
+            lambda: GridTiling((2, 2, 2)).tile(torch.ones(1, 9)),
+            ShapeError,
+            r"x has shape \(1, 9\), expected \[batch, 8, ...\]",
+        ),
         (lambda: GridTiling((2, 2, 2)).tile(torch.ones(8)), ShapeError, r"x has shape \(8,\)"),
         (lambda: GridTiling((2, 2, 2)).untile(torch.ones(1, 8)), ShapeError, r"expected \[batch, 64, ...\]"),
         (lambda: GridTiling((2, 2, 2)).tile([1]), DtypeError, "x must be a torch.Tensor, got list"),
     ],
-)  # fmt: skip
+)
 def test_errors(make, error, text):
     with pytest.raises(error, match=text):
         make()

@@ -40,13 +40,18 @@ OPTIONS = {
     "block": {},
     "block, ragged, per head": {"grid": RAGGED, "coarse_per_head": True, "kv_heads": 2, "qk_norm": True},
     "dense, ragged": {"grid": RAGGED, "coarse": "dense", "gate_coarse": "sigmoid", "gate_fine": "sigmoid"},
-    "dense, per head": {"coarse": "dense", "coarse_per_head": True, "kv_heads": 2, "qkv_bias": False,
-                        "out_bias": False},
+    "dense, per head": {
+        "coarse": "dense",
+        "coarse_per_head": True,
+        "kv_heads": 2,
+        "qkv_bias": False,
+        "out_bias": False,
+    },
     "pooled": {"coarse": CoarseOptions("pooled"), "gate_coarse": "head", "gate_fine": "head"},
     "no gates, no rotary": {"gate_coarse": None, "gate_fine": None, "rotary": None, "scale": 0.5},
     "top k, split rotary": {"select": SelectOptions("top_k", top_k=2), "rotary": Rotary3D(100.0, (4, 4, 4), False)},
     "no coarse, ragged": {"grid": RAGGED, "coarse": None},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -355,8 +360,11 @@ def test_norms_that_no_launch_takes(device):
         ({"heads": 4, "kv_heads": 3}, ValueRangeError, "kv_heads must divide heads, got 3 and 4"),
         ({"heads": 5}, ValueRangeError, "dim must be a multiple of heads if head_dim is not given, got 32 and 5"),
         ({"head_dim": 257}, ValueRangeError, "head_dim must be 1 to 256, got 257"),
-        ({"cube": (2, 2, 2)}, ValueRangeError,
-         r"cube must hold a power of two of at least 16 tokens, got \(2, 2, 2\): 8"),
+        (
+            {"cube": (2, 2, 2)},
+            ValueRangeError,
+            r"cube must hold a power of two of at least 16 tokens, got \(2, 2, 2\): 8",
+        ),
         ({"cube": (3, 4, 4)}, ValueRangeError, "cube must hold a power of two"),
         ({"grid": (4, 4)}, ShapeError, r"grid must be three ints \(t, h, w\), got \(4, 4\)"),
         ({"coarse": "mean"}, ValueRangeError, "kind must be one of block, dense, pooled, got 'mean'"),
@@ -364,15 +372,18 @@ def test_norms_that_no_launch_takes(device):
         ({"coarse": 1}, DtypeError, "coarse must be a CoarseOptions, got 1"),
         ({"select": "gini"}, DtypeError, "select must be a SelectOptions, got 'gini'"),
         ({"coarse": None, "select": SelectOptions()}, ValueRangeError, "select was given with coarse=None"),
-        ({"coarse": None, "coarse_per_head": True}, ValueRangeError,
-         "coarse_per_head is True, but coarse None has no projections"),
+        (
+            {"coarse": None, "coarse_per_head": True},
+            ValueRangeError,
+            "coarse_per_head is True, but coarse None has no projections",
+        ),
         ({"coarse": "pooled", "coarse_per_head": True}, ValueRangeError, "but coarse 'pooled' has no projections"),
         ({"rotary": 10000.0}, DtypeError, "rotary must be a Rotary3D, got 10000.0"),
         ({"rotary": Rotary3D(split=(8, 8, 8))}, ValueRangeError, "24 channels, more than the head dim 16"),
         ({"gate_fine": "tanh"}, ValueRangeError, "kind of a gate must be one of linear, sigmoid, head, got 'tanh'"),
         ({"scale": "1"}, DtypeError, "scale must be a number"),
     ],
-)  # fmt: skip
+)
 def test_errors_of_the_constructor(options, error, text):
     with pytest.raises(error, match=text):
         SparseVideoAttention(**{"dim": DIM, "heads": HEADS, "grid": GRID, "cube": CUBE, **options})

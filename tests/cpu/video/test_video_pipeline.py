@@ -153,17 +153,26 @@ INDEX = BlockIndex.from_map(torch.ones(1, 1, 2, 2, dtype=torch.bool), block_q=16
     [
         ({"coarse": None}, ValueRangeError, "coarse is None and index is None"),
         ({"index": INDEX}, ValueRangeError, "index was given with a coarse branch"),
-        ({"coarse": None, "index": INDEX, "weight_k": torch.ones(16)}, ValueRangeError,
-         "weight_k was given with coarse=None"),
-        ({"coarse": None, "index": INDEX, "block_sizes": torch.ones(2)}, ValueRangeError,
-         "block_sizes was given with coarse=None"),
+        (
+            {"coarse": None, "index": INDEX, "weight_k": torch.ones(16)},
+            ValueRangeError,
+            "weight_k was given with coarse=None",
+        ),
+        (
+            {"coarse": None, "index": INDEX, "block_sizes": torch.ones(2)},
+            ValueRangeError,
+            "block_sizes was given with coarse=None",
+        ),
         ({"coarse": "block"}, DtypeError, "coarse must be a CoarseOptions or None, got 'block'"),
-        ({"coarse": None, "index": INDEX, "select": SelectOptions()}, ValueRangeError,
-         "select was given with coarse=None"),
+        (
+            {"coarse": None, "index": INDEX, "select": SelectOptions()},
+            ValueRangeError,
+            "select was given with coarse=None",
+        ),
         ({"select": "gini"}, DtypeError, "select must be a SelectOptions or None, got 'gini'"),
         ({"layout": "sbhd"}, ValueRangeError, "layout must be 'bshd' or 'bhsd', got 'sbhd'"),
     ],
-)  # fmt: skip
+)
 def test_errors(options, error, text):
     with pytest.raises(error, match=text):
         sparse_video_attention(*qkv(1, 32, 32, 2, 2, 16), **{"block": 16, **options})

@@ -115,18 +115,24 @@ def test_refusals():
     cache = cache_of(2)
     x = tokens(1, BLOCK, 1)
     for change, error, message in (
-        ({"k": tokens(1, 8, 1), "v": tokens(1, 8, 1)}, ShapeError,
-         "k has 8 tokens: a cache grows by whole blocks of 16"),
+        (
+            {"k": tokens(1, 8, 1), "v": tokens(1, 8, 1)},
+            ShapeError,
+            "k has 8 tokens: a cache grows by whole blocks of 16",
+        ),
         ({"k": tokens(1, 3 * BLOCK, 1), "v": tokens(1, 3 * BLOCK, 1)}, ShapeError, "has room for 32 more"),
         ({"k": x.half(), "v": x.half()}, DtypeError, "k must have the cache's dtype torch.float32, got torch.float16"),
         ({"k": tokens(2, BLOCK, 1)}, ShapeError, "batch"),
-        ({"coarse": CoarseOptions("pooled")}, ValueRangeError,
-         "coarse.kind must be 'block' with a cache, got 'pooled'"),
+        (
+            {"coarse": CoarseOptions("pooled")},
+            ValueRangeError,
+            "coarse.kind must be 'block' with a cache, got 'pooled'",
+        ),
         ({"block": 32}, ValueRangeError, "block is 32, but the cache has blocks of 16"),
         ({"k": x.clone().requires_grad_()}, Unsupported, "requires a gradient, but a cache passes none"),
         ({"q": x.clone().requires_grad_()}, Unsupported, "requires a gradient, but a cache passes none"),
         ({"coarse": None}, ValueRangeError, "cache"),
-    ):  # fmt: skip
+    ):
         given = {"q": x, "k": x, "v": x, "cache": cache, "select": TOP, "block": BLOCK} | change
         with pytest.raises(error, match=message):
             sparse_video_attention(**given)
