@@ -24,13 +24,8 @@ class Batch:
     def __init__(
         self, lengths_q, lengths_k, kv_heads, group, slots=None, rows=UNIT, around=(0, 0), most=(None, None), **mask
     ):
-        self.lengths_q, self.lengths_k, self.kv_heads, self.group, self.rows = (
-            lengths_q,
-            lengths_k,
-            kv_heads,
-            group,
-            rows,
-        )
+        self.lengths_q, self.lengths_k = lengths_q, lengths_k
+        self.kv_heads, self.group, self.rows = kv_heads, group, rows
         batch, self.heads = len(lengths_q), kv_heads * group
         self.cu_q, self.cu_k = offsets(lengths_q, around[0]), offsets(lengths_k, around[0])
         self.total_q, self.total_k = self.cu_q[-1] + around[1], self.cu_k[-1] + around[1]
@@ -83,12 +78,5 @@ def draw(seed):
     kv_heads, group = pick.choice(((1, 1), (3, 1), (2, 3), (1, 4)))
     longest = -(-max(lengths_k) // 64) + 1
     slots = pick.choice((None, longest, longest + 1, longest + 5, 3 * longest))
-    return (
-        lengths_q,
-        lengths_k,
-        kv_heads,
-        group,
-        slots,
-        pick.choice((64, 128)),
-        pick.choice(((0, 0), (5, 0), (200, 333))),
-    )
+    rows = pick.choice((64, 128))
+    return lengths_q, lengths_k, kv_heads, group, slots, rows, pick.choice(((0, 0), (5, 0), (200, 333)))

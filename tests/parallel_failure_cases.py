@@ -37,9 +37,7 @@ def disagreement():
         lambda: tp.attention(x, x, x, sharding, kernels=PLAIN, scheme="heads" if odd else "ring"),
     )
     refused(
-        tilefold.ShapeError,
-        "deterministic is",
-        lambda: tp.attention(x, x, x, sharding, deterministic=not odd, **call),
+        tilefold.ShapeError, "deterministic is", lambda: tp.attention(x, x, x, sharding, deterministic=not odd, **call)
     )
     half = x.half() if odd else x
     refused(tilefold.ShapeError, "dtype of q is", lambda: tp.attention(half, half, half, sharding, **call))

@@ -107,9 +107,7 @@ class NextFrame(nn.Module):
 
 
 def train(
-    training: Training,
-    attention: type[SparseVideoAttention] = SparseVideoAttention,
-    device: torch.device | str = "cpu",
+    training: Training, attention: type[SparseVideoAttention] = SparseVideoAttention, device: torch.device | str = "cpu"
 ) -> TrainingResult:
     """Learn the task and report.  A seed gives two kinds of attention the same videos and the same start of what they share.
 

@@ -129,6 +129,16 @@ def arguments_of(prepared: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     return told([one for one in given if not isinstance(one, torch.Tensor)])
 
 
+def as_its_own(again: Any, own: Any, *given: Any) -> None:
+    """A record that was bound from another's says what that of a call of its own says."""
+    for name in ("plan", "out_shape", "lse_shape", "scale"):
+        assert getattr(again, name) == getattr(own, name), name
+    assert str(again.plan) == str(own.plan)
+    assert again.bound.launch.grid == own.bound.launch.grid
+    assert again.bound.launch.keywords == own.bound.launch.keywords
+    assert arguments_of(again, *given) == arguments_of(own, *given)
+
+
 def in_two_parts(
     q: torch.Tensor,
     k: torch.Tensor,

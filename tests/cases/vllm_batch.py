@@ -12,17 +12,8 @@ class Batch:
     """requests: (tokens computed before, new ones).  padding: tokens behind the batch's.  physical: "NHD" or "HND", how the
     cache's memory goes.  rejected: numbers of new tokens whose slot is -1."""
 
-    def __init__(
-        self,
-        requests,
-        dtype=torch.float32,
-        device="cpu",
-        padding=0,
-        physical="HND",
-        kv_heads=KV_HEADS,
-        dim=DIM,
-        rejected=(),
-    ):
+    def __init__(self, requests, dtype=torch.float32, device="cpu", padding=0, physical="HND", kv_heads=KV_HEADS, dim=DIM,
+                 rejected=()):  # fmt: skip
         generator = torch.Generator().manual_seed(len(requests) + sum(map(sum, requests)))
 
         def draw(*shape):

@@ -9,18 +9,7 @@ import torch
 
 import tilefold
 from cases import packed, qkv, rand, same
-from cases.backward_kernels import (
-    ADDED,
-    ALL,
-    DENSE,
-    KEYS,
-    MASKS,
-    ORDERED,
-    PACKED,
-    SPANS,
-    compiled_once,
-    several,
-)
+from cases.backward_kernels import ADDED, ALL, DENSE, KEYS, MASKS, ORDERED, PACKED, SPANS, compiled_once, several
 from cases.device import DEVICE, SM_90, SPARE, captured, memory_beside, near, repeated, take_kernels_away
 from cases.gradient import gradients, judged, oracle, upstream
 from tilefold.ops.backward import attention_backward
@@ -291,8 +280,7 @@ def test_one_compilation_serves_all_lengths():
     spans = (400, 400, 128), (1000, 700, 64), (333, 1001, 192), (65, 129, 64)
     causal = {"causal": True}
     compiled_once(
-        function,
-        [lambda at=at: run(1, *at[:2], 4, 1, causal, queries_at_once=at[2], keys_at_once=64) for at in spans],
+        function, [lambda at=at: run(1, *at[:2], 4, 1, causal, queries_at_once=at[2], keys_at_once=64) for at in spans]
     )
 
 

@@ -14,10 +14,7 @@ from tilefold.errors import Unsupported
 from tilefold.kernels.dense.transpose_values import transpose_values
 
 KERNEL = "attention_forward_fp8"
-pytestmark = [
-    pytest.mark.no_poison,
-    SM_90,
-]
+pytestmark = [pytest.mark.no_poison, SM_90]
 MASKS = [{}, {"causal": True}, {"window": (200, 50)}, {"window": (0, 0)}, {"window": (130, -1)}]
 VERSIONS = [
     (64, {"options": ("fence", "turns")}),

@@ -14,10 +14,7 @@ from cases.device import DEVICE, SM_90, captured
 from cases.hopper import held
 
 HOPPER = "attention_forward_hopper"
-pytestmark = [
-    pytest.mark.no_poison,
-    SM_90,
-]
+pytestmark = [pytest.mark.no_poison, SM_90]
 DIMS = [(16, 16), (32, 32), (40, 40), (40, 64), (64, 128), (64, 256), (72, 72), (80, 80), (96, 96), (96, 192), (100, 100),
         (128, 64), (160, 160), (192, 128), (192, 192), (256, 64), (256, 256)]  # fmt: skip
 MASKS = [{}, {"causal": True}, {"window": (200, 50)}, {"window": (0, 0)}, {"window": (130, -1)}]

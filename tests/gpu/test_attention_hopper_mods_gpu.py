@@ -16,10 +16,7 @@ from tilefold.plan import plan_attention
 
 HOPPER = "attention_forward_hopper"
 BF = torch.bfloat16
-pytestmark = [
-    pytest.mark.no_poison,
-    SM_90,
-]
+pytestmark = [pytest.mark.no_poison, SM_90]
 MASKS = [{}, {"causal": True}, {"window": (200, 50)}]
 LENGTHS = [(1, 8), (127, 136), (333, 1000), (1001, 336), (64, 2000)]
 

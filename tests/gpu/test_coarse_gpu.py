@@ -164,12 +164,7 @@ def test_inductor(kind):
 
 
 B, N, H, D = 2, 1000, 12, 128
-GATES = [
-    (None, None),
-    ((H,), (B, N, H)),
-    ((B, N, H, 1), (B, N, H, D)),
-    ((1, 1, H, D), (1, N, 1, 1)),
-]
+GATES = [(None, None), ((H,), (B, N, H)), ((B, N, H, 1), (B, N, H, D)), ((1, 1, H, D), (1, N, 1, 1))]
 
 
 def gradients(out, inputs, dout):

@@ -96,13 +96,8 @@ def test_kvcache(seq_q, page, dtype, given, meant):
             held = both[..., :dim], both[..., dim:]
         else:
             held, block_table = tuple(c.clone() for c in caches), None
-        call = {
-            "block_table": block_table,
-            "rotary_interleaved": False,
-            "num_splits": splits,
-            "return_softmax_lse": True,
-            **given,
-        }
+        call = {"block_table": block_table, "rotary_interleaved": False, "return_softmax_lse": True, **given}
+        call = {"num_splits": splits, **call}
         fa.flash_attn_with_kvcache(q, *held, *new, *table, lengths, **call)
         with no_waiting():
             out, lse = fa.flash_attn_with_kvcache(q, *held, *new, *table, lengths, **call)

@@ -10,13 +10,7 @@ from cases.device import DEVICE, SM_90, no_waiting
 from cases.flex import MASKS, SCORES, SEQ, blocks_of, checked, tables_of
 from cases.gradient import judged, oracle, upstream
 from tilefold import masks, reference
-from tilefold.compat.flex_attention import (
-    BlockMask,
-    and_masks,
-    create_block_mask,
-    flex_attention,
-    flex_attention_plan,
-)
+from tilefold.compat.flex_attention import BlockMask, and_masks, create_block_mask, flex_attention, flex_attention_plan
 from tilefold.ops import launch
 
 pytestmark = pytest.mark.no_poison

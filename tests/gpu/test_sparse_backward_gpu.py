@@ -8,17 +8,7 @@ import torch
 
 import tilefold
 from cases import qkv, rand, same
-from cases.device import (
-    DEVICE,
-    SM_90,
-    SPARE,
-    captured,
-    compilations,
-    memory_beside,
-    near,
-    repeated,
-    take_kernels_away,
-)
+from cases.device import DEVICE, SM_90, SPARE, captured, compilations, memory_beside, near, repeated, take_kernels_away
 from cases.gradient import judged, upstream
 from cases.index import top, uneven
 from tilefold import BlockIndex, reference

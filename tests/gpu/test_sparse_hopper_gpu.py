@@ -1,10 +1,12 @@
 """The Gluon kernel for block-sparse attention on sm_90 against the fp64 oracle and the portable kernels."""
 
+from functools import partial
+
 import pytest
 import torch
 
 import tilefold
-from cases import judge, qkv, rand, same
+from cases import hold, qkv, rand, same
 from cases.device import DEVICE, SM_90, captured, compilations, no_waiting
 from cases.index import PORTABLE, cache, offsets
 from cases.index import uneven as lists
@@ -25,18 +27,23 @@ def plans(q, k, v, index, **options):
     return [hopper, hopper.with_tile(programs=3)], plan.with_tile(kernel="sparse_forward", splits=1)
 
 
-def check(q, k, v, index, **options):
+def laid_out(name, tensors, index, where, **options):
     """Every Hopper plan gives the same bits, and they hold against the oracle."""
-    hopper, _ = plans(q, k, v, index, **options)
-    first, *others = [
-        tilefold.sparse_attention(q, k, v, index, plan=plan, return_lse=True, **options) for plan in hopper
-    ]
-    assert all(same(first, other) for other in others)
-    oracle = reference.sparse_attention(q, k, v, index, **options)
-    plain = reference.sparse_attention(q, k, v, index, dtype=q.dtype, **options)
-    judge(first[0], oracle[0], plain[0], f"out {tuple(q.shape)} {tuple(k.shape)} {q.dtype} {index}")
-    judge(first[1], oracle[1], plain[1], f"lse {tuple(q.shape)} {tuple(k.shape)} {q.dtype} {index}")
+    run = getattr(tilefold, name)
+    plan = tilefold.sparse_plan(*tensors, index, **where, **options).with_tile(kernel=HOPPER, splits=1)
+    first, other = (
+        run(*tensors, index, **where, plan=p, return_lse=True, **options) for p in (plan, plan.with_tile(programs=3))
+    )
+    assert same(first, other)
+    hold(first, partial(getattr(reference, name), **where), *tensors, index, what=f"{name} {index}", **options)
     return first
+
+
+def check(q, k, v, index, **options):
+    return laid_out("sparse_attention", (q, k, v), index, {}, **options)
+
+
+held_packed, held_paged = (partial(laid_out, f"sparse_attention_{layout}") for layout in ("varlen", "paged"))
 
 
 @pytest.mark.parametrize("blocks", [(64, 64), (128, 128), (64, 128), (128, 64)])
@@ -161,21 +168,6 @@ def test_many_blocks_chosen_by_the_plan_same_bits(block):
         torch.testing.assert_close(a[live], b[live], atol=2e-2, rtol=2e-2)
 
 
-def test_one_compilation_serves_all_lengths():
-    from tilefold.kernels.hopper.sparse_forward import sparse_forward_hopper
-
-    def run(b, s, h):
-        q, k, v = qkv(b, s, s, h, 1, 128, dtype=torch.bfloat16, device=DEVICE)
-        index = lists(1, h, s, s)
-        tilefold.sparse_attention(q, k, v, index, plan=plans(q, k, v, index)[0][0])
-
-    run(1, 320, 2)
-    before = compilations(sparse_forward_hopper)
-    for b, s, h in ((1, 64, 1), (2, 640, 16), (3, 1088, 5)):
-        run(b, s, h)
-    assert compilations(sparse_forward_hopper) == before
-
-
 def test_graph_replays_with_changed_lists():
     q, k, v = qkv(1, 640, 1024, 4, 4, 128, dtype=torch.bfloat16, device=DEVICE)
     index = lists(1, 4, 640, 1024)
@@ -192,28 +184,23 @@ def test_graph_replays_with_changed_lists():
         assert same(got, wanted)
 
 
-def test_falls_back_with_a_warning(monkeypatch):
-    from tilefold.kernels import hopper
-
-    q, k, v = qkv(2, 64 * 50, 64 * 50, 4, 4, 128, dtype=torch.bfloat16, device=DEVICE)
-    index = lists(1, 1, 64 * 50, 64 * 50)
-    monkeypatch.setattr(hopper, "refusal", lambda: "it was taken away for this test")
-    call = Call(lists=Lists.of(index))
-    with pytest.warns(RuntimeWarning, match="a portable one serves instead"):
-        assert sparse_ops.prepare(q, k, v, call).plan.kernel == "sparse_forward_box"
+def refuse(self, args):
+    raise RuntimeError("no such instruction, says this test")
 
 
-def test_falls_back_where_the_kernel_does_not_compile(monkeypatch):
-    from tilefold.ops.launch import Launch
-
-    def refuse(self, args):
-        raise RuntimeError("no such instruction, says this test")
-
-    monkeypatch.setattr(Launch, "compile", refuse)
-    q, k, v = qkv(2, 64 * 51, 64 * 51, 4, 4, 128, dtype=torch.bfloat16, device=DEVICE)
-    index = lists(1, 1, 64 * 51, 64 * 51)
-    call = Call(lists=Lists.of(index))
-    with pytest.warns(RuntimeWarning, match="no such instruction"):
+@pytest.mark.parametrize(
+    ("place", "instead", "text", "blocks"),
+    [
+        ("tilefold.kernels.hopper.refusal", lambda: "it was taken away", "a portable one serves instead", 50),
+        ("tilefold.ops.launch.Launch.compile", refuse, "no such instruction", 51),
+    ],
+)
+def test_falls_back_with_a_warning(place, instead, text, blocks, monkeypatch):
+    """Where the kernels are refused, and where this one does not compile."""
+    q, k, v = qkv(2, 64 * blocks, 64 * blocks, 4, 4, 128, dtype=torch.bfloat16, device=DEVICE)
+    call = Call(lists=Lists.of(lists(1, 1, 64 * blocks, 64 * blocks)))
+    monkeypatch.setattr(place, instead)
+    with pytest.warns(RuntimeWarning, match=text):
         assert sparse_ops.prepare(q, k, v, call).plan.kernel == "sparse_forward_box"
 
 
@@ -224,33 +211,6 @@ LENGTHS = [500, 0, 77, 300, 64], [1000, 64, 333, 0, 129]  # of queries, of keys
 
 def pages(lengths, page, sq, dim=128, dtype=torch.bfloat16, **options):
     return cache(lengths, page, sq=sq, d=dim, dv=dim, dtype=dtype, device=DEVICE, **options)
-
-
-def laid_out(name, tensors, index, where, **options):
-    """`check` of sequences that are packed or lie in pages: every Hopper plan gives the same bits, and they hold against the
-    oracle."""
-    run = getattr(tilefold, name)
-    plan = tilefold.sparse_plan(*tensors, index, **where, **options).with_tile(kernel=HOPPER, splits=1)
-    first, other = (
-        run(*tensors, index, **where, plan=p, return_lse=True, **options) for p in (plan, plan.with_tile(programs=3))
-    )
-    assert same(first, other)
-    oracle, plain = (
-        getattr(reference, name)(*tensors, index, **where, **options, **dtype)
-        for dtype in ({}, {"dtype": first[0].dtype})
-    )
-    what = f"{name} {[tuple(t.shape) for t in tensors]} {first[0].dtype} {index}"
-    judge(first[0], oracle[0], plain[0], f"out {what}")
-    judge(first[1], oracle[1], plain[1], f"lse {what}")
-    return first
-
-
-def held_packed(tensors, index, where, **options):
-    return laid_out("sparse_attention_varlen", tensors, index, where, **options)
-
-
-def held_paged(tensors, index, where, **options):
-    return laid_out("sparse_attention_paged", tensors, index, where, **options)
 
 
 def test_one_sequence_same_bits_wherever_it_lies():
@@ -398,19 +358,25 @@ def test_graph_replays_with_changed_places():
             assert same(got, held_paged(paged, few, there))
 
 
-def test_one_compilation_serves_all_lengths_of_a_layout():
+@pytest.mark.parametrize("laid", ["rows", "packed and pages"])
+def test_one_compilation_serves_all_lengths_of_a_layout(laid):
     from tilefold.kernels.hopper.sparse_forward import sparse_forward_hopper
 
-    def run(n):
+    def run(n, b=1, h=2):
+        if laid == "rows":
+            q, k, v = qkv(b, n, n, h, 1, 128, dtype=torch.bfloat16, device=DEVICE)
+            index = lists(1, h, n, n)
+            tilefold.sparse_attention(q, k, v, index, plan=plans(q, k, v, index)[0][0])
+            return
         tensors, where = offsets([n // 2, 9], [n, 17])
         held_packed(tensors, lists(2, 1, n // 2, n), where)
         tensors, where = pages([n, 17], 16, n // 2)
         held_paged(tensors, lists(2, 1, n // 2, n), where)
 
-    run(640)
+    run(320 if laid == "rows" else 640)
     before = compilations(sparse_forward_hopper)
-    for n in (1000, 1700):
-        run(n)
+    for others in ((64, 1, 1), (640, 2, 16), (1088, 3, 5)) if laid == "rows" else ((1000,), (1700,)):
+        run(*others)
     assert compilations(sparse_forward_hopper) == before
 
 

@@ -1,4 +1,5 @@
-"""Packed and paged block-sparse attention on a GPU: planned tiles at real sizes, graphs whose tables and lengths change.
+"""Block-sparse attention on a GPU, in rows, packed and over pages: planned tiles at real sizes, graphs whose lists, tables and
+lengths change, the same bits, no synchronisation.
 
 The caches are NaN wherever no key of a sequence lies.
 """
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import tilefold
-from cases import same
+from cases import qkv, same
 from cases.device import DEVICE, captured, no_waiting
 from cases.index import cache, held, lists, offsets, top
 from tilefold import BlockIndex
@@ -17,8 +18,27 @@ from tilefold import BlockIndex
 pytestmark = pytest.mark.no_poison
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+BF = torch.bfloat16
+DTYPES = pytest.mark.parametrize("dtype", [torch.float16, BF, torch.float32])
+DIMS = pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+
+
+def rows(*sizes, dim=128, dtype=BF):
+    """(q, k, v), no further arguments, of [batch, queries, keys, heads, KV heads]."""
+    return qkv(*sizes, dim, dtype=dtype, device=DEVICE), {}
+
+
+@DTYPES
+@DIMS
+def test_tiles_of_rows(dim, dtype):
+    tensors, where = rows(2, 500, 1000, 4, 2, dim=dim, dtype=dtype)
+    sizes = torch.randint(0, 65, (16,), dtype=torch.int32, device=DEVICE)
+    for index in (top(500, 1000, 7), top(500, 1000, 7, block_sizes=sizes), top(500, 1000, 3, batch=2)):
+        held("sparse_attention", tensors, index, where, splits=0)
+
+
+@DTYPES
+@DIMS
 def test_packed_tiles(dim, dtype):
     """Odd and zero lengths, causal, with and without sizes, lists of each sequence and shared ones."""
     tensors, where = offsets([500, 0, 77, 300], [1000, 64, 333, 300], dim=dim, dtype=dtype)
@@ -28,8 +48,8 @@ def test_packed_tiles(dim, dtype):
     held("sparse_attention_varlen", tensors, top(500, 1000, 5, batch=4), where, splits=3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+@DTYPES
+@DIMS
 def test_paged_tiles(dim, dtype):
     """Pages of one key to several blocks, of no multiple of anything; an empty cache among others."""
     for page in (16, 64, 256, 100, 1):
@@ -52,7 +72,7 @@ def test_unequal_blocks(blocks):
 def test_one_query_block_against_many(causal):
     """Few query blocks: deep pipelines, split lists, merged; dense K and V with a mask too."""
     index = top(64, 8192, 100)
-    tensors, where = cache([8192], 16, sq=64, hk=4, d=128, dv=128, dtype=torch.bfloat16, device=DEVICE)
+    tensors, where = cache([8192], 16, sq=64, hk=4, d=128, dv=128, dtype=BF, device=DEVICE)
     plan = tilefold.sparse_plan(*tensors, index, **where, causal=causal)
     assert plan.splits > 1
     held("sparse_attention_paged", tensors, index, where, splits=0, causal=causal)
@@ -61,10 +81,26 @@ def test_one_query_block_against_many(causal):
     held("sparse_attention", (q[None], k[None], v[None]), index, {}, splits=0, causal=causal)
 
 
+@pytest.mark.parametrize("sq", [64, 512])
+def test_graph_replays_with_changed_lists(sq):
+    tensors, where = rows(1, sq, 2048, 4, 4)
+    index = top(sq, 2048, 9)
+    run = partial(tilefold.sparse_attention, *tensors, index, return_lse=True)
+    graph, got = captured(run)
+    for keep in (1, 9, 5):
+        other = top(sq, 2048, keep)
+        index.indices[..., :keep].copy_(other.indices)
+        index.counts.copy_(other.counts)
+        tensors[0].normal_()
+        graph.replay()
+        assert same(got, run())
+        held("sparse_attention", tensors, index, where, splits=0)
+
+
 @pytest.mark.parametrize("page", [16, 64])
 @pytest.mark.parametrize("sq", [1, 64, 512])
 def test_graph_replays_with_changed_tables_and_lengths(sq, page):
-    tensors, where = cache([2048, 2048], page, sq=sq, hk=4, d=128, dv=128, dtype=torch.bfloat16, device=DEVICE)
+    tensors, where = cache([2048, 2048], page, sq=sq, hk=4, d=128, dv=128, dtype=BF, device=DEVICE)
     index = top(sq, 2048, 9, batch=2)
     run = partial(tilefold.sparse_attention_paged, *tensors, index, **where, causal=True, return_lse=True)
     graph, got = captured(run)
@@ -93,13 +129,14 @@ def test_graph_replays_with_changed_offsets():
 
 
 def test_same_bits_and_no_synchronisation():
-    paged = cache([4096, 1000], 16, sq=64, hk=4, d=128, dv=128, dtype=torch.bfloat16, device=DEVICE)
-    flat = offsets([64, 30], [4096, 1000], kv_heads=4)
-    index = top(64, 4096, 30, batch=2)
-    for run, (tensors, where) in ((tilefold.sparse_attention_paged, paged), (tilefold.sparse_attention_varlen, flat)):
-        first = run(*tensors, index, **where, return_lse=True)
+    paged = cache([4096, 1000], 16, sq=64, hk=4, d=128, dv=128, dtype=BF, device=DEVICE)
+    flat, apart = offsets([64, 30], [4096, 1000], kv_heads=4), rows(1, 64, 4096, 4, 4)
+    for batch, name, (tensors, where) in ((2, "_paged", paged), (2, "_varlen", flat), (1, "", apart)):
+        index = top(64, 4096, 30, batch=batch)
+        run = partial(getattr(tilefold, f"sparse_attention{name}"), *tensors, index, **where, return_lse=True)
+        first = run()
         with no_waiting():
-            runs = [run(*tensors, index, **where, return_lse=True) for _ in range(20)]
+            runs = [run() for _ in range(20)]
         assert all(same(first, other) for other in runs)
 
 
@@ -119,10 +156,26 @@ def test_one_compilation_serves_all_lengths():
 
 @pytest.mark.large
 def test_more_than_2_to_the_31_elements():
+    b, s, h, d = 33, 8192, 64, 128
+    assert b * s * h * d > 1 << 31
+    q, k, v = (torch.randn(b, s, h, d, dtype=BF, device=DEVICE) for _ in range(3))
+    index = top(s, s, 2, heads=1)
+    out, lse = tilefold.sparse_attention(q, k, v, index, return_lse=True)
+    kernel = tilefold.sparse_plan(q, k, v, index).kernel
+    for i_b, i_h in ((0, 0), (b - 1, h - 1)):
+        one = [t[i_b : i_b + 1, :, i_h : i_h + 1].contiguous() for t in (q, k, v)]
+        plan = tilefold.sparse_plan(*one, index).with_tile(kernel=kernel, splits=1)
+        alone = tilefold.sparse_attention(*one, index, return_lse=True, plan=plan)
+        assert torch.equal(out[i_b : i_b + 1, :, i_h : i_h + 1], alone[0])
+        assert torch.equal(lse[i_b : i_b + 1, i_h : i_h + 1], alone[1])
+
+
+@pytest.mark.large
+def test_packed_rows_and_a_page_of_more_than_2_to_the_31_elements():
     """Rows of a packed batch, and a page, that lie past 2^31 elements."""
     heads, dim, total = 64, 128, 300_000
     assert total * heads * dim > 1 << 31
-    q, k, v = (torch.randn(total, heads, dim, dtype=torch.bfloat16, device=DEVICE) for _ in range(3))
+    q, k, v = (torch.randn(total, heads, dim, dtype=BF, device=DEVICE) for _ in range(3))
     cu = torch.tensor([0, total - 1000, total], dtype=torch.int32, device=DEVICE)
     rows = torch.arange(-(-total // 64), dtype=torch.int32, device=DEVICE)
     # its own block, and one that the last sequence, of 16 blocks, has too

@@ -166,10 +166,7 @@ def _phases(args: Any, jobs: dict[str, int], until: float, env: dict[str, str], 
             processes = [process for process in processes if process.running()]
             if time.time() - told > EVERY:
                 told = time.time()
-                print(
-                    f"{tell()} tests ended, {len(processes)} processes, {until - told:.0f} s left",
-                    flush=True,
-                )
+                print(f"{tell()} tests ended, {len(processes)} processes, {until - told:.0f} s left", flush=True)
     finally:
         for process in processes:  # only where this one is interrupted
             process.end()

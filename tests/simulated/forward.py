@@ -4,20 +4,8 @@ Q is read from shared memory by every product with K, so its buffer has to stay 
 
 import types
 
-from simulated import (
-    Anything,
-    Launch,
-    Note,
-    Number,
-    Offsets,
-    Panels,
-    Tile,
-    Turn,
-    barriers,
-    own_classes,
-    own_functions,
-    tiles_of,
-)
+import simulated
+from simulated import Anything, Launch, Note, Number, Offsets, Panels, Tile, Turn, barriers, own_classes, tiles_of
 from tilefold.kernels.hopper import (
     config,
     consumer,
@@ -169,7 +157,7 @@ class Run(Launch):
             "zero_output": lambda config: tuple(map(Accumulator, parts_of(config.DIM_V))), "store_lse": run.store_lse,
             "rescale_output": lambda acc, *args: acc, "add_output": lambda acc, more: acc,
         } | self.more()  # fmt: skip
-        own_functions(own_classes(names, CLASSES), FUNCTIONS)
+        simulated.own_functions(own_classes(names, CLASSES), FUNCTIONS)
         self.numbered(names["WorkTile"])
         item = names["TileScheduler"].item
         names["TileScheduler"].item = lambda scheduler, i: run.begin(item(scheduler, i))

@@ -186,15 +186,8 @@ def gradients(q: Any, k: Any, v: Any, r: Rules, f: Result, dout: Any, dlse: Any,
     size_q = w.abs() @ kh.abs()
     dq = w @ kh
     off_q = 0.0 if r.k_off is None else w.abs() @ _spread(r.k_off, heads)
-    dq_limit = off_q + limit(
-        dq,
-        dtype,
-        size_q,
-        w**2 @ kh**2,
-        unit,
-        m,
-        w_blind @ kh.abs() + ((p * t) @ kh).abs() * unsure + _grain(w, dtype, kh),
-    )
+    blind_q = w_blind @ kh.abs() + ((p * t) @ kh).abs() * unsure + _grain(w, dtype, kh)
+    dq_limit = off_q + limit(dq, dtype, size_q, w**2 @ kh**2, unit, m, blind_q)
     apart = _grain(w.mT, dtype, qh) + w_blind.mT @ qh.abs() + w_shared.mT @ qh.abs() / 8
     back = [w.mT @ qh, w.abs().mT @ qh.abs(), (w**2).mT @ qh**2, apart, (w_shared**2).mT @ qh**2]
     back = [_gather(x, kv) for x in back]

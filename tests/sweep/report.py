@@ -48,15 +48,8 @@ def summarise(folder: Path, record: Path | None = None) -> int:
     print(f"kernels ({len(kernels)}): " + " ".join(sorted(kernels)))
     print(f"{'no failure' if not failures else f'{len(failures)} kinds of failure'}", flush=True)
     if record is not None:
-        _record(
-            record,
-            run,
-            problems,
-            covered,
-            kernels,
-            failures,
-            [(row["op"], row["o"]) for row in rows if row["problems"]],
-        )
+        failed = [(row["op"], row["o"]) for row in rows if row["problems"]]
+        _record(record, run, problems, covered, kernels, failures, failed)
     return 1 if failures or not rows else 0
 
 

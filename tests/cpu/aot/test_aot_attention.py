@@ -39,28 +39,11 @@ PROBLEMS = {
 HOPPER = ("d64", "d64 causal", "d128", "d128 causal fp16", "d128 window", "d128 varlen causal", "d256 causal")
 """Planned for the kernel of sm_90, and compiled for it as portable ones, too."""
 HOPPER_ONLY = tuple(name for name in PROBLEMS if name.startswith(("d80", "d96 c", "d192")) or "softcap" in name)
-LIKE_OTHERS = (
-    *HOPPER_ONLY,
-    "d64",
-    "d64 causal",
-    "d128",
-    "d128 window",
-    "d128 varlen causal",
-    "d128 dropout",
-    "d128 one query",
-    "d64 varlen prefix rules",
-)  # for sm_90 only
+LIKE_OTHERS = (*HOPPER_ONLY, "d64", "d64 causal", "d64 varlen prefix rules", "d128")  # for sm_90 only
+LIKE_OTHERS += ("d128 window", "d128 varlen causal", "d128 dropout", "d128 one query")
 EVERYWHERE = ("d128 causal fp16",)  # under the newest Triton for all targets, and for sm_90:
-NEWEST = (
-    "d128 every mod",
-    "d96 odd",
-    "d128 groups softcap",
-    "d128 causal all mods",
-    "d256 causal bias",
-    "d128 score_mod",
-    "d128 varlen mods",
-    "d128 mods that load",
-)
+D128 = ("every mod", "groups softcap", "causal all mods", "score_mod", "varlen mods", "mods that load")
+NEWEST = ("d96 odd", "d256 causal bias", *(f"d128 {name}" for name in D128))
 JOBS = {
     (name, target): job("dense.attention", target, problem=made, plan=plan_attention(made, device_named(device)))
     for name, made in PROBLEMS.items()

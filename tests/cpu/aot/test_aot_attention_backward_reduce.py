@@ -96,23 +96,10 @@ JOBS = {
     for part in ("statistics", "main", "last")
     if part == "main" or name in ("d128", "d96", "d64", "packed d64", "packed d72 ordered")
 }
-NEWEST = (
-    "main d128 softcap",
-    "main d128 causal alibi",
-    "main d128 mods that load",
-    "main d128 mask",
-    "main d64 score_mod fp16",
-    "main d128",
-    "main d128 causal",
-    "main d128 ordered",
-    "main d96 causal ordered",
-    "main d80 ordered",
-    "main d64",
-    "main d64 ordered",
-    "main d64 causal ordered",
-    "main packed d64 causal ordered",
-    "last d128",
-)
+D128 = ("ordered", "causal", "causal alibi", "softcap", "mask", "mods that load")
+OTHERS = ("d64", "d64 ordered", "d64 causal ordered", "d64 score_mod fp16", "d80 ordered", "d96 causal ordered")
+NAMES = (*(f"d128 {name}" for name in D128), *OTHERS, "d128", "packed d64 causal ordered")
+NEWEST = ("last d128", *(f"main {name}" for name in NAMES))
 results = compiled(__name__, JOBS, NEWEST)
 
 

@@ -24,19 +24,10 @@ CHANNELS_FIRST = {
     (f"{part} {name} channels-first", "sm_90"): job(
         "matrix.conv", "sm_90", plan=plan_conv(FIRST[name], device_named("h200")), part=part
     )
-    for name, part in (
-        ("1x1", "forward"),
-        ("1x1", "weight"),
-        ("3x3", "forward"),
-        ("odd", "forward"),
-        ("7x7", "forward"),
-    )
+    for name, part in (*((name, "forward") for name in FIRST), ("1x1", "weight"))
 }
-COPY = {
-    ("copy", "sm_90"): job(
-        "matrix.conv_layout:example_copy", "sm_90", plan=plan_conv(FIRST["3x3"], device_named("h200"))
-    )
-}
+COPIED = plan_conv(FIRST["3x3"], device_named("h200"))
+COPY = {("copy", "sm_90"): job("matrix.conv_layout:example_copy", "sm_90", plan=COPIED)}
 TENSOR = {
     (f"{part} {name}", target): job("matrix.conv", target, plan=plan_conv(made, device_named(device)), part=part)
     for name, made in PROBLEMS.items()
@@ -69,18 +60,14 @@ TURNED = {
     (f"norm rotary {part} {name} {'interleaved' if interleaved else 'halves'}", "sm_90"): job(
         "matrix.rms_norm_rotary",
         "sm_90",
-        plan=plan_rms_norm(RMSNormProblem(rows, columns, 2), device_named("h200")),
+        plan=plan_rms_norm(RMSNormProblem(rows, 128 * (heads if "heads" in name else 1), 2), device_named("h200")),
         dtype="bfloat16",
         heads=heads,
-        together=columns > 128,
+        together="heads" in name,
         interleaved=interleaved,
         part=part,
     )
-    for name, heads, rows, columns in (
-        ("12 heads", 12, 8192, 12 * 128),
-        ("40 heads", 40, 8192, 40 * 128),
-        ("a head", 12, 8192 * 12, 128),
-    )
+    for name, heads, rows in (("12 heads", 12, 8192), ("40 heads", 40, 8192), ("a head", 12, 8192 * 12))
     for interleaved in (True, False)
     for part in ("forward", "backward")
 }

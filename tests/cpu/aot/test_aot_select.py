@@ -34,13 +34,8 @@ JOBS = {
     for target, device in DEVICES.items()
     if (kernel in BOTH and (length == "364" or target == "sm_90")) or (length, target) == ("364", "sm_90")
 }
-NEWEST = (
-    "gini 364",
-    "count 364",
-    "mass forced sizes 364",
-    "mass forced sizes 4096",
-    "coefficient 364",
-)  # too, for sm_90
+NEWEST = [f"{name} 364" for name in ("gini", "count", "mass forced sizes", "coefficient")]  # too, for sm_90
+NEWEST.append("mass forced sizes 4096")
 results = compiled(__name__, JOBS, NEWEST)
 
 

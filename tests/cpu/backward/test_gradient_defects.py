@@ -5,6 +5,7 @@ import torch
 
 import tilefold
 from cases import looped, one, qkv, rand, relative, same
+from cases.refusals import refuses
 from tilefold import sparse
 from tilefold.ops import hopper
 from tilefold.ops.backward import backward_parts
@@ -91,8 +92,7 @@ def test_functorch_asks_for_no_derivative_that_nobody_needs(device):
     ):
         got = torch.func.grad(lambda x, fn=fn: (x * fn(q).detach()).sum())(torch.ones((), device=device))
         assert got.isfinite()
-        with pytest.raises(tilefold.Unsupported, match="give score_grad"):
-            torch.func.grad(fn)(q)
+        refuses(tilefold.Unsupported, "give score_grad", torch.func.grad(fn), q)
 
 
 def test_masks_args_get_no_gradient_either(device):
@@ -177,8 +177,7 @@ def test_each_field_of_a_tile_is_named(fields, words):
         tile = Tile(**{"block_m": 64, "block_n": 64, "num_warps": 4, "num_stages": 2, **fields})
         with pytest.raises(tilefold.PlanError, match=words):
             plan.with_tiles(queries=tile)
-        with pytest.raises(tilefold.PlanError, match="queries: must be a Tile, got 3 of type int"):
-            plan.with_tiles(queries=3)
+        refuses(tilefold.PlanError, "queries: must be a Tile, got 3 of type int", plan.with_tiles, queries=3)
 
 
 def test_a_tangent_of_a_gate_is_not_lost(device):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import tilefold
 from cases import hold, judge, one_graph
 from cases import qkv as qkv_on
+from cases.refusals import refuses
 from tilefold import reference
 from tilefold.errors import PlanError
 from tilefold.plan import (
@@ -127,11 +128,9 @@ def test_plans_that_callers_give():
     dense = plan_attention(plan.problem.attention, plan.device)
     one, other = (tilefold.attention(q, k, v, plan=p) for p in (plan, dense))
     assert (one - other).abs().max() < 1e-5
-    with pytest.raises(PlanError, match="seq_k=300, the call has seq_k=299"):
-        tilefold.attention(q, k[:, 1:], v[:, 1:], plan=plan)
+    refuses(PlanError, "seq_k=300, the call has seq_k=299", tilefold.attention, q, k[:, 1:], v[:, 1:], plan=plan)
     paged = plan_decode(DecodeProblem(plan.problem.attention, page_size=16), plan.device)
-    with pytest.raises(PlanError, match="page_size=16, the call has page_size=0"):
-        tilefold.attention(q, k, v, plan=paged)
+    refuses(PlanError, "page_size=16, the call has page_size=0", tilefold.attention, q, k, v, plan=paged)
 
 
 @given(

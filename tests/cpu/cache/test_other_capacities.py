@@ -82,12 +82,8 @@ def test_the_record_is_that_of_a_call_of_its_own(sort, keys, check, monkeypatch)
     again = prepared(*given, check)
     own = kvcache._prepared(*given, check)
     assert again.sizes == own.sizes and again.sizes != near.sizes
-    assert (again.out_shape, again.lse_shape, again.run, again.look) == (
-        own.out_shape,
-        own.lse_shape,
-        own.run,
-        own.look,
-    )
+    assert (again.out_shape, again.lse_shape) == (own.out_shape, own.lse_shape)
+    assert (again.run, again.look) == (own.run, own.look)
     assert told(again.bound, *given) == told(own.bound, *given)
 
 

@@ -234,12 +234,7 @@ def test_statistics_count_shared_rows_once():
     allocator.swap_out(b)
     allocator.swap_out(a)
     s = allocator.statistics(row_bytes=100)
-    assert (s.bytes_swapped, s.bytes_used, s.sequences_swapped, s.bytes_contiguous, s.fragmentation) == (
-        1200,
-        0,
-        2,
-        0,
-        0.0,
-    )
+    assert (s.bytes_swapped, s.bytes_used, s.sequences_swapped) == (1200, 0, 2)
+    assert (s.bytes_contiguous, s.fragmentation) == (0, 0.0)
     for word in ("2 swapped out", "16 in all", "6.25 KiB", "1.17 KiB", "0 resident"):
         assert word in str(s)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tilefold
-from cases import judge, rand, same
+from cases import hold, rand, same
 from cases.flash import angles, turned
 from cases.paged import audit, rows_of, snapshot
 from cases.refusals import refuses
@@ -220,9 +220,8 @@ def test_a_decode_loop_equals_recomputation(device, dtype, steps):
             stored[i].append((turned_k, v[new]))
             if step in (0, 1, 7, steps):
                 keys, values = (torch.cat(x)[None] for x in zip(*stored[i], strict=True))
-                exact, _ = reference.attention(q[new][None], keys, values, causal=True)
-                plain, _ = reference.attention(q[new][None], keys, values, causal=True, dtype=dtype)
-                judge(out[new][None], exact, plain, f"out of sequence {i} at step {step}")
+                what = f"of sequence {i} at step {step}"
+                hold(out[new][None], reference.attention, q[new][None], keys, values, what=what, causal=True)
                 got = rows_of(cache, ids[i], 0)
                 assert torch.allclose(got[0].float(), keys[0].float(), atol=2e-6 if dtype == torch.float32 else 0.02)
                 assert torch.equal(got[1], values[0])
@@ -333,11 +332,7 @@ def test_refusals(device):
     assert snapshot(cache.allocator) == before
     ragged = cache.batch([a, b], [1, 3])
     for call, kind, message in (
-        (
-            lambda: cache.append(0, k.half(), v, ragged),
-            DtypeError,
-            "k has dtype float16, but k_cache has float32",
-        ),
+        (lambda: cache.append(0, k.half(), v, ragged), DtypeError, "k has dtype float16, but k_cache has float32"),
         (
             lambda: cache.append(0, k, v[:, :1], ragged),
             ShapeError,

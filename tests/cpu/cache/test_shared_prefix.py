@@ -303,16 +303,8 @@ def test_shared_prefix_refuses(case):
 
 
 def problem(**changes):
-    shape = {
-        "batch": 64,
-        "tokens": 64,
-        "heads": 32,
-        "kv_heads": 8,
-        "dim_qk": 128,
-        "dim_v": 128,
-        "prefix": 8192,
-        "dtype": "bfloat16",
-    }
+    shape = {"batch": 64, "tokens": 64, "heads": 32, "kv_heads": 8, "dim_qk": 128, "dim_v": 128, "prefix": 8192}
+    shape["dtype"] = "bfloat16"
     return PrefixProblem(**{**shape, **changes})
 
 

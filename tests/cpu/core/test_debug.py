@@ -18,9 +18,7 @@ from debug_cases import BLOCK, N, scale_rows
 from tilefold import debug, reference
 from tilefold.aot import newest_triton
 from tilefold.aot.jobs import NEWEST_VARIABLE
-from tilefold.errors import (
-    ValueRangeError,
-)
+from tilefold.errors import ValueRangeError
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.interpreter
@@ -229,16 +227,8 @@ def test_newest_interpreter():
         "PYTHONPATH": os.pathsep.join([str(folder), str(HERE.parents[2] / "src")]),
         "TRITON_INTERPRET": "1",
     }
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        str(HERE / "test_debug.py"),
-        "-qk",
-        "planted or test_when or print",
-        "-p",
-        "no:xdist",
-    ]
+    command = [sys.executable, "-m", "pytest", str(HERE / "test_debug.py"), "-qk", "planted or test_when or print"]
+    command += ["-p", "no:xdist"]
     ran = subprocess.run(command, env=own, capture_output=True, text=True, cwd=HERE.parents[2])
     assert ran.returncode == 0, ran.stdout[-3000:]
 

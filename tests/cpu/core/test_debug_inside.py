@@ -14,11 +14,7 @@ from tilefold import debug
 from tilefold.aot import Job, newest_triton, run_jobs
 from tilefold.aot.cache import CACHE_VARIABLE
 from tilefold.aot.jobs import NEWEST_VARIABLE
-from tilefold.errors import (
-    DtypeError,
-    Unsupported,
-    ValueRangeError,
-)
+from tilefold.errors import DtypeError, Unsupported, ValueRangeError
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[2] / "docs" / "guides" / "debugging.md"

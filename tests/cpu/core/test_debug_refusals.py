@@ -8,16 +8,8 @@ import triton
 
 from cases.refusals import refuses
 from debug_cases import BLOCK, N, scale_rows
-from tilefold import debug
-from tilefold.errors import (
-    DeviceError,
-    DtypeError,
-    LayoutError,
-    ShapeError,
-    TilefoldError,
-    Unsupported,
-    ValueRangeError,
-)
+from tilefold import debug, errors
+from tilefold.errors import DeviceError, DtypeError, LayoutError, ShapeError, Unsupported, ValueRangeError
 
 HERE = Path(__file__).parent
 interpreted = pytest.mark.interpreter
@@ -56,17 +48,8 @@ def test_check_kernel_refuses(change, error, says):
 @interpreted
 def test_check_kernel_refuses_arguments():
     x = torch.randn(3, N)
-    args = {
-        "x": x,
-        "out": x,
-        "work": None,
-        "rows": 3,
-        "columns": N,
-        "stride_x": N,
-        "stride_out": N,
-        "FAULT": "",
-        "BLOCK": 32,
-    }
+    args = {"x": x, "out": x, "work": None, "rows": 3, **dict.fromkeys(("columns", "stride_x", "stride_out"), N)}
+    args |= {"FAULT": "", "BLOCK": 32}
 
     def check(**changed):
         debug.check_kernel(scale_rows, (3, 3), {**args, **changed}, lambda x: x, ("out",))
@@ -133,4 +116,4 @@ def test_check_tensors_refuses(tensors, options, error, says):
 
 
 def test_check_tensors_names_places():
-    refuses(TilefoldError, "tensor 1 has strides", debug.check_tensors, WIDE, WIDE.t(), device="cpu")
+    refuses(errors.TilefoldError, "tensor 1 has strides", debug.check_tensors, WIDE, WIDE.t(), device="cpu")

@@ -197,12 +197,8 @@ def test_arguments_are_in_the_kernels_order():
 
 def test_a_parameter_without_a_value_is_what_a_call_gives_by_its_name():
     values = {name: value for name, value in VALUES.items() if name != "Q"}
-    assert Bound(BoundLaunch(), ("Q", "Bias", "cap"), {**values, "Bias": Slot("cap")}).arguments(("q", "b", 7)) == [
-        "q",
-        0.5,
-        7,
-        30.0,
-    ]
+    bound = Bound(BoundLaunch(), ("Q", "Bias", "cap"), {**values, "Bias": Slot("cap")})
+    assert bound.arguments(("q", "b", 7)) == ["q", 0.5, 7, 30.0]
 
 
 def test_what_is_given_in_the_kernels_order_stands_in_front():
@@ -224,12 +220,8 @@ def test_other_values():
     """The first one keeps its own."""
     bound = Bound(BoundLaunch(), GIVEN, {**VALUES, "Bias": None})
     other = bound.with_values({"scale": 0.25})
-    assert other.arguments(("q", None)) == ["q", 0.25, None, 30.0] and bound.arguments(("q", None)) == [
-        "q",
-        0.5,
-        None,
-        30.0,
-    ]
+    assert other.arguments(("q", None)) == ["q", 0.25, None, 30.0]
+    assert bound.arguments(("q", None)) == ["q", 0.5, None, 30.0]
     assert other.launch is bound.launch
     assert bound.with_values({"of_another_kernel": 2}).arguments(("q", None)) == bound.arguments(("q", None))
     with pytest.raises(KeyError, match="kernel has no parameter 'Q' that is the same in all calls"):

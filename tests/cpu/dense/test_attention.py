@@ -8,21 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
+import cases
 import tilefold
-from cases import (
-    BOX,
-    check,
-    dilated,
-    dilated_twin,
-    judge,
-    prefix,
-    prefix_twin,
-    qkv,
-    rand,
-    relative,
-    relative_twin,
-    same,
-)
+from cases import BOX, check, dilated, dilated_twin, judge, prefix, prefix_twin, qkv, rand, relative, relative_twin
 from tilefold import reference
 from tilefold.device import mods
 
@@ -246,16 +234,8 @@ def test_score_mod(device):
     table = rand(4, 13, device=device)
     hook = {"score_mod": relative, "score_args": (table, 6)}
     check(q, k, v, **hook, twins={"score_mod": relative_twin})
-    check(
-        q,
-        k,
-        v,
-        **hook,
-        twins={"score_mod": relative_twin},
-        causal=True,
-        softcap=3.0,
-        bias=rand(1, 1, 20, 37, device=device),
-    )
+    more = {"causal": True, "softcap": 3.0, "bias": rand(1, 1, 20, 37, device=device)}
+    check(q, k, v, **hook, twins={"score_mod": relative_twin}, **more)
     check(q, k, v, score_mod=relative, score_args=(table[:, :9].contiguous(), 4), twins={"score_mod": relative_twin})
 
 
@@ -333,7 +313,7 @@ def test_same_bits_every_run(device):
     first = tilefold.attention(q, k, v, causal=True, return_lse=True)
     for _ in range(5):
         again = tilefold.attention(q, k, v, causal=True, return_lse=True)
-        assert same(first, again)
+        assert cases.same(first, again)
 
 
 @pytest.mark.no_poison

@@ -10,17 +10,7 @@ import triton
 import tilefold
 from cases import dilated, looped, qkv, relative
 from cases.refusals import refuses
-from tilefold import (
-    DeviceError,
-    DtypeError,
-    LayoutError,
-    PlanError,
-    ShapeError,
-    Unsupported,
-    ValueRangeError,
-    masks,
-    scores,
-)
+from tilefold import DeviceError, DtypeError, LayoutError, ShapeError, Unsupported, ValueRangeError, masks, scores
 from tilefold.ops import launch
 from tilefold.ops.device import device_of
 
@@ -275,7 +265,7 @@ def test_plan_of_another_problem(device):
         ((q, k, v), {"causal": True}, "causal=False, the call has causal=True"),
         ((q.float(), k.float(), v.float()), {}, "dtype='float16'"),
     ):
-        refuses(PlanError, text, tilefold.attention, *tensors, plan=plan, **options)
+        refuses(tilefold.PlanError, text, tilefold.attention, *tensors, plan=plan, **options)
 
 
 def test_plan_without_queries(device):

@@ -11,20 +11,9 @@ import tilefold
 from cases import check, dilated, dilated_twin, one, one_graph, packed, qkv, rand, relative, relative_twin, small_plan
 from cases import prefix as by_mod
 from cases.gradient import check_gradients, gradients
+from cases.refusals import refuses
 from examples import examples
-from tilefold import (
-    DeviceError,
-    DtypeError,
-    LayoutError,
-    Mask,
-    Score,
-    ShapeError,
-    Unsupported,
-    ValueRangeError,
-    masks,
-    reference,
-    scores,
-)
+from tilefold import DtypeError, Mask, Score, ShapeError, Unsupported, ValueRangeError, masks, reference, scores
 from tilefold.device import ranges
 from tilefold.ops.masking import Terms, _computes, _tensors, spelled
 
@@ -240,8 +229,7 @@ def test_lists_and_caches(device):
         torch.testing.assert_close(lse, want[1])
         plan = tilefold.sparse_plan(q, k, v, index, mask=mask)
         assert plan.problem.attention.causal is (mask == masks.causal())
-    with pytest.raises(DtypeError, match=r"masks\.tensor\(mask\)"):
-        tilefold.sparse_attention(q, k, v, index, mask=rows)
+    refuses(DtypeError, "masks.tensor(mask)", tilefold.sparse_attention, q, k, v, index, mask=rows)
     with pytest.raises(Unsupported, match="alibi_slopes of a score over lists"):
         tilefold.sparse_attention(q, k, v, index, score=scores.alibi(rand(2, device=device)))
     new = q[:, :3]
@@ -252,8 +240,7 @@ def test_lists_and_caches(device):
         got = tilefold.attention_kvcache(new, k, v, **options)
         assert torch.equal(got, tilefold.attention_kvcache(new, k, v, cache_seqlens=lengths, softcap=3.0, **keywords))
         assert "softcap" in tilefold.attention_kvcache_plan(new, k, v, **options).problem.attention.score_mods
-    with pytest.raises(Unsupported, match="its mask needs mask_mod"):
-        tilefold.attention_kvcache(new, k, v, mask=masks.keys(lengths))
+    refuses(Unsupported, "its mask needs mask_mod", tilefold.attention_kvcache, new, k, v, mask=masks.keys(lengths))
 
 
 def test_a_mask_that_is_used_again(device):
@@ -388,7 +375,7 @@ def refusals(device):
         "n must be an int32 tensor": (DtypeError, lambda: masks.prefix(torch.tensor([1]))),
         "lengths must be an int32 tensor": (DtypeError, lambda: masks.keys([3])),
         "lengths has shape": (ShapeError, lambda: masks.keys(int32(1)[None])),
-        "cu_seqlens must be contiguous": (LayoutError, lambda: masks.documents(int32(0, 1, 2, 3)[::2])),
+        "cu_seqlens must be contiguous": (tilefold.LayoutError, lambda: masks.documents(int32(0, 1, 2, 3)[::2])),
         "one document has 2 offsets": (ShapeError, lambda: masks.documents(int32(0))),
         "mask must be a bool tensor": (DtypeError, lambda: masks.tensor(torch.zeros(1, 1, 1, 1))),
         "expected .batch or 1": (ShapeError, lambda: masks.tensor(torch.zeros(3, 3, dtype=torch.bool))),
@@ -408,7 +395,7 @@ def refusals(device):
             ValueRangeError, lambda: call(score=scores.softcap(2.0), bias=torch.zeros(1, 1, 1, 20, device=device))),
         "lengths has shape .3,., expected .2.": (ShapeError, lambda: call(mask=masks.keys(lengths))),
         "n has shape .3,., expected .2.": (ShapeError, lambda: call(mask=masks.prefix(lengths))),
-        "n of a mask is on meta": (DeviceError, lambda: call(mask=masks.prefix(int32(1, 2, device="meta")))),
+        "n of a mask is on meta": (tilefold.DeviceError, lambda: call(mask=masks.prefix(int32(1, 2, device="meta")))),
         "a tensor of a mask has shape": (
             ShapeError, lambda: call(mask=~masks.tensor(torch.zeros(3, 1, 20, 20, dtype=torch.bool, device=device)))),
         "fn of masks.rule must be a @triton.jit function": (

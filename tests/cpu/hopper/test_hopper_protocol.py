@@ -177,9 +177,7 @@ def test_packed_heads():
 
 
 @pytest.mark.parametrize(
-    "version",
-    [{}, {"consumers": 3, "turns": True}, {"dims": (192, 192), "keys": 64}, {"prefetch": True}],
-    ids=str,
+    "version", [{}, {"consumers": 3, "turns": True}, {"dims": (192, 192), "keys": 64}, {"prefetch": True}], ids=str
 )
 @pytest.mark.parametrize("programs", [1, 3])
 def test_packed(version, programs):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from cases import judge, rand
+from cases.refusals import refuses
 from tilefold import sparse_attention
 from tilefold.compat.fastvideo_kernel import block_sparse_attn, block_sparse_attn_from_indices, video_sparse_attn
 from tilefold.errors import ShapeError, TilefoldError, ValueRangeError
@@ -105,10 +106,8 @@ def test_video_sparse(dtype, topk):
 
 def test_refusals():
     q = padded(SIZES)
-    with pytest.raises(ValueRangeError, match="topk must be at least 1, got 0"):
-        video_sparse_attn(q, q, q, SIZES, SIZES, 0)
-    with pytest.raises(ShapeError, match="expected blocks of 128 tokens"):
-        video_sparse_attn(q, q, q, SIZES, SIZES, 1, (2, 8, 8))
+    refuses(ValueRangeError, "topk must be at least 1, got 0", video_sparse_attn, q, q, q, SIZES, SIZES, 0)
+    refuses(ShapeError, "expected blocks of 128 tokens", video_sparse_attn, q, q, q, SIZES, SIZES, 1, (2, 8, 8))
     with pytest.raises(ShapeError, match="a multiple of 7 blocks"):
         block_sparse_attn(q, q, q, torch.ones(1, 1, 7, 5, dtype=torch.bool), SIZES)
     with pytest.raises(TilefoldError, match="block_sizes"):

@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_block_m
 
 from cases import DEEP, flex, judge, rand
 from cases.flex import BATCH, HEADS, MASKS, SCORES, SEQ, blocks, blocks_of, checked, expected, tables_of, tensors
+from cases.refusals import refuses
 from sources import run_source
 from tilefold import DtypeError, ShapeError, Unsupported
 from tilefold.compat import flex_attention as ours
@@ -204,14 +205,11 @@ def test_what_has_no_translation_is_refused_by_name(mod, error, says):
 @pytest.mark.no_poison
 def test_calls_that_are_refused():
     q, k, v = tensors()
-    with pytest.raises(ShapeError, match="enable_gqa"):
-        flex_attention(q, k, v)
-    with pytest.raises(ShapeError, match=r"query must be a tensor \[batch"):
-        flex_attention(q[0], k, v)
+    refuses(ShapeError, "enable_gqa", flex_attention, q, k, v)
+    refuses(ShapeError, "query must be a tensor [batch", flex_attention, q[0], k, v)
     with pytest.raises(ShapeError, match="block_mask is for"):
         flex_attention(q[:, :, 1:], k, v, block_mask=blocks(flex.causal), enable_gqa=True)
-    with pytest.raises(DtypeError, match="BlockMask"):
-        flex_attention(q, k, v, block_mask=torch.ones(1), enable_gqa=True)
+    refuses(DtypeError, "BlockMask", flex_attention, q, k, v, block_mask=torch.ones(1), enable_gqa=True)
     with pytest.raises(Unsupported, match="max_scores"):
         flex_attention(q, k, v, enable_gqa=True, return_aux=ours.AuxRequest(max_scores=True))
     with pytest.raises(Unsupported, match="AuxRequest"):

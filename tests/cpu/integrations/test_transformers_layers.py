@@ -10,11 +10,12 @@ pytest.importorskip("transformers", minversion="4.56", exc_type=ImportError, rea
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cases import hold
 from tilefold.errors import TilefoldError
 from tilefold.integrations import hf_attention
 from tilefold.integrations.visible import Visible
 from tilefold.ops.cache.decode import Step
-from tilefold.reference import attention, compare
+from tilefold.reference import attention
 
 KEYS, LENGTHS = 260, (260, 143)  # the first number of keys whose call is the decode kernel's, under every name
 LAYER = SimpleNamespace(is_causal=True)
@@ -45,11 +46,7 @@ def check(out, mask, qkv, scaling=None, softcap=0.0, s_aux=None, position_bias=N
         seen = seen & (torch.arange(KEYS) < mask.lengths[:, None])
     options = {"mask": seen[:, None, None], "scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
     q, k, v = (x.detach().transpose(1, 2) for x in qkv)
-    exact, plain = (
-        attention(q, k, v, bias=position_bias, dtype=dtype, **options)[0] for dtype in (torch.float64, q.dtype)
-    )
-    verdict = compare(out.detach(), exact, plain)
-    assert verdict.ok, verdict
+    hold(out.detach(), attention, q, k, v, bias=position_bias, **options)
 
 
 @pytest.fixture

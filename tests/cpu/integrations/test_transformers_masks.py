@@ -27,15 +27,8 @@ def facts(function, q, kv, start=0, growing=True, **others):
     else:
         offset = start if growing else torch.tensor(start)
         at = {"q_length": q, "q_offset": offset, "allow_is_causal_skip": growing or q > 1, "device": "cpu"}
-    return {
-        "batch_size": 2,
-        "kv_length": kv,
-        "kv_offset": 0,
-        "mask_function": function,
-        "dtype": torch.float32,
-        **at,
-        **others,
-    }
+    always = {"batch_size": 2, "kv_length": kv, "kv_offset": 0, "mask_function": function, "dtype": torch.float32}
+    return {**always, **at, **others}
 
 
 def dense(arguments):

@@ -12,6 +12,7 @@ import torch
 
 import vllm_contract
 import vllm_stub
+from cases.refusals import refuses
 from cases.vllm_batch import BLOCK, HEADS, Batch
 from tilefold.errors import ShapeError, Unsupported
 
@@ -132,12 +133,10 @@ def test_refused_batches():
     for name in ("mm_req_doc_ranges", "rswa_prefix_lens", "dcp_local_seq_lens"):
         with pytest.raises(Unsupported, match=name):
             batch.builder().build(0, batch.common(**{name: torch.ones(1)}))
-    with pytest.raises(Unsupported, match="one causal flag"):
-        batch.builder().build(0, batch.common(causal=torch.tensor([True])))
+    refuses(Unsupported, "one causal flag", batch.builder().build, 0, batch.common(causal=torch.tensor([True])))
     builder = batch.builder()
     builder.page = builder.page[:1]
-    with pytest.raises(ShapeError, match="slot_mapping has 2 tokens, max_num_batched_tokens is 1"):
-        builder.build(0, batch.common())
+    refuses(ShapeError, "slot_mapping has 2 tokens, max_num_batched_tokens is 1", builder.build, 0, batch.common())
     for name in ("output_scale", "output_block_scale"):
         with pytest.raises(Unsupported, match="no quantized output"):
             batch.impl().forward(None, None, None, None, None, None, None, **{name: torch.ones(1)})

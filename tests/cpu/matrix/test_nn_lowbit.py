@@ -10,6 +10,7 @@ from torch import nn
 
 import cases
 from cases import judge, one_graph
+from cases.refusals import refuses
 from tilefold import reference
 from tilefold.errors import DeviceError, DtypeError, ShapeError, TilefoldError, ValueRangeError
 from tilefold.nn import LowBitLinear
@@ -196,11 +197,9 @@ def test_half_back_and_to_nowhere():
     assert layer.half().weight.dtype == torch.float16
     assert layer.float().weight.dtype == torch.float32
     before = copy.deepcopy(layer)
-    with pytest.raises(DtypeError, match="float16, bfloat16 or float32, not to torch.float64"):
-        layer.double()
+    refuses(DtypeError, "float16, bfloat16 or float32, not to torch.float64", layer.double)
     small = LowBitLinear(quantize_weight(rand(N, K) * 1e-10))
-    with pytest.raises(ValueRangeError, match="cannot hold the scale"):
-        small.half()
+    refuses(ValueRangeError, "cannot hold the scale", small.half)
     assert same(layer, before) and small.scales.dtype == torch.float32
     meta = copy.deepcopy(layer).to("meta")
     assert meta.packed.device.type == "meta" and meta.weight.shape == (N, K)

@@ -12,6 +12,7 @@ from torch import nn
 
 import cases
 import tilefold
+from cases.refusals import refuses
 from tilefold.errors import ShapeError, TilefoldError, Unsupported, ValueRangeError
 from tilefold.nn import LowBitLinear, QuantizeReport
 from tilefold.quant import quantize_weight
@@ -170,11 +171,9 @@ def test_refusals_change_nothing():
         with pytest.raises(error, match=message):
             quantised(model, *arguments, **options)
         assert not low(model)
-    with pytest.raises(ValueRangeError, match="model must be a module that holds linear layers"):
-        quantised(nn.Linear(4, 4))
+    refuses(ValueRangeError, "model must be a module that holds linear layers", quantised, nn.Linear(4, 4))
     model.blocks[1].up.weight.data[3, 3] = float("nan")
-    with pytest.raises(ValueRangeError, match=r"blocks.1.up: w must be finite, got 1 NaN"):
-        quantised(model)
+    refuses(ValueRangeError, "blocks.1.up: w must be finite, got 1 NaN", quantised, model)
 
 
 # ---------------------------------------------------------------- shared weights
@@ -379,8 +378,7 @@ def test_what_does_not_fit_says_so(tmp_path):
     other.head = nn.Linear(D, WORDS + 1, bias=False)
     with pytest.raises(ValueRangeError, match=r"head is \[161, 128\] in the model, \[160, 128\] in the source"):
         tilefold.load_quantized(other, state)
-    with pytest.raises(ValueRangeError, match="existing file"):
-        tilefold.load_quantized(Model(), tmp_path / "none.safetensors")
+    refuses(ValueRangeError, "existing file", tilefold.load_quantized, Model(), tmp_path / "none.safetensors")
     assert issubclass(ShapeError, TilefoldError)
 
 

@@ -97,14 +97,8 @@ def run(tmp_path, monkeypatch, capsys):
 
 
 def test_every_end(run, tmp_path):
-    code, rows, said = run(
-        "--limit",
-        2,
-        "--record",
-        tmp_path / "record.jsonl",
-        test_every_end=EVERY_END,
-        test_broken="import nothing_of_the_kind",
-    )
+    options = ("--limit", 2, "--record", tmp_path / "record.jsonl")
+    code, rows, said = run(*options, test_every_end=EVERY_END, test_broken="import nothing_of_the_kind")
     assert code == 1
     outcomes = {name: row["outcome"] for name, row in rows.items()}
     assert outcomes == {

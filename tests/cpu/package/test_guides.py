@@ -1,4 +1,4 @@
-"""Guides whose examples are tasks of a reader: they run as they stand, on the CPU."""
+"""Pages whose examples are tasks of a reader: they run as they stand, on the CPU."""
 
 import re
 from pathlib import Path
@@ -9,13 +9,13 @@ import torch
 import tilefold
 from sources import run_source
 
-GUIDES = Path(__file__).resolve().parents[3] / "docs" / "guides"
+DOCS = Path(__file__).resolve().parents[3] / "docs"
 pytestmark = pytest.mark.interpreter
 
 
-def blocks(name):
-    """The Python of a guide without its device."""
-    text = (GUIDES / name).read_text(encoding="utf-8")
+def blocks(name, part="guides"):
+    """The Python of a page without its device."""
+    text = (DOCS / part / name).read_text(encoding="utf-8")
     return [one.replace(', device="cuda"', "") for one in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)]
 
 
@@ -75,3 +75,20 @@ def test_a_video_model_without_weights():
     (example,) = (block for block in blocks("video_models.md") if "WanTransformer3DModel(" in block)
     torch.manual_seed(0)
     run_source(example, {"torch": torch, "video": tilefold.video})
+
+
+def test_block_sparse():
+    names = {}
+    for block in blocks("sparse.md", "explanation"):
+        run_source(block, names)
+
+
+@pytest.mark.parametrize("keys", [24, 0])
+def test_a_merge(keys):
+    """Also of rows that are dead in both parts: 0 with lse -inf, not NaN."""
+    (example,) = blocks("merge.md", "explanation")
+    q, k, v = (torch.randn(1, n, 2, 16) for n in (16, keys, keys))
+    names = {"tilefold": tilefold, "torch": torch, "q": q, "k": k, "v": v, "cut": keys // 3}
+    run_source(example, names)
+    for got, want in zip((names["out"], names["lse"]), tilefold.attention(q, k, v, return_lse=True), strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)

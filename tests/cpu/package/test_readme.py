@@ -34,13 +34,8 @@ def test_it_is_short_and_in_its_order() -> None:
     assert len(head[1].splitlines()) == 3  # what it is, and why
     assert head[2].startswith("<img ")
     assert len(head) == 3
-    assert [row[0].split("**")[1] for row in rows(SECTIONS[2])] == [
-        "flash-attn 2",
-        "FlashAttention-4",
-        "cuDNN",
-        "FlexAttention",
-        "FlashInfer",
-    ]
+    peers = ["flash-attn 2", "FlashAttention-4", "cuDNN", "FlexAttention", "FlashInfer"]
+    assert [row[0].split("**")[1] for row in rows(SECTIONS[2])] == peers
     assert len(rows("Figures")) == 8
 
 

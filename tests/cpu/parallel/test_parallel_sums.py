@@ -113,8 +113,7 @@ def group_of(monkeypatch, backend, name=None):
 
 
 @pytest.mark.parametrize(
-    ("backend", "carried"),
-    [("nccl", ("cuda",)), ("gloo", ("cpu", "cuda")), ("cpu:gloo,cuda:nccl", ("cpu", "cuda"))],
+    ("backend", "carried"), [("nccl", ("cuda",)), ("gloo", ("cpu", "cuda")), ("cpu:gloo,cuda:nccl", ("cpu", "cuda"))]
 )
 def test_what_torch_writes_is_read(monkeypatch, backend, carried):
     group_of(monkeypatch, backend)

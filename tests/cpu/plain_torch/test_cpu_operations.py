@@ -25,17 +25,12 @@ AGAIN = {
         offsets_are_checked_in_the_interpreter""",
     "test_attention_compile": """fake_tensors_launch_nothing meta_tensors_give_shapes""",
     "test_masks": """lengths_of_a_prefix a_mask_that_is_used_again""",
-    "test_sparse_attention": """lists tails block_sizes sizes_per_head_and_query_sizes sizes_per_sequence
-        blocks_of_several_tiles shared_lists_and_strides order_of_a_list all_blocks_is_dense empty refusals""",
+    "test_sparse_layouts": """cases tails what_is_no_key_is_not_read rows_of_no_sequence_are_left_alone all_blocks_is_dense
+        equals_one_call_a_sequence equals_contiguous_keys no_queries refusals gradients_over_pages_are_refused
+        values_are_checked_in_the_interpreter""",
     "test_sparse_backward": """lists tails block_sizes the_mask_goes_by_block_and_not_by_place_in_the_list
         sizes_per_head_and_query_sizes shared_lists_and_strides gradient_of_a_sum only_what_is_asked only_lse empty
         same_bits packed_sequences""",
-    "test_sparse_varlen": """lengths dtypes_and_dims shared_lists_and_strides sizes
-        what_lies_past_a_sequence_is_not_read rows_of_no_sequence_are_left_alone equals_one_call_a_sequence
-        no_queries""",
-    "test_sparse_paged": """page_sizes dtypes_and_layouts one_query_each more_queries_than_keys
-        strides_and_shared_pages order_of_a_list_and_sizes equals_contiguous_keys no_queries gradients_are_refused
-        values_are_checked_in_the_interpreter""",
     "test_coarse": """kinds reductions flat_and_peaked_rows equal_rows dead_blocks_and_poisoned_padding query_sizes
         sizes_per_batch_and_head groups_of_heads lengths head_dims strides_and_layouts the_same_bits_every_run
         nothing_to_compute weights_of_the_mean_are_the_mean project attend_rows_is_coarse_over_rows_made_before""",

@@ -19,16 +19,7 @@ from tilefold import plan as plans
 from tilefold.cpu import calls
 from tilefold.plan import DEVICES, AttentionProblem, TorchPlan, architecture, capabilities, device_named, plan_attention
 from tilefold.plan import device as devices
-from tilefold.plan.architecture import (
-    ARCHITECTURES,
-    CPU,
-    CUDA,
-    HIP,
-    INTERPRETER,
-    SM_90,
-    architecture_at,
-    architecture_of,
-)
+from tilefold.plan.architecture import ARCHITECTURES, CPU, CUDA, HIP, INTERPRETER, SM_90, architecture_at
 from tilefold.plan.capabilities import CAPABILITIES, architecture_refusal, function_of
 from torch_cpu import device, torch_cpu  # noqa: F401
 
@@ -43,7 +34,7 @@ def qkv(n: int = 40) -> tuple[torch.Tensor, ...]:
 
 
 def test_every_device_has_its_architecture():
-    found = {name: architecture_of(record).name for name, record in DEVICES.items()}
+    found = {name: architecture.architecture_of(record).name for name, record in DEVICES.items()}
     assert found == {"h200": "sm_90", "h100": "sm_90", "b200": "cuda", "a100": "cuda", "l4": "cuda", "rtx4090": "cuda",
                      "mi300x": "hip", "interpreter": "interpreter"}  # fmt: skip
     assert device_named("cpu").architecture is CPU

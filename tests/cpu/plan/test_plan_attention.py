@@ -546,10 +546,7 @@ def test_with_tile_recomputes_what_follows() -> None:
             "shared_bytes: needs 401 KiB of shared memory, a program on h200 has 227 KiB",
         ),
         ({"kernel": "fast"}, "kernel: kernel must be one of"),
-        (
-            {"kernel": "attention_forward_varlen"},
-            "kernel: kernel attention_forward_varlen does not serve",
-        ),
+        ({"kernel": "attention_forward_varlen"}, "kernel: kernel attention_forward_varlen does not serve"),
     ],
 )
 def test_with_tile_refuses_what_does_not_fit(change: dict[str, object], text: str) -> None:

@@ -11,13 +11,8 @@ from cases.refusals import refuses
 from tilefold.errors import PlanError, ValueRangeError
 from tilefold.ops.dense.attention_tiles import steps_of, tiles_of
 from tilefold.plan import AttentionPlan, AttentionProblem, device_named, plan_attention
-from tilefold.plan.dense.attention_hopper import (
-    KERNEL,
-    hopper_options,
-    hopper_refusal,
-    hopper_shared_bytes,
-    hopper_tile,
-)
+from tilefold.plan.dense import attention_hopper
+from tilefold.plan.dense.attention_hopper import KERNEL, hopper_options, hopper_refusal, hopper_tile
 
 H200 = device_named("h200")
 LONG = AttentionProblem(1, 4096, 4096, 16, 4, 128, 128)
@@ -90,7 +85,7 @@ def test_tiles_leave_a_bias_room(widths, mods):
     assert plan.num_stages >= (1 if widths[1] == 256 and len(mods) == 4 else 2)
     assert plan.shared_bytes <= H200.smem_per_block
     assert "pack" not in plan.options
-    bare = hopper_shared_bytes(replace(problem, score_mods=(), mask_mods=()), plan.tile, plan.options)
+    bare = attention_hopper.hopper_shared_bytes(replace(problem, score_mods=(), mask_mods=()), plan.tile, plan.options)
     elements = plan.block_m * plan.block_n
     if mods is BIAS:
         assert 4 * elements < plan.shared_bytes - bare < 4 * elements + 512

@@ -189,41 +189,25 @@ def test_mods(device):
     check(q, k, v, index, softcap=2.0, scale=0.3)
     check(*(t.half() for t in (q, k, v)), index, softcap=2.0, causal=True)
     hook = {"score_mod": relative, "score_args": (rand(4, 9, device=device), 4), "mask_mod": dilated, "mask_args": (2,)}
-    check(
-        q,
-        k,
-        v,
-        index,
-        twins={"score_mod": relative_twin, "mask_mod": dilated_twin},
-        score_grad=one,
-        softcap=3.0,
-        **hook,
-    )
+    twins = {"score_mod": relative_twin, "mask_mod": dilated_twin}
+    check(q, k, v, index, twins=twins, score_grad=one, softcap=3.0, **hook)
 
 
 def test_a_split_forward(device):
     """The lse of merged shares serves the backward pass as well."""
     q, k, v = qkv(1, 16, 160, 2, 2, 16, device=device)
     index = lists(1, 2, 16, 160, device=device)
-    plan = forward_plan(q, k, v, index).with_tile(splits=3)
-    dout = rand(1, 16, 2, 16, device=device)
-    got = gradients(q, k, v, index, dout, None, {"plan": plan})
-    want, plain = (oracle(q, k, v, index, dout, None, d, {}) for d in (torch.float64, torch.float32))
-    judged(got, want, plain, "")
+    check(q, k, v, index, lse=False, plan=forward_plan(q, k, v, index).with_tile(splits=3))
 
 
 def test_empty(device):
-    q, k, v = (t.requires_grad_() for t in qkv(1, 0, 32, 2, 2, 16, device=device))
-    keep = torch.ones(1, 1, 0, 2, dtype=torch.bool, device=device)
-    index = BlockIndex.from_map(keep, block_q=16, block_k=16, seq_q=0, seq_k=32)
-    grads = torch.autograd.grad(tilefold.sparse_attention(q, k, v, index).sum(), (q, k, v))
-    assert [g.shape for g in grads] == [t.shape for t in (q, k, v)]
-    assert not grads[1].any()
-    q, k, v = (t.requires_grad_() for t in qkv(1, 32, 0, 2, 2, 16, device=device))
-    keep = torch.ones(1, 1, 2, 0, dtype=torch.bool, device=device)
-    index = BlockIndex.from_map(keep, block_q=16, block_k=16, seq_q=32, seq_k=0)
-    grads = torch.autograd.grad(tilefold.sparse_attention(q, k, v, index).sum(), (q, k, v))
-    assert not grads[0].any()
+    for sq, sk in ((0, 32), (32, 0)):
+        tensors = [t.requires_grad_() for t in qkv(1, sq, sk, 2, 2, 16, device=device)]
+        keep = torch.ones(1, 1, sq // 16, sk // 16, dtype=torch.bool, device=device)
+        index = BlockIndex.from_map(keep, block_q=16, block_k=16, seq_q=sq, seq_k=sk)
+        grads = torch.autograd.grad(tilefold.sparse_attention(*tensors, index).sum(), tensors)
+        assert [g.shape for g in grads] == [t.shape for t in tensors]
+        assert not any(g.any() for g in grads)
 
 
 def test_same_bits(device):
@@ -278,24 +262,13 @@ def test_packed_sequences(dtype, device):
     dout, dlse = rand(64, 4, 24, dtype=dtype, device=device), rand(4, 64, device=device)
     dout[60:], dlse[:, 60:] = 0, 0
 
-    def gradients_of(attend, dtype=torch.float64):
-        inputs = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
-        out, lse = attend(*inputs)
-        loss = (out[:60].to(dtype) * dout[:60].to(dtype)).sum()
-        loss = loss + (torch.where(lse.isfinite(), lse, 0.0) * dlse)[:, :60].sum().to(dtype)
-        return torch.autograd.grad(loss, inputs)
-
+    where, of = (index, cu_q, cu_k), "sparse_attention_varlen"
     for options in ({}, {"causal": True}):
-        got = gradients_of(
-            lambda *t, o=options: tilefold.sparse_attention_varlen(*t, index, cu_q, cu_k, return_lse=True, **o), dtype
+        got = gradient.gradients((q, k, v), dout, dlse, where, of=of, **options)
+        sides = (
+            gradient.oracle((q, k, v), dout, dlse, kind, where, of=of, **options) for kind in (torch.float64, dtype)
         )
-        want, plain = (
-            gradients_of(
-                lambda *t, d=d, o=options: reference.sparse_attention_varlen(*t, index, cu_q, cu_k, dtype=d, **o)
-            )
-            for d in (torch.float64, dtype)
-        )
-        judged(got, want, plain, f"packed {options}")
+        judged(got, *sides, f"packed {options}")
         assert not any(g[end:].any() for g, end in zip(got, (60, 80, 80), strict=True))
 
 

@@ -1,15 +1,14 @@
-"""sparse_attention under torch.compile, opcheck and FakeTensor: the ops are opaque to a tracer and give the eager result."""
+"""Block-sparse attention under torch.compile, opcheck and FakeTensor: its operators are opaque to a tracer, results are eager."""
 
 import pytest
 import torch
 
 import tilefold
-from cases import looped, one, one_graph, qkv, rand, relative, same
-from cases.index import lists
+from cases import looped, one, one_graph, packed, prefix, qkv, rand, relative, same
+from cases.index import cache, held, lists
 from tilefold.ops.call import Call
-from tilefold.ops.source import Lists
-from tilefold.ops.sparse.sparse_library import SPARSE, Turned
-from tilefold.sparse import BlockIndex
+from tilefold.ops.source import Lists, Paged
+from tilefold.ops.sparse.sparse_library import SPARSE, SPARSE_PAGED, Turned
 
 pytestmark = pytest.mark.no_poison
 
@@ -24,25 +23,48 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", [*OPTIONS, "packed"])
 def test_compile_fullgraph(name, device):
     """Forward and backward, with the index as an argument."""
-    options = OPTIONS[name](device)
-    index = lists(2, 4, 33, 48, device=device)
+    if name == "packed":
+        tensors, offsets = packed([20, 0, 33], [40, 30, 17], device=device)
+        fn, options, where = tilefold.sparse_attention_varlen, {"causal": True}, offsets[:2]
+        index = lists(3, 4, 33, 40, device=device)
+    else:
+        fn, options, where = tilefold.sparse_attention, OPTIONS[name](device), ()
+        tensors = qkv(2, 33, 48, 4, 2, 16, dtype=torch.float16, device=device)
+        index = lists(2, 4, 33, 48, device=device)
 
-    def layer(q, k, v, index):
-        out, lse = tilefold.sparse_attention(2 * q, k, v, index, return_lse=True, **options)
+    def layer(q, k, v, index, *where):
+        out, lse = fn(2 * q, k, v, index, *where, return_lse=True, **options)
         return out + 1, lse
 
     compiled = one_graph(layer)
-    inputs = [t.requires_grad_() for t in qkv(2, 33, 48, 4, 2, 16, dtype=torch.float16, device=device)]
+    inputs = [t.requires_grad_() for t in tensors]
     results = []
-    for fn in (layer, compiled, compiled):
-        out, lse = fn(*inputs, index)
+    for run in (layer, compiled, compiled):
+        out, lse = run(*inputs, index, *where)
         loss = out.float().square().sum() + torch.where(lse.isfinite(), lse, 0.0).sum()
         results.append((out, lse, *torch.autograd.grad(loss, inputs)))
     for other in results[1:]:
         assert same(results[0], other)
+
+
+def test_compile_and_opcheck_over_pages(device):
+    """Lengths change in place; lists stay, and so does the plan: what a captured graph does.  The operator passes torch's own
+    checks."""
+    tensors, where = cache([70, 60], 16, device=device)
+    index = lists(2, 4, 20, 70, density=1.0, device=device)
+    options = {"causal": True, "return_lse": True, "mask_mod": tilefold.constant(prefix), "mask_args": (4,)}
+    compiled = one_graph(lambda q, k, v, i, *w: tilefold.sparse_attention_paged(q, k, v, i, *w, **options))
+    for lengths in ([70, 33], [1, 0], [17, 0], [70, 60]):
+        where["cache_seqlens"].copy_(torch.tensor(lengths, dtype=torch.int32))
+        traced = compiled(*tensors, index, *where.values())
+        assert same(traced, tilefold.sparse_attention_paged(*tensors, index, **where, **options))
+        held("sparse_attention_paged", tensors, index, where, causal=True)
+    call = Call(lists=Lists.of(index), causal=True, source=Paged(*where.values()))
+    some = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(SPARSE_PAGED.op, SPARSE_PAGED.flat(*tensors, call), test_utils=some)
 
 
 def test_compile_without_gradients_transposes_nothing(device):
@@ -59,23 +81,6 @@ def test_compile_without_gradients_transposes_nothing(device):
     compiled = torch.compile(lambda q, k, v: tilefold.sparse_attention(q, k, v, index), fullgraph=True, backend=keep)
     assert torch.equal(compiled(q, k, v), tilefold.sparse_attention(q, k, v, index))
     assert "cumsum" not in graphs[0].code
-
-
-def test_compile_from_scores(device):
-    """The whole fine stage in one graph: scores to lists to attention."""
-
-    def layer(q, k, v, scores):
-        index = BlockIndex.from_topk(scores, 2, block_q=16, block_k=16, seq_q=33, seq_k=48)
-        return tilefold.sparse_attention(q, k, v, index)
-
-    inputs = [t.requires_grad_() for t in qkv(1, 33, 48, 2, 2, 16, device=device)]
-    scores = torch.rand(1, 2, 3, 3, device=device)
-    compiled = one_graph(layer)
-    results = []
-    for fn in (layer, compiled):
-        out = fn(*inputs, scores)
-        results.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_opcheck(device):

@@ -9,6 +9,7 @@ from torch.utils import _pytree
 
 import tilefold
 from cases.index import lists_of, random_map
+from cases.refusals import refuses
 from tilefold import BlockIndex, DeviceError, DtypeError, LayoutError, ShapeError, TilefoldError, ValueRangeError
 from tilefold.sparse import any_of, causal_blocks, dilated, sliding_tile, video_window
 
@@ -45,10 +46,8 @@ def test_each_tensor_is_shared_on_its_own() -> None:
 def test_expand_refuses_other_sizes() -> None:
     index = BlockIndex.from_map(random_map(2, 3, 4, 5))
     assert index.expand(2, 3).indices.shape == (2, 3, 4, 5)
-    with pytest.raises(ShapeError, match="index has heads 3, expected 6"):
-        index.expand(2, 6)
-    with pytest.raises(ShapeError, match="index has batch 2, expected 4"):
-        index.expand(4, 3)
+    refuses(ShapeError, "index has heads 3, expected 6", index.expand, 2, 6)
+    refuses(ShapeError, "index has batch 2, expected 4", index.expand, 4, 3)
 
 
 def test_the_transpose_is_kept_until_the_tensors_change() -> None:

@@ -67,11 +67,7 @@ def test_the_mask_is_kept_by_the_call_or_the_call_is_refused(how, device):
     plain, _ = reference.attention(q, k, v, mask=dense().to(device), dtype=q.dtype)
     out = tilefold.sparse_attention(q, k, v, index, mask_mod=near_mod, mask_args=DOCUMENTS)
     judge(out, exact, plain, "out")
-    cu = (
-        torch.tensor([0, 70], dtype=torch.int32, device=device),
-        torch.tensor([0, 100], dtype=torch.int32, device=device),
-    )
-    table, length = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([[0]], [100]))
+    *cu, table, length = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 70], [0, 100], [[0]], [100]))
     for call in (
         lambda: tilefold.sparse_attention(q, k, v, index),
         lambda: tilefold.sparse_attention(q, k, v, index, check="device"),
@@ -203,11 +199,7 @@ def test_attention_over_lists_of_a_mask_mod(device):
     out = tilefold.sparse_attention(q, k, v, index, mask_mod=near_mod, mask_args=DOCUMENTS)
     mask = dense().to(device)
     given = [t.detach() for t in (q, k, v)]
-    judge(
-        out.detach(),
-        *(reference.attention(*given, mask=mask, dtype=t)[0] for t in (torch.float64, q.dtype)),
-        "out",
-    )
+    judge(out.detach(), *(reference.attention(*given, mask=mask, dtype=t)[0] for t in (torch.float64, q.dtype)), "out")
     upstream = torch.randn_like(out)
     got = torch.autograd.grad(out, (q, k, v), upstream)
     want, plain = (gradient.oracle(given, upstream, None, t, mask=mask) for t in (torch.float64, q.dtype))

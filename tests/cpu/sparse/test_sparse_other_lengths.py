@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cases import arguments_of, told
+from cases import as_its_own, told
 from tilefold.ops import records
 from tilefold.ops.bound import stand_in
 from tilefold.ops.call import Call
@@ -53,16 +53,7 @@ def test_the_record_is_that_of_a_call_of_its_own(options, lengths, monkeypatch):
             alone.setattr(sparse, "prepare_anew", None)
             again = sparse.prepare(*given)
         assert near.plan.kernel == again.plan.kernel == "sparse_forward_hopper" and again.bound is not near.bound
-        assert (again.plan, again.out_shape, again.lse_shape, again.scale) == (
-            own.plan,
-            own.out_shape,
-            own.lse_shape,
-            own.scale,
-        )
-        assert str(again.plan) == str(own.plan)
-        assert again.bound.launch.grid == own.bound.launch.grid
-        assert again.bound.launch.keywords == own.bound.launch.keywords
-        assert arguments_of(again, *given) == arguments_of(own, *given)
+        as_its_own(again, own, *given)
 
 
 def mixed_arguments(prepared, q, k, v, call):

@@ -6,14 +6,7 @@ import torch
 from cases.refusals import refuses
 from tilefold.bench.attention import lists
 from tilefold.bench.attention.cases import DENSE, SIZES, VIDEO, Case, cases_of, lognormal_lengths
-from tilefold.bench.attention.lists import (
-    Pattern,
-    density,
-    kept_counts,
-    listed_blocks,
-    lists_of,
-    touched_blocks,
-)
+from tilefold.bench.attention.lists import Pattern, density, kept_counts, listed_blocks, lists_of, touched_blocks
 from tilefold.bench.choice import figures_in, select_cases
 from tilefold.errors import DtypeError, ShapeError, ValueRangeError
 from tilefold.plan.problem import AttentionProblem

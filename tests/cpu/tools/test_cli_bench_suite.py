@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from cases.cli import command, refused
+from cases.refusals import refuses
 from tilefold.bench import power
 from tilefold.bench.attention.peers import IMPLEMENTATIONS
 from tilefold.bench.choice import chosen
@@ -231,7 +232,5 @@ def test_blocks_are_replaced_and_nothing_else(tmp_path):
     ):
         Place(file).check(["gemm"])
     file.write_text(text.replace("x\n<!-- end -->", "x"))
-    with pytest.raises(ValueRangeError, match="has no <!-- end -->"):
-        Place(file).check(["dense"])
-    with pytest.raises(ValueRangeError, match="--refresh must be a text file"):
-        Place(tmp_path / "none.md").blocks()
+    refuses(ValueRangeError, "has no <!-- end -->", Place(file).check, ["dense"])
+    refuses(ValueRangeError, "--refresh must be a text file", Place(tmp_path / "none.md").blocks)

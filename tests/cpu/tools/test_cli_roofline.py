@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cases.cli import command, refused
+from cases.refusals import refuses
 from tilefold.errors import ValueRangeError
 from tilefold.plan import device_named
 from tilefold.profiling import roofline, roofs
@@ -44,14 +45,11 @@ def test_results_of_every_kind(files):
 
 
 def test_files_without_points(files, tmp_path):
-    with pytest.raises(ValueRangeError, match="no kernel whose name has 'absent'"):
-        roofline.read_run(files / "old.jsonl", "absent")
+    refuses(ValueRangeError, "no kernel whose name has 'absent'", roofline.read_run, files / "old.jsonl", "absent")
     (tmp_path / "not.json").write_text("{")
-    with pytest.raises(ValueRangeError, match="cannot be read as JSON"):
-        roofline.read_run(tmp_path / "not.json")
+    refuses(ValueRangeError, "cannot be read as JSON", roofline.read_run, tmp_path / "not.json")
     (tmp_path / "empty.json").write_text("{}")
-    with pytest.raises(ValueRangeError, match="no kernel with FLOPs, bytes and a time"):
-        roofline.read_run(tmp_path / "empty.json")
+    refuses(ValueRangeError, "no kernel with FLOPs, bytes and a time", roofline.read_run, tmp_path / "empty.json")
 
 
 def test_roofs_and_axes_hold_everything(files):

@@ -9,16 +9,9 @@ import torch
 import tilefold
 from cases import judge, qkv, rand
 from cases.ladder import NAMES, rung
+from cases.refusals import refuses
 from tilefold import ladder, reference
-from tilefold.errors import (
-    DeviceError,
-    DtypeError,
-    LayoutError,
-    ShapeError,
-    TilefoldError,
-    Unsupported,
-    ValueRangeError,
-)
+from tilefold.errors import DeviceError, DtypeError, LayoutError, ShapeError, Unsupported, ValueRangeError
 from tilefold.ladder import Tile, split
 from tilefold.ladder.inputs import problem_of
 from tilefold.plan import AttentionProblem
@@ -225,7 +218,7 @@ def test_refusals(i, device):
     name, given, options, error, text = refused(device)[i]
     with pytest.raises(error) as caught:
         rung(name, *given, **options)
-    assert text in str(caught.value) and isinstance(caught.value, TilefoldError)
+    assert text in str(caught.value) and isinstance(caught.value, tilefold.TilefoldError)
 
 
 def test_the_cache_is_checked(device):
@@ -240,8 +233,7 @@ def test_the_cache_is_checked(device):
     ):
         with pytest.raises(error, match=text):
             ladder.paged_cache(*given)
-    with pytest.raises(DtypeError, match="cache must be a ladder.PagedCache, got Tensor"):
-        ladder.paged.attention(q, k, v)
+    refuses(DtypeError, "cache must be a ladder.PagedCache, got Tensor", ladder.paged.attention, q, k, v)
 
 
 @pytest.mark.parametrize("name", ["naive", "flash", "split"])
@@ -252,13 +244,11 @@ def test_transforms_and_tensors_without_values_are_refused(name, device):
         torch.func.vmap(lambda q: program.attention(q, k, v))(q[None])
     with pytest.raises(Unsupported, match="q carries a forward-mode tangent"):
         torch.func.jvp(lambda q: program.attention(q, k, v), (q,), (q,))
-    with pytest.raises(DeviceError, match="q is on the meta device"):
-        program.attention(*(t.to("meta") for t in (q, k, v)))
+    refuses(DeviceError, "q is on the meta device", program.attention, *(t.to("meta") for t in (q, k, v)))
 
 
 def test_tiles_and_names_are_checked():
-    with pytest.raises(ValueRangeError, match="tile.block_n must be a power of two of at least 16, got 24"):
-        Tile(16, 24)
+    refuses(ValueRangeError, "tile.block_n must be a power of two of at least 16, got 24", Tile, 16, 24)
     tiles = Tile(128, 64, 8, 3).around()
     assert tiles[0] == Tile(128, 64, 8, 3) and len(set(tiles)) == len(tiles) == 10
     for tile in tiles[1:]:

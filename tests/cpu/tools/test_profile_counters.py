@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from cases.refusals import refuses
 from tilefold.errors import Unsupported, ValueRangeError
 from tilefold.profiling import counters
 from tilefold.profiling.counters import STALL, import_report, parse_csv
@@ -129,8 +130,7 @@ def test_launches_of_a_kernel_are_their_median():
 
 @pytest.mark.parametrize("text", ["", "==ERROR== nothing\n", ",".join(f'"{h}"' for h in HEAD), table((), (), [])])
 def test_text_without_a_table(text):
-    with pytest.raises(ValueRangeError, match="table of ncu"):
-        parse_csv(text)
+    refuses(ValueRangeError, "table of ncu", parse_csv, text)
 
 
 def test_the_command():
@@ -188,8 +188,7 @@ def test_what_it_says_when_it_cannot(fake_ncu, monkeypatch, tmp_path):
     monkeypatch.setenv("NCU", str(tmp_path / "absent"))
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     if not __import__("os").access("/usr/local/cuda/bin/ncu", 1):
-        with pytest.raises(Unsupported, match="Nsight Compute"):
-            counters.run_ncu(["python", "a.py"])
+        refuses(Unsupported, "Nsight Compute", counters.run_ncu, ["python", "a.py"])
 
 
 def test_reports(fake_ncu, tmp_path):
@@ -197,5 +196,4 @@ def test_reports(fake_ncu, tmp_path):
     fake_ncu(f'assert "--import" in sys.argv; print(open({str(tmp_path / "table.csv")!r}).read())')
     (tmp_path / "report.ncu-rep").write_bytes(b"")
     assert import_report(tmp_path / "report.ncu-rep")[0].kernel == "sparse_forward"
-    with pytest.raises(ValueRangeError, match="absent"):
-        import_report(tmp_path / "absent.csv")
+    refuses(ValueRangeError, "absent", import_report, tmp_path / "absent.csv")

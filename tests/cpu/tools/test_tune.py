@@ -14,6 +14,7 @@ import torch
 
 import tilefold
 from cases.cli import command, refused
+from cases.refusals import refuses
 from tilefold.bench import loop
 from tilefold.bench.attention.cases import Case
 from tilefold.bench.decode.cases import DecodeCase
@@ -338,19 +339,11 @@ def test_names_of_cases_choose_problems():
         assert {one.kind for one in problems_of_cases("gemm", gpu)} == {"matmul"}
     assert [one.name for one in problems_of_cases("b32_n8192_h28k4", True)] == ["b32_n8192_h28k4_d128"]
     assert not any("uneven" in one.name or "packed" in one.name for one in problems_of_cases("d|m", True))
-    with pytest.raises(ValueRangeError, match="nothing_like_it"):
-        problems_of_cases("nothing_like_it", True)
+    refuses(ValueRangeError, "nothing_like_it", problems_of_cases, "nothing_like_it", True)
 
 
-QWEN = {
-    "model_type": "qwen2",
-    "hidden_size": 3584,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "intermediate_size": 18944,
-    "vocab_size": 152064,
-    "torch_dtype": "bfloat16",
-}
+QWEN = {"model_type": "qwen2", "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}
+QWEN |= {"intermediate_size": 18944, "vocab_size": 152064, "torch_dtype": "bfloat16"}
 
 
 def _config(tmp_path, **changes):
@@ -398,8 +391,7 @@ def test_what_is_no_config_is_refused(text, tmp_path):
     path = tmp_path / "config.json"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ValueRangeError, match="--model must be a model's config.json"):
-        problems_of_model(path)
+    refuses(ValueRangeError, "--model must be a model's config.json", problems_of_model, path)
 
 
 # ---------------------------------------------------------------- the table
@@ -621,8 +613,7 @@ def test_without_a_gpu_the_command_refuses(monkeypatch):
 
     monkeypatch.delenv("TRITON_INTERPRET")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(DeviceError, match="measures plans on a GPU, and torch sees none here"):
-        command._runtime()
+    refuses(DeviceError, "measures plans on a GPU, and torch sees none here", command._runtime)
 
 
 def test_a_table_in_the_users_cache_is_used_by_another_process(tmp_path):

@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("diffusers", minversion="0.35", exc_type=ImportError, reason="diffusers is not installed")
 
 import tilefold
+from cases.refusals import refuses
 from tilefold.errors import DtypeError, ShapeError, Unsupported
 
 
@@ -48,12 +49,9 @@ def test_the_same_as_the_native_backend(dispatch, device):
 def test_refusals(dispatch, device):
     q = torch.randn(1, 5, 4, 16, device=device)
     k = torch.randn(1, 3, 2, 16, device=device)
-    with pytest.raises(ShapeError, match="enable_gqa=True"):
-        dispatch(q, k, k)
-    with pytest.raises(Unsupported, match="is_causal with 5 queries and 3 keys"):
-        dispatch(q, k, k, is_causal=True, enable_gqa=True)
-    with pytest.raises(Unsupported, match="_parallel_config"):
-        dispatch(q, k, k, enable_gqa=True, parallel_config=object())
+    refuses(ShapeError, "enable_gqa=True", dispatch, q, k, k)
+    refuses(Unsupported, "is_causal with 5 queries and 3 keys", dispatch, q, k, k, is_causal=True, enable_gqa=True)
+    refuses(Unsupported, "_parallel_config", dispatch, q, k, k, enable_gqa=True, parallel_config=object())
     with pytest.raises(DtypeError, match=r"attn_mask has dtype torch\.int64"):
         dispatch(q, k, k, enable_gqa=True, attn_mask=torch.ones(1, 3, dtype=torch.long, device=device))
 

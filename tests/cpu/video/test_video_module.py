@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tilefold
 from cases import judge, one_graph, rand, same
+from cases.refusals import refuses
 from cases.video import gradients_held, oracle_of
 from tilefold import reference
 from tilefold.errors import DtypeError, ShapeError, ValueRangeError
@@ -390,12 +391,9 @@ def test_errors_of_the_constructor(options, error, text):
 
 def test_errors_of_the_call():
     made, x = module(None), tokens(GRID)
-    with pytest.raises(DtypeError, match=r"x must be a torch\.Tensor, got list"):
-        made([x], GRID)
-    with pytest.raises(ValueRangeError, match="grid is None"):
-        made(x)
-    with pytest.raises(ShapeError, match=r"x has shape \(1, 64, 32\), expected \[batch, 54, 32\]: the tokens of grid"):
-        made(x, RAGGED)
+    refuses(DtypeError, "x must be a torch.Tensor, got list", made, [x], GRID)
+    refuses(ValueRangeError, "grid is None", made, x)
+    refuses(ShapeError, "x has shape (1, 64, 32), expected [batch, 54, 32]: the tokens of grid", made, x, RAGGED)
     with pytest.raises(ValueRangeError, match="index was given, but this module selects its own lists"):
         made(x, GRID, index=tilefold.nn.sparse_video.whole_index(made.tiling(GRID), x.device))
     with pytest.raises(

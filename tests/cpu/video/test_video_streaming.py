@@ -29,19 +29,9 @@ def check(out, stages, q, k, v, sizes, select, **options):
     assert not listed[..., held:].any()
     index = BlockIndex.from_map(listed[..., :held], block_q=BLOCK, block_k=BLOCK, seq_q=q.shape[1], seq_k=k.shape[1],
                                 block_sizes=sizes)  # fmt: skip
+    given = {"select": select, "index": index, "block": BLOCK, "block_sizes": sizes}
     exact, plain = (
-        reference.sparse_video_attention(
-            q,
-            k,
-            v,
-            select=select,
-            index=index,
-            block=BLOCK,
-            block_sizes=sizes,
-            dtype=dtype,
-            return_stages=True,
-            **options,
-        )
+        reference.sparse_video_attention(q, k, v, **given, dtype=dtype, return_stages=True, **options)
         for dtype in (torch.float64, torch.float32)
     )
     judge(out, exact[0], plain[0], f"{select} {options}")
