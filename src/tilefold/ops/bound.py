@@ -8,38 +8,28 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from .integers import general
+
 if TYPE_CHECKING:
     from .launch import Launch
 
 
 Example = tuple[Any, tuple[Any, ...], dict[str, Any]]
 """(kernel, args, kwargs) of a launch on tensors without memory: to compile ahead of time."""
+Grid = int | tuple[int, int, int]
 
 
-class RuntimeInt(int):
-    """An integer in a tuple of arguments of which only the width, 32 or 64 bits, decides a compilation."""
+def launch_of(
+    kernel: Any, grid: Grid, constants: Mapping[str, Any], device: torch.device | int, **options: Any
+) -> "Launch":
+    """The launch of a kernel on a grid, or on so many programs.  options: of the launch, None for none; num_warps is 4 if not
+    given.  A kernel with the constant EARLY may start before the launch in front of it has ended."""
+    from .launch import Launch  # here: `import tilefold` stays light
 
-    __slots__ = ()
-
-
-STAND_INS = 17, (1 << 32) + 17  # what is compiled for: neither 1 nor a multiple of 16
-
-
-def runtime_ints(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments whose integers are RuntimeInts."""
-    return tuple([RuntimeInt(arg) if type(arg) is int else arg for arg in args])
-
-
-def general(args: Sequence[Any]) -> tuple[Any, ...]:
-    """The arguments as a kernel is compiled for them: any number for a RuntimeInt."""
-    return tuple([
-        general(arg) if type(arg) is tuple else STAND_INS[is_wide(arg)] if type(arg) is RuntimeInt else arg for arg in args
-    ])  # fmt: skip
-
-
-def is_wide(value: int) -> bool:
-    """Whether it takes 64 bits."""
-    return not -(1 << 31) <= value < 1 << 31
+    options = {"num_warps": 4, "launch_pdl": constants.get("EARLY") or None, **options}
+    given = {name: value for name, value in options.items() if value is not None}
+    place = device if isinstance(device, int) else device.index or 0
+    return Launch(kernel, (grid, 1, 1) if isinstance(grid, int) else grid, constants, given, place)
 
 
 class Slot(NamedTuple):
@@ -84,6 +74,14 @@ class Bound:
         in_order = not made and as_given == [(i, i) for i in range(len(given))]
         self._rest: list[Any] | None = self._template[len(given) :] if in_order else None
         self._flat: Flat | bool | None = None if made else False
+
+    @classmethod
+    def of(
+        cls, kernel: Any, grid: Grid, given: Sequence[str], values: Mapping[str, Any], constants: Mapping[str, Any],
+        device: torch.device | int, **options: Any,
+    ) -> "Bound":  # fmt: skip
+        """A launch by `launch_of`, and its arguments."""
+        return cls(launch_of(kernel, grid, constants, device, **options), given, values)
 
     def __call__(self, given: tuple[Any, ...]) -> None:
         """Launch for a call that gives these."""

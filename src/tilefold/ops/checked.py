@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from .bound import Example, meta
+from .bound import Example, launch_of, meta
 from .device import device_of
 from .faults import WORDS, Mode, Watch, note_of, require_kernels, watch_of
 from .places import check_packed
@@ -113,7 +113,6 @@ def _bind_places(places: Places, numbers: Sequence[int]) -> tuple[Any, tuple[int
         if given is not None:
             require_kernels(given.device)
     from ..kernels.cache.check_places import check_places
-    from .launch import Launch
 
     cu_q, cu_k, lengths, pads, batch_index, table = places
     offsets = next((t for t in (cu_q, cu_k) if t is not None), None)
@@ -131,7 +130,7 @@ def _bind_places(places: Places, numbers: Sequence[int]) -> tuple[Any, tuple[int
     programs = batch + (offsets is not None)
     if like is None or programs == 0:
         return None, scalars
-    return Launch(check_places, (programs, 1, 1), {"CHUNK": CHUNK}, {"num_warps": 1}, like.device.index or 0), scalars
+    return launch_of(check_places, programs, {"CHUNK": CHUNK}, like.device, num_warps=1), scalars
 
 
 # ---------------------------------------------------------------- lists
@@ -169,7 +168,6 @@ def _bind_lists(
 ) -> tuple[Any, tuple[int, ...]]:
     require_kernels(counts.device)
     from ..kernels.sparse.check_lists import check_lists
-    from .launch import Launch
 
     if counts.device.type != "meta":
         device_of(counts.device)
@@ -192,7 +190,7 @@ def _bind_lists(
     programs = rows + rows_k + -(-size_q // CHUNK)
     if programs == 0:
         return None, scalars
-    return Launch(check_lists, (programs, 1, 1), {"CHUNK": CHUNK}, {"num_warps": 1}, counts.device.index or 0), scalars
+    return launch_of(check_lists, programs, {"CHUNK": CHUNK}, counts.device, num_warps=1), scalars
 
 
 # ---------------------------------------------------------------- the dispatcher

@@ -85,7 +85,6 @@ def main_bound(
     queries, as the kernel has it: rows of dk and dv that are written already, tiles of a head.  split: as if there were several
     splits.  given: what a call gives."""
     from ...plan.backward import attention_backward_hopper as rules
-    from ..launch import Launch
 
     n, device, (q, dout, k, v) = plan.problem, plan.device, sides
     heads, keys = plan.heads_at_once, plan.keys_at_once
@@ -94,9 +93,7 @@ def main_bound(
     batches = rules.batches_of(n, heads, keys)
     kernel, constants, registers = _kernel(plan)
     constants |= {"KIND": kind_of(n.sides), "SPLIT": split or splits > 1}
-    options = {"num_warps": plan.keys.num_warps, "maxnreg": registers}
     items = batches * (heads * split_tiles + rules.query_items(n, device, heads))
-    launch = Launch(kernel, (items, 1, 1), constants, options, tensors[0].device.index or 0)
     left, right = (UNBOUNDED if side < 0 else side for side in n.sides)
     gradients = {letter: t.shape for letter, t in zip("gxy", tensors, strict=False)}
     values = {
@@ -126,7 +123,8 @@ def main_bound(
         "written": span[0],
         "stat_tiles": span[1],
     }
-    return Bound(launch, given, values)
+    options = {"num_warps": plan.keys.num_warps, "maxnreg": registers}
+    return Bound.of(kernel, items, given, values, constants, tensors[0].device, **options)
 
 
 def _kernel(plan: "AttentionBackwardPlan") -> tuple[Any, dict[str, Any], int]:

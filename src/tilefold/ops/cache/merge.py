@@ -9,7 +9,7 @@ import torch
 
 from ...check import FLOATS, TensorSpec, bind
 from ...errors import Unsupported
-from ..bound import Example
+from ..bound import Example, launch_of
 from ..device import interpreting
 from ..operator import Operation
 from ..records import recorded
@@ -130,7 +130,6 @@ def _bind(
 ) -> tuple[Any, tuple[int, ...]]:
     """The launch, None if there is nothing to do, and its scalars."""
     from ...kernels.cache.merge import merge_results as kernel
-    from ..launch import Launch
 
     if out.numel() == 0:
         return None, ()
@@ -145,8 +144,7 @@ def _bind(
         return (0, *t.stride()[:2]) if out.dim() == 3 else t.stride()[:3]
 
     scalars = tuple(s for t in (out_a, out_b, out, lse_a, lse_b, lse) for s in strides(t))
-    grid = (-(-total // rows), 1, 1)
-    return Launch(kernel, grid, constants, {"num_warps": 4}, out_a.device.index or 0), (*sizes[:3], *scalars)
+    return launch_of(kernel, -(-total // rows), constants, out_a.device), (*sizes[:3], *scalars)
 
 
 def _fake(

@@ -182,7 +182,6 @@ def _prepare(
     if own is not None:
         return Launched(n, own)
     from ...kernels.cache.rotary import rotary
-    from ..launch import Launch
 
     width = 1 << (n["pairs"] - 1).bit_length()
     rest = n["dim"] - 2 * n["pairs"]
@@ -211,8 +210,7 @@ def _prepare(
         "stride_c": cos.stride(0),
         "stride_s": sin.stride(0),
     }
-    launch = Launch(rotary, (programs, 1, 1), constants, {"num_warps": 4}, x.device.index or 0)
-    return Launched(n, Bound(launch, GIVEN, values))
+    return Launched(n, Bound.of(rotary, programs, GIVEN, values, constants, x.device))
 
 
 # ---------------------------------------------------------------- autograd and the dispatcher

@@ -346,7 +346,6 @@ def _bind_portable(
     """Kernel, grid, run-time scalars and compile-time constants of this call under this plan."""
     from ...device import mods
     from ...kernels.dense import attention_forward as kernels
-    from ..launch import Launch
 
     window = window_of(call.window, call.causal)
     band = band_of(call, window)
@@ -361,13 +360,10 @@ def _bind_portable(
         "BLOCK_QK": plan.block_qk,
         "BLOCK_V": plan.block_v,
     }
-    options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
-    if plan.maxnreg is not None:
-        options["maxnreg"] = plan.maxnreg
+    options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages, "maxnreg": plan.maxnreg}
     values = _values_of_lengths(q, k, v, call, plan, sizes, scale, out_shape)
     values |= option_values(call, window, mods, float(call.softcap), q.dtype, band)
-    launch = Launch(getattr(kernels, plan.kernel), plan.grid, constants, options, q.device.index or 0)
-    return Bound(launch, GIVEN, values)
+    return Bound.of(getattr(kernels, plan.kernel), plan.grid, GIVEN, values, constants, q.device, **options)
 
 
 # ---------------------------------------------------------------- without a GPU

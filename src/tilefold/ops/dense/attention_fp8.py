@@ -161,14 +161,12 @@ def _bind(
     require("plan.kernel", plan.kernel)
     from ...kernels.dense.transpose_values import transpose_values
     from ...kernels.hopper.attention_fp8 import attention_forward_fp8
-    from ..launch import Launch
 
     window = window_of(call.window, call.causal)
     blocks, items = -(-n.seq_q // plan.block_m), plan.grid[0]
     places = rules.places_of(n.seq_k)
     turned = n.batch, n.kv_heads, n.dim_v, places
     parts = -(-places // TRANSPOSED_AT_ONCE)
-    device = q.device.index or 0
     constants, options = _constants(plan, kind_of(window))
     left, right = (UNBOUNDED if side < 0 else side for side in window)
     sizes = {"seq_q": n.seq_q, "seq_k": n.seq_k, "heads": n.heads, "kv_heads": n.kv_heads}
@@ -196,9 +194,10 @@ def _bind(
     }
     block_d = max(16, 1 << (n.dim_v - 1).bit_length())
     turning = {"DIM": n.dim_v, "BLOCK_D": block_d, "BLOCK_N": TRANSPOSED_AT_ONCE}
-    turn = Launch(transpose_values, (n.batch * n.kv_heads * parts, 1, 1), turning, {"num_warps": 4}, device)
-    launch = Launch(attention_forward_fp8, (min(plan.device.sms, items), 1, 1), constants, options, device)
-    bound = Transposing(Bound(turn, GIVEN, transposition), Bound(launch, GIVEN, values), turned)
+    turn = Bound.of(transpose_values, n.batch * n.kv_heads * parts, GIVEN, transposition, turning, q.device)
+    programs = min(plan.device.sms, items)
+    main = Bound.of(attention_forward_fp8, programs, GIVEN, values, constants, q.device, **options)
+    bound = Transposing(turn, main, turned)
     return Prepared(plan, *shapes, bound, scale, hooks_of(call), run=_run)
 
 

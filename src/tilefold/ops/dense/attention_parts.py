@@ -8,8 +8,9 @@ import torch
 
 from ...masks import BANDS
 from ...types import Layout, Rules
-from ..bound import Box, Slot, attribute, contiguous, runtime_ints, strides_named
+from ..bound import Box, Slot, attribute, contiguous, strides_named
 from ..call import UNBOUNDED, Call
+from ..integers import runtime_ints
 from .attention_tiles import is_listed, tiles_of
 
 if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays light

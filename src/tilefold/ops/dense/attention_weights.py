@@ -53,7 +53,6 @@ def _bound(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, call: Call, 
     from ...device import mods
     from ...kernels.dense.attention_weights import attention_weights as kernel
     from ...plan.problem import padded_head_dim
-    from ..launch import Launch
 
     block_m = block_n = 32 if q.dtype == torch.float32 or n["dim_qk"] > 128 else 64
     window = window_of(call.window, call.causal)
@@ -82,8 +81,7 @@ def _bound(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, call: Call, 
         **strides_named("k", sequence_strides(k, "bshd"), "bnh"),
         **strides_named("w", weights.stride()[:3], "bhm"),
     }
-    launch = Launch(kernel, (programs, 1, 1), constants, {"num_warps": 4, "num_stages": 2}, q.device.index or 0)
-    return Bound(launch, GIVEN, values)
+    return Bound.of(kernel, programs, GIVEN, values, constants, q.device, num_stages=2)
 
 
 def example_launch(dtype: str, dim: int) -> Example:

@@ -8,6 +8,7 @@ import torch
 
 from ...plan.matrix.conv import DIRECT, IM2COL, IMPLICIT, ConvPlan, ConvProblem, ConvTile
 from ...plan.matrix.conv_layout import FEW
+from ..bound import launch_of
 from ..device import interpreting
 from .conv_layout import bind_copy, bind_pack, channels_run, last_strides, order, pixels_nearer, pixels_run, width_of
 from .options import CODES
@@ -109,7 +110,6 @@ def launch_gemm(
 ) -> tuple[Any, tuple[Any, ...]]:
     """conv_implicit, forward or TRANSPOSED: x, out: strides of [N, C, H, W]; w: of the weight [K, C, R, S]."""
     from ...kernels.matrix.conv import conv_implicit
-    from ..launch import Launch
 
     sides = sides_of(n, w, transposed)
     source, (high, wide), reduced, columns, phases, (lines, line), w_strides = sides
@@ -141,7 +141,7 @@ def launch_gemm(
         total, lines, line, *source, *sizes, *axis_numbers(n, transposed), n.groups, reduced, columns, order(x),
         w_strides, order(out), n.columns * w[0], part,
     )  # fmt: skip
-    return Launch(conv_implicit, grid, constants, options(tile), index), scalars
+    return launch_of(conv_implicit, grid, constants, index, **options(tile)), scalars
 
 
 def _runs(n: ConvProblem, sides: Sides, x: Numbers, group: int, out: Numbers, fold: bool) -> dict[str, int]:
@@ -172,7 +172,6 @@ def launch_direct(
 ) -> tuple[Any, tuple[Any, ...]]:
     """conv_direct, as launch_gemm."""
     from ...kernels.matrix.conv_direct import conv_direct
-    from ..launch import Launch
 
     source, target, reduced, columns, phases, (lines, line), w_strides = sides_of(n, w, transposed)
     total = n.batch * lines * line
@@ -189,7 +188,8 @@ def launch_direct(
         total, lines, line, *source, *target, *axis_numbers(n, transposed), n.groups, reduced, columns, order(x),
         w_strides, order(out), n.columns * w[0],
     )  # fmt: skip
-    return Launch(conv_direct, (blocks, phases[0] * phases[1], 1), constants, options(tile), index), scalars
+    grid = blocks, phases[0] * phases[1], 1
+    return launch_of(conv_direct, grid, constants, index, **options(tile)), scalars
 
 
 def launch_combine(
@@ -197,7 +197,6 @@ def launch_combine(
 ) -> tuple[Any, tuple[Any, ...]]:
     """conv_combine: partial sums [splits, N, H, W, C] -> [N, C, H, W] by strides out."""
     from ...kernels.matrix.conv_direct import conv_combine
-    from ..launch import Launch
 
     images, channels, high, wide = shape
     total = images * high * wide
@@ -222,9 +221,9 @@ def launch_combine(
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
     }
-    grid = (-(-total // block_m) * -(-channels // block_n), 1, 1)
     scalars = (total, lines, line, channels, splits, total * channels, strides)
-    return Launch(conv_combine, grid, constants, {"num_warps": 4}, index), scalars
+    programs = -(-total // block_m) * -(-channels // block_n)
+    return launch_of(conv_combine, programs, constants, index), scalars
 
 
 def bind_result(plan: ConvPlan, tile: ConvTile, x: Numbers, w: Numbers, shape: Numbers, out: Numbers, activation: str,
@@ -277,7 +276,6 @@ def bind_forward(plan: ConvPlan, x: Numbers, w: Numbers, out: Numbers, activatio
 def bind_columns(plan: ConvPlan, x: Numbers, out: Numbers, activation: str, index: int) -> Run:
     """im2col, then the columns' convolution with one tap, which is a plain GEMM: some images at a time."""
     from ...kernels.matrix.conv_direct import im2col
-    from ..launch import Launch
 
     n, tile = plan.problem, plan.forward
     depth = n.channels * n.taps[0] * n.taps[1]
@@ -288,7 +286,7 @@ def bind_columns(plan: ConvPlan, x: Numbers, out: Numbers, activation: str, inde
         block_m, block_k = (64, 64) if interpreting() else (32, 128)
         constants = {"BLOCK_M": block_m, "BLOCK_K": block_k}
         grid = (-(-total // block_m), -(-width // block_k), 1)
-        copy = Launch(im2col, grid, constants, {"num_warps": 4}, index)
+        copy = launch_of(im2col, grid, constants, index)
         numbers = (
             total, *n.out, n.high, n.wide, *n.taps, *n.stride, *n.pad, *n.dilation, n.groups, n.reduced, order(x), width,
         )  # fmt: skip
@@ -327,7 +325,6 @@ def bind_input(plan: ConvPlan, dy: Numbers, w: Numbers, dx: Numbers, index: int)
 def weight_launch(plan: ConvPlan, x: Numbers, dy: Numbers, dw: Numbers, index: int) -> tuple[Any, tuple[Any, ...]]:
     """conv_weight, or conv_weight_direct: writes the splits' sums [splits, K, R, S, C / groups], or the gradient itself."""
     from ...kernels.matrix.conv_weight import conv_weight, conv_weight_direct
-    from ..launch import Launch
 
     n, tile = plan.problem, plan.weight
     taps, splits = n.taps[0] * n.taps[1], plan.splits("weight")
@@ -340,7 +337,7 @@ def weight_launch(plan: ConvPlan, x: Numbers, dy: Numbers, dw: Numbers, index: i
     constants: dict[str, Any] = {"EMULATE": emulate(n), "WIDE": n.wide64, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns}
     if plan.method == DIRECT:
         grid = (-(-n.out_channels // tile.columns), taps * n.reduced, splits)
-        launch = Launch(conv_weight_direct, grid, constants, options(tile), index)
+        launch = launch_of(conv_weight_direct, grid, constants, index, **options(tile))
         return launch, (*numbers, n.out_channels, *ends)
     fold = n.reduced < FEW and taps > 1
     cols = n.reduced * taps if fold else n.reduced
@@ -353,7 +350,7 @@ def weight_launch(plan: ConvPlan, x: Numbers, dy: Numbers, dw: Numbers, index: i
     constants["Y_FLAT"] = even(n.batch, *n.out, dy)
     constants["Y_RUN"] = y_run = pixels_run(*n.out, dy, n.itemsize) if pixels_nearer(dy) else 1
     constants |= {"X_PIXELS": x_run > 1 and not fold, "Y_PIXELS": y_run > 1}
-    return Launch(conv_weight, grid, constants, options(tile), index), (*numbers, *ends)
+    return launch_of(conv_weight, grid, constants, index, **options(tile)), (*numbers, *ends)
 
 
 def bind_weight(plan: ConvPlan, x: Numbers, dy: Numbers, dw: Numbers, index: int) -> Run:

@@ -8,7 +8,7 @@ import torch
 
 from ...plan.matrix.conv import RELAYOUT, ConvPlan, ConvProblem
 from ...plan.matrix.conv_layout import FEW, copy_tile, padded
-from ..bound import Example
+from ..bound import Example, launch_of
 
 Numbers = tuple[int, ...]
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -85,7 +85,6 @@ def channels_run(channels: int, strides: Numbers, itemsize: int) -> int:
 def copy_launch(n: ConvProblem, shape: Numbers, strides: Numbers, width: int, device: Any, index: int) -> Any:
     """-> the launch of the channels-last copy of [N, C, H, W] by strides, to pixels `width` channels apart, and its numbers."""
     from ...kernels.matrix.relayout import channels_last
-    from ..launch import Launch
 
     images, channels, high, wide = shape
     total = images * high * wide
@@ -98,8 +97,8 @@ def copy_launch(n: ConvProblem, shape: Numbers, strides: Numbers, width: int, de
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
     }
-    grid = (-(-total // block_m) * -(-width // block_n), 1, 1)
-    launch = Launch(channels_last, grid, constants, {"num_warps": warps}, index)
+    programs = -(-total // block_m) * -(-width // block_n)
+    launch = launch_of(channels_last, programs, constants, index, num_warps=warps)
     return launch, (total, high, wide, channels, width, order(strides))
 
 

@@ -8,7 +8,7 @@ from ...check import FLOATS, TensorSpec, bind, check_number
 from ...errors import LayoutError
 from ...plan.matrix.rms_norm import RMSNormPlan, RMSNormProblem, plan_rms_norm
 from ...plan.torch_cpu import TorchPlan
-from ..bound import Example
+from ..bound import Example, launch_of
 from ..device import device_of, interpreting
 from ..operator import Operator
 from ..records import recorded
@@ -92,14 +92,12 @@ def _bind(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float, plan: RMSNormPlan
 ) -> Prepared:
     from ...kernels.matrix.rms_norm import rms_norm_forward
-    from ..launch import Launch
 
     if x.numel() == 0:
         return Prepared(plan, None, ())
     strides = [0 if t is None else _rows("x", t).stride(0) for t in (x, residual)]
-    launch = Launch(
-        rms_norm_forward, (plan.tiles, 1, 1), _constants(plan, (x, weight), max(strides)), _options(plan), _at(x)
-    )
+    constants = _constants(plan, (x, weight), max(strides))
+    launch = launch_of(rms_norm_forward, plan.tiles, constants, x.device, num_warps=plan.num_warps)
     return Prepared(plan, launch, (plan.problem.rows, eps, *strides))
 
 
@@ -111,14 +109,6 @@ def _constants(plan: RMSNormPlan, tensors: tuple[torch.Tensor, ...], stride: int
         "ROWS": plan.block_rows,
         "BLOCK_D": plan.block_columns,
     }
-
-
-def _options(plan: RMSNormPlan) -> dict[str, Any]:
-    return {"num_warps": plan.num_warps}
-
-
-def _at(x: torch.Tensor) -> int:
-    return x.device.index or 0
 
 
 def _forward(
@@ -175,14 +165,13 @@ def _bind_gradient(
     if plan is None and (own := function_at("rms_norm_backward", s.device)) is not None:
         return Prepared(None, own if s.numel() else None, ())
     from ...kernels.matrix.rms_norm import rms_norm_backward
-    from ..launch import Launch
 
     plan = plan or plan_rms_norm(problem, device_of(s.device))
     if s.numel() == 0:
         return Prepared(plan, None, ())
     columns, stride = problem.columns, rows.stride(0)
     constants = _constants(plan, (s, weight), max(stride, columns))
-    launch = Launch(rms_norm_backward, (plan.backward_programs, 1, 1), constants, _options(plan), _at(s))
+    launch = launch_of(rms_norm_backward, plan.backward_programs, constants, s.device, num_warps=plan.num_warps)
     tiles = -(-plan.tiles // plan.backward_programs)
     return Prepared(plan, launch, (problem.rows, tiles, columns, columns, stride), plan.backward_programs)
 

@@ -7,7 +7,7 @@ import torch
 from ...check import FLOATS, TensorSpec, bind, check_number
 from ...errors import DtypeError, ShapeError, Unsupported
 from ...plan.matrix.rms_norm import RMSNormPlan, RMSNormProblem, plan_rms_norm
-from ..bound import Example, meta
+from ..bound import Example, launch_of, meta
 from ..device import device_of, interpreting
 from ..operator import Gradient, Operation
 from ..records import recorded
@@ -81,7 +81,6 @@ def _prepare(
     if plan is None and (own := function_at(name, x.device, *options, interleaved)) is not None:
         return Prepared(None, own if x.numel() else None, ())
     from ...kernels.matrix import rms_norm_rotary as kernels
-    from ..launch import Launch
 
     plan = plan or plan_rms_norm(_problem(x, weight), device_of(x.device))
     if x.numel() == 0:
@@ -101,7 +100,7 @@ def _prepare(
     if backward:
         kernel, programs = kernels.rms_norm_rotary_backward, plan.backward_programs
         options = (-(-plan.tiles // programs),)
-    launch = Launch(kernel, (programs, 1, 1), constants, {"num_warps": plan.num_warps}, x.device.index or 0)
+    launch = launch_of(kernel, programs, constants, x.device, num_warps=plan.num_warps)
     strides = [s for t in (cos, sin) for s in (t.stride(0) if t.dim() == 3 and t.shape[0] > 1 else 0, t.stride(-2))]
     sizes = (plan.problem.rows, 1 if together else heads, seq)
     return Prepared(plan, launch, (*options, *sizes, *x.stride()[:3], weight.stride(0), *strides), programs)

@@ -8,7 +8,7 @@ import torch
 
 from ...check import TensorSpec, bind
 from ...errors import ValueRangeError
-from ..backward.backward_parts import boxes, side_strides
+from ..backward.backward_parts import boxes, side_strides, tiled
 from ..bound import Bound, Example, meta
 from ..call import NARROW_HEAD_DIM, SPECS, check_heads
 from ..dense.attention_parts import boxable
@@ -114,7 +114,6 @@ def bind_forward(
 ) -> Prepared:  # fmt: skip
     """Launch, run-time scalars and compile-time constants of this call under this plan."""
     from ...kernels.sparse.coarse import coarse_forward
-    from ..launch import Launch
 
     n, tile, layout = plan.problem.attention, plan.forward, cast("Any", call.layout)
     strides = side_strides(layout, q=q, k=k, v=v, o=meta(*shapes[0]))
@@ -123,13 +122,12 @@ def bind_forward(
         "REDUCE": REDUCTIONS.index(call.reduction),
         "BOX": plan.boxes[0],
         **constants_of(plan, q.dtype, wide),
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
     }
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    launch = Launch(coarse_forward, plan.grid("forward"), constants, options, q.device.index or 0)
     boxed = boxes(layout, tile.block_n, K=(k, n.block_qk), V=(v, n.block_v)) if plan.boxes[0] else {}
-    return Prepared(plan, *shapes, scale, Bound(launch, GIVEN, {**strides, **values_of(plan, call, scale), **boxed}))
+    values = {**strides, **values_of(plan, call, scale), **boxed}
+    return Prepared(
+        plan, *shapes, scale, tiled(coarse_forward, tile, plan.grid("forward"), GIVEN, values, constants, q.device)
+    )
 
 
 # ---------------------------------------------------------------- the operator

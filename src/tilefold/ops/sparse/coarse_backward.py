@@ -137,7 +137,7 @@ def bind(
     from ...kernels.sparse import coarse_backward as kernels
 
     q, k, v, out = tensors
-    n, layout, device = plan.problem.attention, cast("Any", call.layout), q.device.index or 0
+    n, layout = plan.problem.attention, cast("Any", call.layout)
     strides = side_strides(layout, q=q, k=k, v=v, d=dout, o=out, g=meta(*q.shape))
     wide = max(strides[f"stride_{name}"] for name in ("qm", "kn", "vn", "dm", "om")) * ROWS >= 1 << 31
     constants = constants_of(plan, q.dtype, wide)
@@ -146,17 +146,16 @@ def bind(
     kv_box, q_box = plan.boxes[1], plan.boxes[2] and boxable(dout)
     of_k = boxes(layout, plan.queries.block_n, K=(k, n.block_qk), V=(v, n.block_v)) if kv_box else {}
     of_q = boxes(layout, plan.keys.block_m, Q=(q, n.block_qk), DOut=(dout, n.block_v)) if q_box else {}
-    queries = tiled(
-        kernels.coarse_backward_queries, plan.queries, plan.grid("queries"), {**constants, "BOX": kv_box}, device
-    )
     edge = live is not None or n.seq_q % plan.keys.block_m != 0
-    keys = tiled(
-        kernels.coarse_backward_keys, plan.keys, plan.grid("keys"), {**constants, "BOX": q_box, "EDGE": edge}, device
-    )
+
+    def bound(part: str, tile: Any, own: dict[str, Any], **more: bool) -> Any:
+        kernel = getattr(kernels, f"coarse_backward_{part}")
+        return tiled(kernel, tile, plan.grid(part), GIVEN, {**values, **own}, {**constants, **more}, q.device)
+
     return Launches(
-        delta_bound(n, n.seq_q * n.batch, n.seq_q, wide, strides, device),
-        Bound(queries, GIVEN, {**values, **of_k}),
-        Bound(keys, GIVEN, {**values, **of_q}),
+        delta_bound(n, n.seq_q * n.batch, n.seq_q, wide, strides, q.device),
+        bound("queries", plan.queries, of_k, BOX=kv_box),
+        bound("keys", plan.keys, of_q, BOX=q_box, EDGE=edge),
     )
 
 

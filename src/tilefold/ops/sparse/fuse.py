@@ -117,7 +117,6 @@ def _bind(kernel: str, given: tuple[str, ...], branches: Pair, gates: Pair, layo
     if 0 in shape:
         return None
     from ...kernels.sparse import gate as kernels
-    from ..launch import Launch
 
     width = padded_head_dim(shape[3])
     at_once = max(1, TILE_ELEMENTS // width)
@@ -140,8 +139,7 @@ def _bind(kernel: str, given: tuple[str, ...], branches: Pair, gates: Pair, layo
         values[f"strides_{name}"] = (0, 0, 0) if t is None else t.stride()[:3]
     for name, g in zip("cf", _readable(gates), strict=True):
         values[f"strides_g{name}"] = (0, 0, 0) if g is None else gate_strides(g, layout)
-    launch = Launch(getattr(kernels, kernel), (programs, 1, 1), constants, {"num_warps": 4}, like.device.index or 0)
-    return Bound(launch, given, values)
+    return Bound.of(getattr(kernels, kernel), programs, given, values, constants, like.device)
 
 
 def gradients(

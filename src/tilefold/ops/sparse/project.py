@@ -164,7 +164,6 @@ def _bind(name: str, given: tuple[str, ...], n: dict[str, int], x: torch.Tensor,
     if own is not None:
         return own  # type: ignore[no-any-return]
     from ...kernels.sparse import project as kernels
-    from ..launch import Launch
 
     width = padded_head_dim(n["dim"])
     constants |= {
@@ -181,9 +180,7 @@ def _bind(name: str, given: tuple[str, ...], n: dict[str, int], x: torch.Tensor,
         "stride_wh": 0 if weight is None or weight.dim() == 1 or weight.shape[0] == 1 else weight.stride(0),
         **strides_named("s", size_strides(sizes), "bh"),
     }
-    return Bound(
-        Launch(getattr(kernels, name), (programs, 1, 1), constants, {"num_warps": 4}, device.index or 0), given, values
-    )
+    return Bound.of(getattr(kernels, name), programs, given, values, constants, device)
 
 
 # ---------------------------------------------------------------- the operators

@@ -189,7 +189,6 @@ def _bind(
     """The portable kernel, with the merge of its shares where there are some: run-time scalars and compile-time constants."""
     from ...device import mods
     from ...kernels.sparse import sparse_forward
-    from ..launch import Launch
 
     problem = plan.problem
     n = problem.attention
@@ -197,8 +196,6 @@ def _bind(
     emulate = interpreting() and q.dtype == torch.bfloat16
     early = plan.splits > 1 and plan.device.dependent_launches
     constants = _constants(plan, emulate, early, (q_strides[-2], k_strides[-2], v_strides[-2]))
-    options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages, **({"launch_pdl": True} if early else {})}
-    launch = Launch(getattr(sparse_forward, plan.kernel), plan.grid, constants, options, q.device.index or 0)
     values = {
         **shared_values({**sizes, "seq_k": n.seq_k}, scale, q, k, v, out_shape, call.layout),
         "CuQ": attribute("call", "source.cu_q", call.packed),
@@ -214,11 +211,12 @@ def _bind(
     }
     if plan.kernel == "sparse_forward_box":
         values |= boxed(k, v, call.layout, plan.block_n, (n.block_qk, n.block_v))
-    bound = Bound(launch, GIVEN, values)
+    kernel, options = getattr(sparse_forward, plan.kernel), {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
+    bound = Bound.of(kernel, plan.grid, GIVEN, values, constants, q.device, **options)
     if plan.splits == 1:
         return bound
     blocks = n.block_v, BLOCK_SPLITS
-    merge = bind_merge(out_shape, call.layout, plan.splits, blocks, emulate, launch.device, early)
+    merge = bind_merge(out_shape, call.layout, plan.splits, blocks, emulate, q.device, early)
     return Split(bound, merge, plan.splits)
 
 

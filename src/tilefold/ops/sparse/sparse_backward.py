@@ -223,7 +223,7 @@ def _bind(
     from ...kernels.sparse import sparse_backward as kernels
 
     q, k, v, out, lse = saved
-    problem, n, device = plan.problem, plan.problem.attention, q.device.index or 0
+    problem, n, device = plan.problem, plan.problem.attention, q.device
     packed, boxed, layout = call.packed is not None, plan.kernel == "sparse_backward_box", call.layout
     strides = side_strides(layout, q=q, k=k, v=v, d=dout, o=out, g=q.shape, x=k.shape, y=v.shape)
     farthest = max(strides[f"stride_{name}"] for name in ("qm", "kn", "vn", "dm"))
@@ -259,14 +259,13 @@ def _bind(
     if boxed:  # what streams by
         of_queries |= boxes(layout, plan.queries.block_n, K=(k, n.block_qk), V=(v, n.block_v))
         of_keys |= boxes(layout, plan.keys.block_m, Q=(q, n.block_qk), DOut=(dout, n.block_v))
-    queries = tiled(kernels.sparse_backward_queries, plan.queries, plan.grids[0], {**constants, "EDGE": edge_k}, device)
-    keys = tiled(kernels.sparse_backward_keys, plan.keys, plan.grids[1],
-                 {**constants, "EDGE": edge_q, "ALONE": n.heads == n.kv_heads}, device)  # fmt: skip
+    alone = {**constants, "EDGE": edge_q, "ALONE": n.heads == n.kv_heads}
+    constants["EDGE"] = edge_k
     rows = q.shape[0] if packed else n.seq_q
     return Launches(
         delta_bound(n, rows * (1 if packed else n.batch), rows, farthest * ROWS >= 1 << 31, strides, device),
-        Bound(queries, GIVEN, of_queries),
-        None if keys is None else Bound(keys, GIVEN, of_keys),
+        tiled(kernels.sparse_backward_queries, plan.queries, plan.grids[0], GIVEN, of_queries, constants, device),
+        tiled(kernels.sparse_backward_keys, plan.keys, plan.grids[1], GIVEN, of_keys, alone, device),
     )
 
 
