@@ -286,12 +286,15 @@ class Box:
         return descriptor
 
 
-class Launched(NamedTuple):
+@dataclass(slots=True)
+class Launched:
     """The record of a call that one launch makes: what its result is made by, and the launch, None for nothing to compute."""
 
     shape: Any
     bound: Bound | None = None
     more: Any = None  # what one operation alone keeps
+    run: Any = None  # and below: as of `Prepared`
+    ways: list[Any] = field(default_factory=lambda: [None, None])
 
 
 def attribute(of: str, path: str, value: object) -> Slot | None:

@@ -79,12 +79,12 @@ def _prepare(
     _check(x, weight, cos, sin)
     name, options = ("rms_norm_rotary_backward", ()) if backward else ("rms_norm_rotary", (eps,))
     if plan is None and (own := function_at(name, x.device, *options, interleaved)) is not None:
-        return Prepared(None, own if x.numel() else None, ())
+        return Prepared(None, own if x.numel() else None, run=_run)
     from ...kernels.matrix import rms_norm_rotary as kernels
 
     plan = plan or plan_rms_norm(_problem(x, weight), device_of(x.device))
     if x.numel() == 0:
-        return Prepared(plan, None, ())
+        return Prepared(plan, None, run=_run)
     _, seq, heads, dim = x.shape
     together = weight.dim() == 2
     constants = {
@@ -103,14 +103,13 @@ def _prepare(
     launch = launch_of(kernel, programs, constants, x.device, num_warps=plan.num_warps)
     strides = [s for t in (cos, sin) for s in (t.stride(0) if t.dim() == 3 and t.shape[0] > 1 else 0, t.stride(-2))]
     sizes = (plan.problem.rows, 1 if together else heads, seq)
-    return Prepared(plan, launch, (*options, *sizes, *x.stride()[:3], weight.stride(0), *strides), programs)
+    return Prepared(plan, launch, (*options, *sizes, *x.stride()[:3], weight.stride(0), *strides), programs, _run)
 
 
-def _forward(
-    x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float, interleaved: bool
+def _run(
+    found: Prepared, x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, one over the root of each row's mean square)."""
-    found = _prepare(x, weight, cos, sin, eps, interleaved)
     out, rstd = _results(x, weight)
     if found.launch is not None:
         found.launch((x, weight, cos, sin, out, rstd, *found.scalars))
@@ -140,8 +139,8 @@ def _gradients(args: Any, results: Any, grads: Any, wanted: Any) -> tuple[torch.
     return dx, parts.sum(0).to(weight.dtype)
 
 
-GRADIENT = Gradient(("x", "weight"), _gradients, unread=lambda *args: (0,), still=(1,))
-RMS_NORM_ROTARY = Operation("rms_norm_rotary", _forward, _fake, GRADIENT)
+GRADIENT = Gradient(("x", "weight"), _gradients, unread=(0,), still=(1,))
+RMS_NORM_ROTARY = Operation("rms_norm_rotary", _prepare, _fake, GRADIENT)
 
 
 # ---------------------------------------------------------------- without a GPU

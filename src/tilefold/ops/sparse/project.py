@@ -227,13 +227,9 @@ def _spread_gradients(args: tuple[Any, ...], results: Any, grads: tuple[Any, ...
     return (gather(readable(grads[0]), None, sizes, block, SUM, layout, NAMES),)
 
 
-PROJECT = Operation(
-    "project_blocks", gather, _project_fake, Gradient(("x", "weight"), _project_gradients, unread=lambda *args: (0,))
-)
+PROJECT = Operation("project_blocks", gather, _project_fake, Gradient(("x", "weight"), _project_gradients, unread=(0,)))
 """Rows of the blocks of x; kind: MEAN, WEIGHTED or SUM; names: of x, weight and sizes, for errors."""
-SPREAD = Operation(
-    "spread_blocks", _spread, _spread_fake, Gradient(("rows",), _spread_gradients, unread=lambda *args: (0,))
-)
+SPREAD = Operation("spread_blocks", _spread, _spread_fake, Gradient(("rows",), _spread_gradients, unread=(0,)))
 
 
 # ---------------------------------------------------------------- without a GPU
