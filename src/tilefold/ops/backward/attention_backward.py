@@ -9,7 +9,7 @@ from ...errors import DtypeError
 from ..bound import Bound, Example
 from ..call import Call, window_of
 from ..dense import attention
-from ..dense.attention_parts import band_of, kind_of, option_values, side_of
+from ..dense.attention_parts import band_of, dims_of, kind_of, lengths_of, option_values, side_of
 from ..device import device_of, interpreting
 from ..first_call import without_collector
 from ..hopper import chosen_or_none, disabled
@@ -286,10 +286,7 @@ def _bind(
         "KIND": kind_of(window, band),
         "EMULATE": interpreting() and q.dtype == torch.bfloat16,
         "WIDE": wide,
-        "DIM_QK": n.dim_qk,
-        "DIM_V": n.dim_v,
-        "BLOCK_QK": n.block_qk,
-        "BLOCK_V": n.block_v,
+        **dims_of(n),
     }
     slopes, after_bias = slopes_of(mods, softcap, call, q.dtype == torch.float32)
     values = {
@@ -297,12 +294,7 @@ def _bind(
         "stride_lb": 0 if packed else n.heads * n.seq_q,
         "stride_lh": rows,
         "scale": scale,
-        "seq_q": n.seq_q,
-        "seq_k": n.seq_k,
-        "batch": n.batch,
-        "heads": n.heads,
-        "kv_heads": n.kv_heads,
-        "group": n.group,
+        **lengths_of(n),
         **option_values(call, window, mods, softcap, q.dtype, band),
         "slopes": slopes,
     }

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..bound import Bound, Slot
-from ..call import UNBOUNDED, Call
-from ..dense.attention_parts import kind_of
+from ..call import Call
+from ..dense.attention_parts import kind_of, lengths_of, sides_named
 from .backward_parts import side_strides
 from .hopper_backward import (
     SIDES,
@@ -94,7 +94,6 @@ def main_bound(
     kernel, constants, registers = _kernel(plan)
     constants |= {"KIND": kind_of(n.sides), "SPLIT": split or splits > 1}
     items = batches * (heads * split_tiles + rules.query_items(n, device, heads))
-    left, right = (UNBOUNDED if side < 0 else side for side in n.sides)
     gradients = {letter: t.shape for letter, t in zip("gxy", tensors, strict=False)}
     values = {
         **boxed_sides(side_boxes(q, dout, k, v, call.layout)),
@@ -102,14 +101,10 @@ def main_bound(
         "Partial": Slot("Partial" if "Partial" in given else "Statistics"),
         "ds_desc": Slot("kept", kept_box(sizes[2], tensors[0].dtype).over),
         "scale": scale,
-        "seq_q": n.seq_q,
-        "seq_k": n.seq_k,
-        "heads": n.heads,
-        "group": n.group,
+        **lengths_of(n),
         "q_tiles": q_units,
         "kv_tiles": kv_units,
-        "left": left,
-        "right": right,
+        **sides_named(n.sides),
         "split_tiles": split_tiles,
         "splits": splits,
         "width": rules.line_width(n, keys),

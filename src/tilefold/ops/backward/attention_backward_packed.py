@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..bound import Bound, Slot, attribute
-from ..call import UNBOUNDED, Call, window_of
-from ..dense.attention_parts import kind_of
+from ..call import Call, window_of
+from ..dense.attention_parts import kind_of, lengths_of, sides_named
 from .attention_backward_hopper import HOLDING
 from .hopper_backward import (
     SIDES,
@@ -59,21 +59,16 @@ def bound_launches(
     """The launches of this call under this plan; tensors: q, k, v, out."""
     q, k, v, _ = tensors
     n, order = plan.problem, _order_of(plan, tensors)
-    left, right = (UNBOUNDED if side < 0 else side for side in window_of(call.window, call.causal))
     values = {
+        **lengths_of(n),
         **boxed_sides(side_boxes(q, dout, k, v, call.layout)),
         **values_of_lengths(tensors, dout, call),
         **_values(plan, order, q.dtype),
         "CuQ": attribute("call", "source.cu_q", call.packed),
         "CuK": attribute("call", "source.cu_k", call.packed),
         "scale": scale,
-        "batch": n.batch,
         "steps": (n.batch - 1).bit_length(),
-        "heads": n.heads,
-        "kv_heads": n.kv_heads,
-        "group": n.group,
-        "left": left,
-        "right": right,
+        **sides_named(window_of(call.window, call.causal)),
         **packed_strides(g=q.shape, x=k.shape, y=v.shape),
     }
     first = _prepare(plan, order, tensors, dout, values)

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..bound import Bound, Box, Slot, attribute, stand_in
-from ..call import UNBOUNDED, Call, window_of
+from ..call import Call, window_of
 from ..dense.attention_hopper import slope_values
-from ..dense.attention_parts import kind_of, mask_mods_of, score_mods_of
+from ..dense.attention_parts import kind_of, lengths_of, mask_mods_of, score_mods_of, sides_named
 from ..dense.attention_tiles import bytes_of, steps_of, tile_box, tiles_of
 from ..hopper import box_of, descriptor
 from ..sparse.classify import QueryLists
@@ -48,18 +48,15 @@ def bound_launches(
     q, k, v, out = tensors
     n, queries, options = plan.problem, rules.queries_of(plan.problem), plan.options
     assert options is not None  # of this kernel's plans
-    left, right = (UNBOUNDED if side < 0 else side for side in window_of(call.window, call.causal))
     sides = zip((q, dout, k, v), (queries, queries, rules.KEYS, rules.KEYS), strict=True)
     tokens = _tokens_of(tensors, call)
     values = {
         **boxed_sides(tuple(box_of(t, call.layout, size) for t, size in sides)),
         **_sizes(plan, tokens),
         "scale": scale,
-        "heads": n.heads,
-        "group": n.group,
+        **lengths_of(n),
         "members": rules.members(n, options),
-        "left": left,
-        "right": right,
+        **sides_named(window_of(call.window, call.causal)),
         "heads_at_once": plan.heads_at_once,
         **_mod_values(call, n, _lists_of(call, plan, q.device)),
         **(_packed_values(tensors, dout, call, plan) if tokens else _dense_values(tensors, call, n)),
@@ -125,8 +122,6 @@ def _dense_values(tensors: Tensors, call: Call, problem: "AttentionProblem") -> 
     n, (q, k, v, _) = problem, tensors
     q_units, kv_units = tiles(n)
     return {
-        "seq_q": n.seq_q,
-        "seq_k": n.seq_k,
         "q_units": q_units,
         "kv_units": kv_units,
         **dict.fromkeys(("Blocks", "tail_desc", "CuQ")),
@@ -147,9 +142,7 @@ def _packed_values(tensors: Tensors, dout: torch.Tensor, call: Call, plan: "Atte
         "CuK": attribute("call", "source.cu_k", call.packed),
         "tail_desc": Slot("Tails", kept_box(rules.tails(n), q.dtype).over),
         "sequences": n.batch,
-        "batch": n.batch,
         "steps": (n.batch - 1).bit_length(),
-        "kv_heads": n.kv_heads,
         **values_of_lengths(tensors, dout, call),
         **packed_strides(q=q, k=k, v=v, g=q.shape, x=k.shape, y=v.shape),
     }

@@ -28,9 +28,11 @@ from .attention_parts import (
     band_of,
     boxed,
     broadcast_strides,
+    dims_of,
     head_strides,
     hooks_of,
     kind_of,
+    lengths_of,
     option_values,
     problem_of,
     shared_values,
@@ -228,7 +230,7 @@ def _bind_again(
     """The record of a call of other lengths under this plan, which has the kernel, tile and versions of near's; None where the
     kernel's offsets have another width."""
     n = plan.problem
-    sizes = {"batch": n.batch, "seq_q": n.seq_q, "seq_k": n.seq_k, "heads": n.heads, "kv_heads": n.kv_heads}
+    sizes = lengths_of(n)
     shapes = result_shapes(call, {**sizes, "dim_v": n.dim_v, "total_q": q.shape[0]})
     if plan.kernel == HOPPER_KERNEL:
         values = _hopper().values_of_lengths(q, call, plan, shapes[0], (n.seq_q, n.seq_k))
@@ -353,12 +355,9 @@ def _bind_portable(
         "KIND": kind_of(window, band),
         "EMULATE": interpreting() and q.dtype == torch.bfloat16,
         "WIDE": _is_wide(q, call, plan),
-        "DIM_QK": sizes["dim_qk"],
-        "DIM_V": sizes["dim_v"],
+        **dims_of(plan.problem),
         "BLOCK_M": plan.block_m,
         "BLOCK_N": plan.block_n,
-        "BLOCK_QK": plan.block_qk,
-        "BLOCK_V": plan.block_v,
     }
     options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages, "maxnreg": plan.maxnreg}
     values = _values_of_lengths(q, k, v, call, plan, sizes, scale, out_shape)

@@ -10,7 +10,7 @@ from ...check import TensorSpec, bind
 from ...errors import DtypeError, ShapeError, Unsupported
 from ...types import Layout
 from ..bound import Bound, Box, Example, Prepared, Slot, attribute, strides_named
-from ..call import NARROW_HEAD_DIM, UNBOUNDED, Call, check_heads, check_options, layout_hint, result_shapes, window_of
+from ..call import NARROW_HEAD_DIM, Call, check_heads, check_options, layout_hint, result_shapes, window_of
 from ..device import device_of
 from ..flat import value_of
 from ..hopper import shared_layout
@@ -19,7 +19,16 @@ from ..operator import Operation
 from ..records import recorded
 from ..source import UNSCALED, Scales, key_of
 from ..watch import is_transformed, refuse_at_once
-from .attention_parts import boxable, describe_box, head_strides, hooks_of, kind_of, shared_values
+from .attention_parts import (
+    boxable,
+    describe_box,
+    head_strides,
+    hooks_of,
+    kind_of,
+    lengths_of,
+    shared_values,
+    sides_named,
+)
 from .fp8 import DESCALES, E4M3, refuse_packed
 
 if TYPE_CHECKING:
@@ -168,16 +177,13 @@ def _bind(
     turned = n.batch, n.kv_heads, n.dim_v, places
     parts = -(-places // TRANSPOSED_AT_ONCE)
     constants, options = _constants(plan, kind_of(window))
-    left, right = (UNBOUNDED if side < 0 else side for side in window)
-    sizes = {"seq_q": n.seq_q, "seq_k": n.seq_k, "heads": n.heads, "kv_heads": n.kv_heads}
     values = {
-        **shared_values(sizes, scale, q, k, v, shapes[0], call.layout),
+        **shared_values(lengths_of(n), scale, q, k, v, shapes[0], call.layout),
         **_boxes(q, k, torch.empty(turned, dtype=E4M3, device="meta"), call.layout, plan),
         "Counter": WORK_COUNTER,
         "q_blocks": blocks,
         "items": items,
-        "left": left,
-        "right": right,
+        **sides_named(window),
         "q_group": 1 if call.scales.q is None else n.heads // call.scales.q.shape[1],
     }
     for name, factor in call.scales._asdict().items():

@@ -9,7 +9,17 @@ import torch
 from .. import records
 from ..bound import Bound, Prepared, attribute, run, stand_in
 from ..call import Call, result_shapes
-from ..dense.attention_parts import GIVEN, boxable, boxed, head_strides, hooks_of, problem_of, shared_values, sides_of
+from ..dense.attention_parts import (
+    GIVEN,
+    boxable,
+    boxed,
+    dims_of,
+    head_strides,
+    hooks_of,
+    problem_of,
+    shared_values,
+    sides_of,
+)
 from ..dense.split import Split, bind_merge
 from ..device import device_of, interpreting, on_host
 from ..hopper import disabled
@@ -230,13 +240,10 @@ def _constants(plan: "SparsePlan", emulate: bool, early: bool, rows: tuple[int, 
         "EMULATE": emulate,
         "EARLY": early,
         "WIDE": wide or problem.page_size * max(rows[1:]) >= 1 << 31,
-        "DIM_QK": n.dim_qk,
-        "DIM_V": n.dim_v,
+        **dims_of(n),
         "Q_BLOCK": problem.block_q,
         "KV_BLOCK": problem.block_k,
         **({"PAGE": problem.page_size} if problem.page_size else {}),
         "BLOCK_M": plan.block_m,
         "BLOCK_N": plan.block_n,
-        "BLOCK_QK": n.block_qk,
-        "BLOCK_V": n.block_v,
     }

@@ -8,7 +8,7 @@ import torch
 from ...errors import DtypeError, Unsupported
 from ..backward.backward_parts import ROWS, boxes, delta_bound, readable, score_slope, side_strides, slopes_of, tiled
 from ..bound import Bound, Example, attribute, meta
-from ..dense.attention_parts import side_of
+from ..dense.attention_parts import dims_of, lengths_of, side_of
 from ..device import device_of, interpreting
 from ..first_call import without_collector
 from ..operator import differentiable, first_derivative
@@ -230,12 +230,9 @@ def _bind(
     constants = {
         "EMULATE": interpreting() and q.dtype == torch.bfloat16,
         "WIDE": farthest * max(plan.queries.block_m, plan.keys.block_n) >= 1 << 31,
-        "DIM_QK": n.dim_qk,
-        "DIM_V": n.dim_v,
+        **dims_of(n),
         "Q_BLOCK": problem.block_q,
         "KV_BLOCK": problem.block_k,
-        "BLOCK_QK": n.block_qk,
-        "BLOCK_V": n.block_v,
         "BOX": boxed,
     }
     edge_k = packed or problem.masked or n.seq_k % problem.block_k != 0
@@ -245,11 +242,7 @@ def _bind(
         "stride_lb": 0 if packed else lse[0].numel(),
         "stride_lh": lse.shape[-1],
         "scale": prepared.scale,
-        "seq_q": n.seq_q,
-        "seq_k": n.seq_k,
-        "heads": n.heads,
-        "kv_heads": n.kv_heads,
-        "group": n.heads // n.kv_heads,
+        **lengths_of(n),
         "CuQ": attribute("call", "source.cu_q", call.packed),
         "CuK": attribute("call", "source.cu_k", call.packed),
         **mod_values(mods, call, q.dtype),

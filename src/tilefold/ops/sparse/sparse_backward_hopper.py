@@ -18,6 +18,7 @@ from ..backward.hopper_backward import (
     values_of_lengths,
 )
 from ..bound import Bound, Example, Slot, stand_in, strides_named
+from ..dense.attention_parts import lengths_of
 from ..hopper import chosen_or_none
 from .sparse_parts import list_strides, list_values
 
@@ -160,10 +161,7 @@ def bound_launches(
         # counts stand for sizes that there are none of, and are not read as such
         **{name: lists[name] or lists["Count"] for name in ("Sizes", "QuerySizes")},
         "scale": scale,
-        "seq_q": n.seq_q,
-        "seq_k": n.seq_k,
-        "heads": n.heads,
-        "group": n.group,
+        **lengths_of(n),
         "q_units": q_units,
         "kv_units": kv_units,
         "capacity": problem.capacity,
