@@ -77,16 +77,24 @@ class Bound:
 
     @classmethod
     def of(
-        cls, kernel: Any, grid: Grid, given: Sequence[str], values: Mapping[str, Any], constants: Mapping[str, Any],
-        device: torch.device | int, **options: Any,
+        cls, kernel: Any, grid: Grid, given: Sequence[str] | int, values: Mapping[str, Any] | tuple[Any, ...],
+        constants: Mapping[str, Any], device: torch.device | int, **options: Any,
     ) -> "Bound":  # fmt: skip
-        """A launch by `launch_of`, and its arguments."""
+        """A launch by `launch_of`, and its arguments.  A number given: of the kernel's first parameters; then values may be those
+        of the parameters behind them, in order."""
+        if isinstance(given, int):
+            names = tuple(kernel.arg_names)
+            values = dict(zip(names[given:], values, strict=False)) if isinstance(values, tuple) else values
+            given = names[:given]
+        assert not isinstance(values, tuple)
         return cls(launch_of(kernel, grid, constants, device, **options), given, values)
 
     def __call__(self, given: tuple[Any, ...]) -> None:
         """Launch for a call that gives these."""
         flat = self._flat
-        if flat is False:
+        if self._rest is not None:
+            self.launch([*given, *self._rest])
+        elif flat is False:
             self.launch(self.arguments(given))
         elif isinstance(flat, Flat) and self.launch.warm:
             self.launch.flat(flat.arguments(given))

@@ -177,8 +177,8 @@ class Operation:
         return found.run(found, *args)
 
     def _forward(self, *args: Any) -> Any:
-        """The results of a call by its record, which may be among the arguments."""
-        found = self.arguments.prepared_in(args) or self.prepare(*args)
+        """The results of a call by its record."""
+        found = self.prepare(*args)
         return found.run(found, *args)
 
     def _with_gradient(self, found: Any, *args: Any) -> Any:

@@ -114,8 +114,7 @@ def _bind(*tensors: torch.Tensor) -> Bound | None:
         return (0, *t.stride()[:2]) if out.dim() == 3 else t.stride()[:3]
 
     numbers = (*sizes[:3], *(s for t in (out_a, out_b, out, lse_a, lse_b, lse) for s in strides(t)))
-    values = dict(zip(kernel.arg_names[6:], numbers, strict=False))
-    return Bound.of(kernel, -(-total // rows), kernel.arg_names[:6], values, constants, out_a.device)
+    return Bound.of(kernel, -(-total // rows), 6, numbers, constants, out_a.device)
 
 
 def _fake(

@@ -1,7 +1,6 @@
 """RMSNorm with a residual: check, plan, launch; differentiable, as an operator of torch's dispatcher."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,25 +9,13 @@ from ...check import FLOATS, TensorSpec, bind, check_number
 from ...errors import LayoutError
 from ...plan.matrix.rms_norm import RMSNormPlan, RMSNormProblem, plan_rms_norm
 from ...plan.torch_cpu import TorchPlan
-from ..bound import Example, launch_of
+from ..bound import Bound, Example, Launched, meta
 from ..device import device_of, interpreting
 from ..operator import Gradient, Operation
 from ..records import recorded
 from ..serve import function_at
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-@dataclass(slots=True)
-class Prepared:
-    """What follows from a call's key; launch None: there is nothing to do."""
-
-    plan: Any
-    launch: Any
-    scalars: tuple[Any, ...] = ()
-    parts: int = 1  # that the weight's gradient is summed from
-    run: Any = None  # and below: as of `bound.Prepared`
-    ways: list[Any] = field(default_factory=lambda: [None, None])
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None, *, eps: float = 1e-6) -> Any:
@@ -52,7 +39,7 @@ def rms_norm_plan(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None
 ) -> RMSNormPlan | TorchPlan:
     """The plan that `rms_norm(x, weight, residual)` follows; `print` it to read the decision."""
-    plan: RMSNormPlan | TorchPlan = _prepare(x, weight, residual, 1e-6).plan
+    plan: RMSNormPlan | TorchPlan = _prepare(x, weight, residual, 1e-6).more
     return plan
 
 
@@ -85,27 +72,28 @@ def _rows(name: str, t: torch.Tensor) -> torch.Tensor:
 
 
 @recorded("rms_norm")
-def _prepare(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float) -> Prepared:
+def _prepare(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float) -> Launched:
     _check(x, weight, residual)
     rows = _rows("x", x)
     problem = RMSNormProblem(rows.shape[0], rows.shape[1], x.element_size(), residual is not None)
-    if (own := function_at("rms_norm", x.device)) is not None:
+    if (own := function_at("rms_norm", x.device, eps)) is not None:
         plan = TorchPlan("rms_norm", problem, device_of(x.device, "rms_norm"))
-        return Prepared(plan, own if x.numel() else None, (eps,), run=_run)
+        return Launched(1, own if x.numel() else None, plan, _run)
     return _bind(x, weight, residual, eps, plan_rms_norm(problem, device_of(x.device)))
 
 
 def _bind(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float, plan: RMSNormPlan
-) -> Prepared:
+) -> Launched:
     from ...kernels.matrix.rms_norm import rms_norm_forward
 
     if x.numel() == 0:
-        return Prepared(plan, None, run=_run)
+        return Launched(1, None, plan, _run)
     strides = [0 if t is None else _rows("x", t).stride(0) for t in (x, residual)]
     constants = _constants(plan, (x, weight), max(strides))
-    launch = launch_of(rms_norm_forward, plan.tiles, constants, x.device, num_warps=plan.num_warps)
-    return Prepared(plan, launch, (plan.problem.rows, eps, *strides), run=_run)
+    numbers = plan.problem.rows, eps, *strides
+    bound = Bound.of(rms_norm_forward, plan.tiles, 6, numbers, constants, x.device, num_warps=plan.num_warps)
+    return Launched(1, bound, plan, _run)
 
 
 def _constants(plan: RMSNormPlan, tensors: tuple[torch.Tensor, ...], stride: int) -> dict[str, Any]:
@@ -118,11 +106,11 @@ def _constants(plan: RMSNormPlan, tensors: tuple[torch.Tensor, ...], stride: int
     }
 
 
-def _run(found: Prepared, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float) -> Three:
+def _run(found: Launched, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float) -> Three:
     """(out, sum, one over the root of each row's mean square); sum is empty without a residual."""
     out, summed, rstd = _results(x, residual)
-    if found.launch is not None:
-        found.launch((x, residual, weight, out, None if residual is None else summed, rstd, *found.scalars))
+    if found.bound is not None:
+        found.bound((x, residual, weight, out, None if residual is None else summed, rstd))
     return out, summed, rstd
 
 
@@ -147,11 +135,11 @@ def _gradients(args: tuple[Any, ...], results: Any, grads: tuple[Any, ...], want
     dsum = None if dsum is None else dsum.contiguous()
     found = _bind_gradient(dout, dsum, s, weight)
     dx = torch.empty_like(s, memory_format=torch.contiguous_format)
-    parts = s.new_empty((found.parts, weight.shape[0]), dtype=torch.float32)
-    if found.launch is None:
+    parts = s.new_empty((found.shape, weight.shape[0]), dtype=torch.float32)
+    if found.bound is None:
         parts.zero_()
     else:
-        found.launch((dout, dsum, s, weight, rstd, dx, parts, *found.scalars))
+        found.bound((dout, dsum, s, weight, rstd, dx, parts))
     dw = parts.sum(0).to(weight.dtype) if wanted[1] else None
     return dx if wanted[0] else None, dw, dx if wanted[2] else None
 
@@ -163,21 +151,22 @@ def _bind_gradient(
     s: torch.Tensor,
     weight: torch.Tensor,
     plan: RMSNormPlan | None = None,
-) -> Prepared:
+) -> Launched:
     rows = _rows("x", s)
     problem = RMSNormProblem(rows.shape[0], rows.shape[1], s.element_size(), dsum is not None)
     if plan is None and (own := function_at("rms_norm_backward", s.device)) is not None:
-        return Prepared(None, own if s.numel() else None)
+        return Launched(1, own if s.numel() else None)
     from ...kernels.matrix.rms_norm import rms_norm_backward
 
     plan = plan or plan_rms_norm(problem, device_of(s.device))
     if s.numel() == 0:
-        return Prepared(plan, None)
+        return Launched(1)
     columns, stride = problem.columns, rows.stride(0)
     constants = _constants(plan, (s, weight), max(stride, columns))
-    launch = launch_of(rms_norm_backward, plan.backward_programs, constants, s.device, num_warps=plan.num_warps)
-    tiles = -(-plan.tiles // plan.backward_programs)
-    return Prepared(plan, launch, (problem.rows, tiles, columns, columns, stride), plan.backward_programs)
+    programs, tiles = plan.backward_programs, -(-plan.tiles // plan.backward_programs)
+    numbers = problem.rows, tiles, columns, columns, stride
+    bound = Bound.of(rms_norm_backward, programs, 7, numbers, constants, s.device, num_warps=plan.num_warps)
+    return Launched(programs, bound)
 
 
 def _kept(tensors: Sequence[Any], needs: Sequence[bool]) -> tuple[Any, ...]:
@@ -197,14 +186,14 @@ def example_launch(plan: RMSNormPlan, dtype: str, part: str = "forward") -> Exam
     """(kernel, args, kwargs) of a part of a call with this plan, "forward" or "backward", on tensors without memory: to compile
     ahead of time."""
     n = plan.problem
-    x = torch.empty((n.rows, n.columns), dtype=getattr(torch, dtype), device="meta")
-    weight, rstd = x[0], torch.empty(n.rows, device="meta")
+    x, rstd = meta(n.rows, n.columns, dtype=getattr(torch, dtype)), meta(n.rows)
+    weight = x[0]
     residual = x if n.residual else None
     if part == "forward":
         found = _bind(x, weight, residual, 1e-6, plan)
         tensors: tuple[Any, ...] = (x, residual, weight, x, residual, rstd)
     else:
         found = _bind_gradient(x, residual, x, weight, plan)
-        parts = torch.empty((plan.backward_programs, n.columns), device="meta")
-        tensors = (x, residual, x, weight, rstd, x, parts)
-    return found.launch.fn, (*tensors, *found.scalars), found.launch.keywords
+        tensors = (x, residual, x, weight, rstd, x, meta(plan.backward_programs, n.columns))
+    assert found.bound is not None
+    return found.bound.example(tensors)
