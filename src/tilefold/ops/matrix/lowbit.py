@@ -9,7 +9,7 @@ from ...quant import QuantizedTensor
 from ...types import Numerics
 from ..numerics import check_numerics, is_invariant
 from ..operator import Gradient, Operation
-from ..watch import in_forward_mode, is_transformed, is_watched, refuse_tangents, wants_gradient
+from ..watch import in_forward_mode, is_transformed, is_watched, refuse_gradients, refuse_tangents, wants_gradient
 from .lowbit_launch import call, check, dequantise, plain_product
 
 if TYPE_CHECKING:
@@ -58,6 +58,8 @@ def lowbit_matmul(
         or (torch.is_grad_enabled() and wants_gradient((x, bias, weight.scales)))
     ):
         check(x, weight, bias)
+        if torch.is_grad_enabled():
+            refuse_gradients((("weight.scales", weight.scales), ("weight.zeros", weight.zeros)), "x and bias")
         text = "" if plan is None else plan.to_json()
         tensors = tuple(getattr(weight, name) for name in FIELDS)
         found: torch.Tensor = LOWBIT_MATMUL(
