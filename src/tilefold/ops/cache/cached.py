@@ -7,7 +7,7 @@ import torch
 
 from ...errors import Unsupported
 from ..bound import Bound, Example, Prepared, meta, run, strides_named
-from ..call import Call, check_options, window_of
+from ..call import Call, check_options, scale_of, window_of
 from ..dense.attention_parts import head_strides, kind_of, option_values, problem_of, shared_values
 from ..dense.split import Both, Split, bind_merge
 from ..device import device_of, interpreting, on_host
@@ -175,7 +175,7 @@ def _bind(
     programs = -(-n["seq_q"] // tile.block_m) * n["heads"] * n["batch"]
     if programs >= 1 << 31:
         raise Unsupported(f"q has shape {tuple(q.shape)}: {programs} programs, a grid takes 2^31 - 1")
-    scale = 1.0 / math.sqrt(n["dim_qk"]) if call.scale is None else float(call.scale)
+    scale = scale_of(call, n["dim_qk"])
     values = {
         **shared_values(n, scale, q, k, v, out_shape, "bshd"),
         **option_values(call, window, mods, float(call.softcap), q.dtype),

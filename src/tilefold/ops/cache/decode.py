@@ -1,7 +1,6 @@
 """The decode kernel's host side: which call it takes, its launches, the memory for partial results."""
 
 import functools
-import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from ...cache_formats import format_named
 from ...errors import PlanError, Unsupported
 from .. import records
 from ..bound import Bound, Example, Slot, attribute, meta, new_results, strides_named
-from ..call import Call, window_of
+from ..call import Call, scale_of, window_of
 from ..dense.attention_parts import band_of, head_strides, kind_of, option_values, problem_of, shared_values
 from ..device import interpreting
 from ..faults import WORDS, Watch, note_of
@@ -291,7 +290,7 @@ def bind_decode(
         rows[2] = tuple(stride // 2 for stride in rows[2])
     band = "" if shares else band_of(call, window)
     constants = _constants(plan, q, call, sizes, wide, pairs, kind_of(window, band))
-    scale = 1.0 / math.sqrt(n["dim_qk"]) if call.scale is None else float(call.scale)
+    scale = scale_of(call, n["dim_qk"])
     partial = 0 if plan.splits == 1 else plan.slots * (plan.block_m if isinstance(plan, DecodePlan) else plan.held)
     values = {
         **shared_values(

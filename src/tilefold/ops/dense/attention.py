@@ -5,7 +5,6 @@ scalars) is worked out once, kept as a `Prepared` record and reused, so that a r
 """
 
 import functools
-import math
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -15,7 +14,7 @@ from ...types import Rule, Rules
 from .. import records
 from ..bound import Bound, Example, Prepared, meta, run
 from ..cache.decode import Decoder, Step, bind_decode, cut_alike, invariant_or_none, remember_cut, step_of
-from ..call import Call, check_hooks, check_options, result_shapes, sizes_of, window_of
+from ..call import Call, check_hooks, check_options, result_shapes, scale_of, sizes_of, window_of
 from ..device import device_of, interpreting, on_host
 from ..hopper import disabled
 from ..numerics import is_invariant
@@ -270,7 +269,7 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> P
     check_options(call)
     sizes = sizes_of(q, k, v, call)
     window = window_of(call.window, call.causal)
-    scale = 1.0 / math.sqrt(sizes["dim_qk"]) if call.scale is None else float(call.scale)
+    scale = scale_of(call, sizes["dim_qk"])
     check_hooks(call, q.device)
     if call.plan is not None and not isinstance(call.plan, (AttentionPlan, DecodePlan, InvariantPlan, TorchPlan)):
         raise DtypeError(

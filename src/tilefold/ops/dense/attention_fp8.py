@@ -1,7 +1,6 @@
 """Attention with q, k and v in e4m3, forward only: check, plan, then the kernel for sm_90, or bf16 attention."""
 
 import functools
-import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -10,7 +9,7 @@ from ...check import TensorSpec, bind
 from ...errors import DtypeError, ShapeError, Unsupported
 from ...types import Layout
 from ..bound import Bound, Box, Example, Prepared, Slot, attribute, strides_named
-from ..call import NARROW_HEAD_DIM, Call, check_heads, check_options, layout_hint, result_shapes, window_of
+from ..call import NARROW_HEAD_DIM, Call, check_heads, check_options, layout_hint, result_shapes, scale_of, window_of
 from ..device import device_of
 from ..flat import value_of
 from ..hopper import shared_layout
@@ -162,7 +161,7 @@ def _bind(
     from ...plan.dense import fp8_hopper as rules
 
     n = plan.problem
-    scale = 1.0 / math.sqrt(n.dim_qk) if call.scale is None else float(call.scale)
+    scale = scale_of(call, n.dim_qk)
     if plan.kernel != rules.KERNEL:
         return Prepared(plan, *shapes, None, scale, hooks_of(call), run=_dequantised)
     from ..hopper import WORK_COUNTER, require

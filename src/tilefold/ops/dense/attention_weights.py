@@ -1,12 +1,10 @@
 """The weights of an attention call written out, dropped ones negative: flash_attn's S_dmask.  For tests, not for training."""
 
-import math
-
 import torch
 
 from ...errors import Unsupported
 from ..bound import Bound, Example, strides_named
-from ..call import Call, sizes_of, window_of
+from ..call import Call, scale_of, sizes_of, window_of
 from ..device import interpreting
 from ..operator import Operation
 from ..source import Packed
@@ -68,7 +66,7 @@ def _bound(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, call: Call, 
     programs = -(-n["seq_q"] // block_m) * n["heads"] * n["batch"]
     if programs >= 1 << 31:
         raise Unsupported(f"q has shape {tuple(q.shape)}: {programs} programs, a grid takes 2^31 - 1")
-    scale = 1.0 / math.sqrt(n["dim_qk"]) if call.scale is None else float(call.scale)
+    scale = scale_of(call, n["dim_qk"])
     values = {
         **option_values(call, window, mods, float(call.softcap), q.dtype),
         "max_q": n["seq_q"],

@@ -10,7 +10,7 @@ from ...check import TensorSpec, bind
 from ...errors import ValueRangeError
 from ..backward.backward_parts import boxes, side_strides, tiled
 from ..bound import Bound, Example, meta
-from ..call import NARROW_HEAD_DIM, SPECS, check_heads
+from ..call import NARROW_HEAD_DIM, SPECS, check_heads, scale_of
 from ..dense.attention_parts import boxable
 from ..device import device_of
 from ..operator import Gradient, Operation
@@ -78,7 +78,7 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: CoarseCall)
 
     n = check(q, k, v, call)
     out_shape, scores_shape, lse_shape = shapes_of(n, call.layout)
-    scale = 1.0 / math.sqrt(n["dim_qk"]) if call.scale is None else float(call.scale)
+    scale = scale_of(call, n["dim_qk"])
     device = device_of(q.device, "attend_rows")
     if 0 in (*scores_shape, *lse_shape):
         return Prepared(None, out_shape, (1, *scores_shape), lse_shape)
