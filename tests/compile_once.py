@@ -27,7 +27,7 @@ from triton.runtime.jit import compute_cache_key, create_function_from_signature
 import tilefold
 from tilefold import masks
 from tilefold.ops import hopper, launch, records
-from tilefold.ops.bound import general
+from tilefold.ops.integers import general
 from tilefold.plan import device_named
 
 DEVICES = {"a100": 80, "h100": 90}

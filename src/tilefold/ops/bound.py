@@ -8,38 +8,28 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from .integers import general
+
 if TYPE_CHECKING:
     from .launch import Launch
 
 
 Example = tuple[Any, tuple[Any, ...], dict[str, Any]]
 """(kernel, args, kwargs) of a launch on tensors without memory: to compile ahead of time."""
+Grid = int | tuple[int, int, int]
 
 
-class RuntimeInt(int):
-    """An integer in a tuple of arguments of which only the width, 32 or 64 bits, decides a compilation."""
+def launch_of(
+    kernel: Any, grid: Grid, constants: Mapping[str, Any], device: torch.device | int, **options: Any
+) -> "Launch":
+    """The launch of a kernel on a grid, or on so many programs.  options: of the launch, None for none; num_warps is 4 if not
+    given.  A kernel with the constant EARLY may start before the launch in front of it has ended."""
+    from .launch import Launch  # here: `import tilefold` stays light
 
-    __slots__ = ()
-
-
-STAND_INS = 17, (1 << 32) + 17  # what is compiled for: neither 1 nor a multiple of 16
-
-
-def runtime_ints(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments whose integers are RuntimeInts."""
-    return tuple([RuntimeInt(arg) if type(arg) is int else arg for arg in args])
-
-
-def general(args: Sequence[Any]) -> tuple[Any, ...]:
-    """The arguments as a kernel is compiled for them: any number for a RuntimeInt."""
-    return tuple([
-        general(arg) if type(arg) is tuple else STAND_INS[is_wide(arg)] if type(arg) is RuntimeInt else arg for arg in args
-    ])  # fmt: skip
-
-
-def is_wide(value: int) -> bool:
-    """Whether it takes 64 bits."""
-    return not -(1 << 31) <= value < 1 << 31
+    options = {"num_warps": 4, "launch_pdl": constants.get("EARLY") or None, **options}
+    given = {name: value for name, value in options.items() if value is not None}
+    place = device if isinstance(device, int) else device.index or 0
+    return Launch(kernel, (grid, 1, 1) if isinstance(grid, int) else grid, constants, given, place)
 
 
 class Slot(NamedTuple):
@@ -85,10 +75,26 @@ class Bound:
         self._rest: list[Any] | None = self._template[len(given) :] if in_order else None
         self._flat: Flat | bool | None = None if made else False
 
+    @classmethod
+    def of(
+        cls, kernel: Any, grid: Grid, given: Sequence[str] | int, values: Mapping[str, Any] | tuple[Any, ...],
+        constants: Mapping[str, Any], device: torch.device | int, **options: Any,
+    ) -> "Bound":  # fmt: skip
+        """A launch by `launch_of`, and its arguments.  A number given: of the kernel's first parameters; then values may be those
+        of the parameters behind them, in order."""
+        if isinstance(given, int):
+            names = tuple(kernel.arg_names)
+            values = dict(zip(names[given:], values, strict=False)) if isinstance(values, tuple) else values
+            given = names[:given]
+        assert not isinstance(values, tuple)
+        return cls(launch_of(kernel, grid, constants, device, **options), given, values)
+
     def __call__(self, given: tuple[Any, ...]) -> None:
         """Launch for a call that gives these."""
         flat = self._flat
-        if flat is False:
+        if self._rest is not None:
+            self.launch([*given, *self._rest])
+        elif flat is False:
             self.launch(self.arguments(given))
         elif isinstance(flat, Flat) and self.launch.warm:
             self.launch.flat(flat.arguments(given))
@@ -288,12 +294,15 @@ class Box:
         return descriptor
 
 
-class Launched(NamedTuple):
+@dataclass(slots=True)
+class Launched:
     """The record of a call that one launch makes: what its result is made by, and the launch, None for nothing to compute."""
 
     shape: Any
     bound: Bound | None = None
     more: Any = None  # what one operation alone keeps
+    run: Any = None  # and below: as of `Prepared`
+    ways: list[Any] = field(default_factory=lambda: [None, None])
 
 
 def attribute(of: str, path: str, value: object) -> Slot | None:

@@ -1,5 +1,6 @@
 """A call of attention as given: its record and its checks.  Its key: `ops/source.py`."""
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -229,6 +230,11 @@ def check_integer(name: str, value: object) -> None:
     """An int, or one that a tracer does not know yet; not a bool."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise DtypeError(f"{name} must be an int, got {type(value).__name__}")
+
+
+def scale_of(call: Any, dim: int) -> float:
+    """The factor of the scores of a call whose head dim is this."""
+    return 1.0 / math.sqrt(dim) if call.scale is None else float(call.scale)
 
 
 def window_of(window: Window | None, causal: bool) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from .bound import Example, meta
+from .bound import Bound, Example, meta
 from .device import device_of
 from .faults import WORDS, Mode, Watch, note_of, require_kernels, watch_of
 from .places import check_packed
@@ -100,20 +100,19 @@ def _places(
     shapes = _news(places)
     news = _empty(like, shapes)
     given = [None if shape is None else t for t, shape in zip(news, shapes, strict=True)]
-    launch, scalars = _bind_places(places, numbers)
-    if launch is not None:
-        launch((note_of(like.device), *places, *given, *scalars))
+    bound = _bind_places(places, numbers)
+    if bound is not None:
+        bound((note_of(like.device), *places, *given))
     return news[0], news[1], news[2], news[3]
 
 
 @recorded("checked places", lambda places, numbers: facts_of_values(*places, *numbers))
-def _bind_places(places: Places, numbers: Sequence[int]) -> tuple[Any, tuple[int, ...]]:
-    """The launch, None for no sequence, and the scalars."""
+def _bind_places(places: Places, numbers: Sequence[int]) -> Bound | None:
+    """The launch, None for no sequence."""
     for given in places:
         if given is not None:
             require_kernels(given.device)
     from ..kernels.cache.check_places import check_places
-    from .launch import Launch
 
     cu_q, cu_k, lengths, pads, batch_index, table = places
     offsets = next((t for t in (cu_q, cu_k) if t is not None), None)
@@ -130,8 +129,8 @@ def _bind_places(places: Places, numbers: Sequence[int]) -> tuple[Any, tuple[int
         device_of(like.device)  # a kernel can run there
     programs = batch + (offsets is not None)
     if like is None or programs == 0:
-        return None, scalars
-    return Launch(check_places, (programs, 1, 1), {"CHUNK": CHUNK}, {"num_warps": 1}, like.device.index or 0), scalars
+        return None
+    return Bound.of(check_places, programs, 11, scalars, {"CHUNK": CHUNK}, like.device, num_warps=1)
 
 
 # ---------------------------------------------------------------- lists
@@ -146,10 +145,10 @@ def _lists(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     sizes = tuple(None if t is None else t.contiguous() for t in (block_sizes, query_sizes))
     new, *news = _empty(counts, _list_shapes(indices, counts, *sizes))
-    launch, scalars = _bind_lists(indices, counts, sizes, numbers)
-    if launch is not None:
+    bound = _bind_lists(indices, counts, sizes, numbers)
+    if bound is not None:
         outs = [None if given is None else t for given, t in zip(sizes, news, strict=True)]
-        launch((note_of(counts.device), indices, counts, *sizes, new, *outs, *scalars))
+        bound((note_of(counts.device), indices, counts, *sizes, new, *outs))
     return new, news[0], news[1]
 
 
@@ -166,10 +165,9 @@ def _list_shapes(
 )
 def _bind_lists(
     indices: torch.Tensor, counts: torch.Tensor, sizes: tuple[torch.Tensor | None, ...], numbers: Sequence[int]
-) -> tuple[Any, tuple[int, ...]]:
+) -> Bound | None:
     require_kernels(counts.device)
     from ..kernels.sparse.check_lists import check_lists
-    from .launch import Launch
 
     if counts.device.type != "meta":
         device_of(counts.device)
@@ -191,8 +189,8 @@ def _bind_lists(
     )  # fmt: skip
     programs = rows + rows_k + -(-size_q // CHUNK)
     if programs == 0:
-        return None, scalars
-    return Launch(check_lists, (programs, 1, 1), {"CHUNK": CHUNK}, {"num_warps": 1}, counts.device.index or 0), scalars
+        return None
+    return Bound.of(check_lists, programs, 8, scalars, {"CHUNK": CHUNK}, counts.device, num_warps=1)
 
 
 # ---------------------------------------------------------------- the dispatcher
@@ -232,10 +230,13 @@ def example_launch(what: str, full: bool) -> Example:
     if what == "places":
         packed: Places = (cu, cu, None, None, None, None)
         places: Places = (None, None, each, each, each, meta(16, 512, dtype=i32)) if full else packed
-        launch, scalars = _bind_places(places, [16384, 16384, 1024, 1024, 8192, 0, 8192, 16, 1, 0, 0, 0])
+        bound = _bind_places(places, [16384, 16384, 1024, 1024, 8192, 0, 8192, 16, 1, 0, 0, 0])
         news = [None if shape is None else meta(*shape, dtype=i32) for shape in _news(places)]
-        return launch.fn, (note, *places, *news, *scalars), launch.keywords
-    indices, counts = meta(1, 24, 364, 364, dtype=i32), meta(1, 24, 364, dtype=i32)
-    sizes = meta(364, dtype=i32) if full else None
-    launch, scalars = _bind_lists(indices, counts, (sizes, sizes), [64, 64, 23296, 23296, 5])
-    return launch.fn, (note, indices, counts, sizes, sizes, counts, sizes, sizes, *scalars), launch.keywords
+        given: tuple[Any, ...] = (note, *places, *news)
+    else:
+        indices, counts = meta(1, 24, 364, 364, dtype=i32), meta(1, 24, 364, dtype=i32)
+        sizes = meta(364, dtype=i32) if full else None
+        bound = _bind_lists(indices, counts, (sizes, sizes), [64, 64, 23296, 23296, 5])
+        given = note, indices, counts, sizes, sizes, counts, sizes, sizes
+    assert bound is not None
+    return bound.example(given)

@@ -306,13 +306,6 @@ class Arguments(Group):
                     return sum(each is None or isinstance(each, torch.Tensor) for each in args[at][i])
         return 0
 
-    def prepared_in(self, args: tuple[Any, ...]) -> Any:
-        """What `prepared_with` put there; None if nobody did."""
-        for at in self.prepared:
-            if (found := args[at].prepared) is not None:
-                return found
-        return None
-
     def prepared_with(self, args: tuple[Any, ...], bare: list[Any], found: Any) -> tuple[Any, ...]:
         """The arguments, whose record holds what was found of the call; so does that of the bare ones from here on."""
         for at in self.prepared:

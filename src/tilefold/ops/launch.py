@@ -17,8 +17,8 @@ from triton import knobs
 from triton.runtime.errors import InterpreterError
 
 from ..errors import DeviceError
-from .bound import RuntimeInt, general, is_wide
 from .device import interpreting
+from .integers import RuntimeInt, general, is_wide
 
 OBSERVERS: list[Callable[[str, tuple[int, int, int], float], None]] = []
 """In the interpreter, where no profiler sees a launch: told the kernel's name, its grid and the seconds that it took."""

@@ -5,7 +5,7 @@
     dispatched   torch.compile, FakeTensor, tracing, tensor subclasses: one opaque operator each way
 
 The three share their forward, their backward and what is kept between, so that they cannot differ.  An `Operation` makes all
-three of functions of tensors, numbers and records; an `Operator` has flat arguments, and is told what is kept and passed on.
+three of functions of tensors, numbers and records.
 """
 
 import inspect
@@ -22,7 +22,6 @@ from .watch import (
     in_forward_mode,
     is_open,
     is_transformed,
-    is_watched,
     refuse_gradients,
     refuse_tangents,
     refuse_transforms,
@@ -41,17 +40,23 @@ class Gradient(NamedTuple):
     make(args, results, grads, wanted): theirs, and then those of the mod's tensors in order, None where there is none; grads: of
         the results, None for 0.
     require(*args): raises for an argument whose derivative nobody gave.
-    ready(*args): raises everything that would stop the gradient; asked before the forward pass is launched.  Returns None, or
-        what forward and `make` then find as `prepared` of the call's record, and need not look up.
-    unread(*args): numbers of the results that `make` does not read, so that they are not kept; it gets None for them.
-    still: numbers of the results through which no gradient passes."""
+    ready(*args): raises everything that would stop the gradient; asked before the forward pass is launched.  Returns what
+        forward's function `recorded` returns, which `make` then finds as `prepared` of a record among the arguments; so does
+        that function itself where there is no other.
+    unread: numbers of the results that `make` does not read, or what says them of args; they are not kept, it gets None for them.
+    kept(tensors, needs): the tensors of a call that `make` reads, None for others; needs: which of them require a gradient.
+        `make` gets None for the others, through the dispatcher an example without memory of its own.
+    still: numbers of the results through which no gradient passes.
+    same: pairs of what is served, by numbers, whose gradients are one tensor, which the second has in the dispatcher."""
 
     served: tuple[str, ...]
     make: Callable[..., Sequence[torch.Tensor | None]]
     require: Callable[..., None] = lambda *args: None
-    ready: Callable[..., Any] = lambda *args: None
-    unread: Callable[..., Sequence[int]] | None = None
+    ready: Callable[..., Any] | None = None
+    unread: tuple[int, ...] | Callable[..., Sequence[int]] = ()
+    kept: Callable[[Sequence[Any], Sequence[bool]], Sequence[Any]] = lambda tensors, needs: tensors
     still: tuple[int, ...] = ()
+    same: tuple[tuple[int, int], ...] = ()
     fresh: Callable[[torch.Tensor], torch.Tensor] = lambda t: t.new_empty(t.shape)
     mods: str = ""
 
@@ -102,9 +107,11 @@ class Operation:
             self.op.register_autograd(refuse)
             return
         self.served = tuple(arguments.tensors.index(each) for each in gradient.served)
+        self.needed = several(self.served)
         self.unserved = several([at for at in range(len(arguments.tensors)) if at not in self.served])
         *others, last = (*gradient.served, gradient.mods) if gradient.mods else gradient.served
         self.text = f"{', '.join(others)} and {last}" if others else last
+        self.ready: Callable[..., Any] = gradient.ready or self.prepare or (lambda *args: None)
         self.gradient_op = self._gradient_op(gradient)
         self.op.register_autograd(self._differentiate, setup_context=self._keep)
         self.function, self.transformed = self._functions(gradient)
@@ -153,7 +160,7 @@ class Operation:
         if transformed:
             refuse_transforms(self.name)
             return self.transformed.apply(None, bare, *fixed, *more)
-        found = self.gradient.ready(*args)  # type: ignore[union-attr]
+        found = self.ready(*args)
         alone = not more and not any(t is not None for t in fixed[len(self.arguments.places) :])
         way = self._with_gradient_alone if alone else self._with_gradient
         if kept:
@@ -170,8 +177,8 @@ class Operation:
         return found.run(found, *args)
 
     def _forward(self, *args: Any) -> Any:
-        """The results of a call by its record, which may be among the arguments."""
-        found = self.arguments.prepared_in(args) or self.prepare(*args)
+        """The results of a call by its record."""
+        found = self.prepare(*args)
         return found.run(found, *args)
 
     def _with_gradient(self, found: Any, *args: Any) -> Any:
@@ -183,9 +190,9 @@ class Operation:
         return self._applied(found, args, *self.arguments.alone(args))
 
     def _applied(self, found: Any, args: tuple[Any, ...], bare: list[Any], fixed: Any, more: Any) -> Any:
-        if found is not None:
+        if found is not None and self.arguments.prepared:
             args = self.arguments.prepared_with(args, bare, found)
-        return self.function.apply(args, bare, *fixed, *more)
+        return self.function.apply((found, args), bare, *fixed, *more)
 
     def dispatched(self, *args: Any) -> Any:
         """The results, through the dispatcher."""
@@ -210,8 +217,8 @@ class Operation:
         assert isinstance(gradient, Gradient)
         ctx.set_materialize_grads(False)
         if gradient.still:
-            ctx.mark_non_differentiable(*(results[i] for i in gradient.still))
-        unread = gradient.unread(*args_of()) if gradient.unread else ()
+            ctx.mark_non_differentiable(*[results[i] for i in gradient.still])
+        unread = gradient.unread(*args_of()) if callable(gradient.unread) else gradient.unread
         return [None if i in unread else t for i, t in enumerate(results)] if unread else results
 
     def _refuse_unserved(self, named: dict[str, Any]) -> None:
@@ -227,34 +234,40 @@ class Operation:
     # ---------------------------------------------------------------- eager
 
     def _functions(self, gradient: Gradient) -> tuple[Any, Any]:
-        """The autograd functions.  They take the arguments whole, or None; the arguments without their tensors; and the tensors
-        one by one, so that autograd and torch.func see every one."""
+        """The autograd functions.  They take the call's record and the arguments whole, or None; the arguments without their
+        tensors; and the tensors one by one, so that autograd and torch.func see every one."""
         arguments, count = self.arguments, self.results
+        absent = (False,) * (len(arguments.tensors) - len(arguments.places))  # of a call whose records hold none
 
         def forward(whole: Any, bare: Any, *tensors: Any) -> Any:
-            args = arguments.joined(bare, tensors) if whole is None else whole
+            if whole is not None:
+                found, args = whole
+                return self.forward(*args) if found is None else found.run(found, *args)
+            args = arguments.joined(bare, tensors)
             if is_transformed() and wants_gradient(tensors):  # if only functorch watches, the backward pass says so
-                gradient.ready(*args)
+                self.ready(*args)
             return self.forward(*args)
 
         def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             ctx.bare = inputs[1]
             kept = self._keep_results(ctx, output, lambda: arguments.joined(inputs[1], inputs[2:]))
-            ctx.save_for_backward(*kept, *inputs[2:])
+            ctx.save_for_backward(*kept, *gradient.kept(inputs[2:], ctx.needs_input_grad[2:]))
 
         def backward(ctx: Any, *grads: Any) -> Any:
             needs = ctx.needs_input_grad[2:]
-            back: list[Any] = [None] * len(needs)
-            if all(grad is None for grad in grads):
-                return None, None, *back
-            alone = len(needs) == len(arguments.places)
-            places = self.served if alone else self._places(arguments.count_of(ctx.bare, gradient.mods))
-            wanted = tuple([at < len(needs) and needs[at] for at in places])
-            found = made(ctx.bare, wanted, *map(resolved, grads), *ctx.saved_tensors)
-            for at, one in zip(places, found, strict=True):
-                if at < len(needs):
-                    back[at] = one
-            return None, None, *back
+            back: list[Any] = [None] * (len(needs) + len(absent))
+            for grad in grads:  # a generator in all() takes longer
+                if grad is not None:
+                    break
+            else:
+                return (None,) * (2 + len(needs))
+            wanted, places = self.needed((*needs, *absent)), self.served
+            if gradient.mods and len(needs) > len(arguments.places):
+                places = self._places(arguments.count_of(ctx.bare, gradient.mods))
+                wanted = tuple([needs[at] for at in places])
+            for at, one in zip(places, made(ctx.bare, wanted, *map(resolved, grads), *ctx.saved_tensors), strict=True):
+                back[at] = one
+            return None, None, *back[: len(needs)]
 
         def make(bare: Any, wanted: tuple[bool, ...], *tensors: Any) -> Any:
             grads, results, inputs = tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
@@ -306,8 +319,11 @@ class Operation:
     def _keep(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         count = len(self.arguments.tensors)
         more = inputs[count] if self.arguments.open else ()
-        kept = self._keep_results(ctx, output, lambda: self.arguments.whole(inputs))
-        ctx.save_for_backward(*kept, *inputs[:count], *more)
+        results = self._keep_results(ctx, output, lambda: self.arguments.whole(inputs))
+        kept = self.gradient.kept(inputs[:count], ctx.needs_input_grad[:count])  # type: ignore[union-attr]
+        pairs = zip(inputs, kept, strict=False)
+        tensors = [t.new_empty(()).expand(t.shape) if t is not None and one is None else one for t, one in pairs]
+        ctx.save_for_backward(*results, *tensors, *more)
         ctx.rest = inputs[count + self.arguments.open :]
 
     def _differentiate(self, ctx: Any, *grads: Any) -> Any:
@@ -325,8 +341,13 @@ class Operation:
             needs = [*ctx.needs_input_grad[:count], *(ctx.needs_input_grad[count] if gradient.mods else ())]
             places = self._places(self.arguments.count_of(args, gradient.mods))
             wanted = [bool(needs[at]) for at in places]
-            found = self._several(self.gradient_op(wanted, *grads, *results, *flat))
-            found = (*found[:-1], *found[-1]) if gradient.mods else found
+            asked_of = wanted.copy()
+            for one, other in gradient.same:
+                asked_of[one], asked_of[other] = asked_of[one] or asked_of[other], False
+            found = list(self._several(self.gradient_op(asked_of, *grads, *results, *flat)))
+            found = [*found[:-1], *found[-1]] if gradient.mods else found
+            for one, other in gradient.same:
+                found[other] = found[one]
             for at, one, asked in zip(places, found, wanted, strict=True):
                 back[at] = one if asked else None
         # beside a list of tensors torch takes an empty list for another and wants one back
@@ -380,69 +401,6 @@ def first_derivative(name: str, make: Callable[..., Any], refuse: Callable[..., 
 def _made(name: str, **methods: Callable[..., Any]) -> Any:
     """An autograd function."""
     return type(name, (torch.autograd.Function,), {key: staticmethod(fn) for key, fn in methods.items()})
-
-
-class Operator:
-    """An operation on flat positional arguments with a first derivative.
-
-    name: as in "tilefold::name"; the gradient's is name_backward.
-    forward(*args), fake(*args): the results, and results without values after all checks; annotated for torch's schema.
-    gradient(*arguments), gradient_fake(*arguments): what the backward pass makes; annotated, too.
-    keep(ctx, inputs, output): as setup_context of an autograd function.
-    arguments(ctx, *grads): those of `gradient`; None to pass no gradient.
-    give(ctx, results): the gradients of all args of forward, None for what gets none.
-
-    A call raises Unsupported for a forward-mode tangent, whether gradients are enabled or not, and inside torch.func's vmap and
-    jvp; so does a derivative of the gradient."""
-
-    def __init__(
-        self,
-        name: str,
-        forward: Callable[..., Any],
-        fake: Callable[..., Any],
-        gradient: Callable[..., Any],
-        gradient_fake: Callable[..., Any],
-        keep: Callable[..., None],
-        arguments: Callable[..., tuple[Any, ...] | None],
-        give: Callable[..., tuple[Any, ...]],
-    ) -> None:
-        self.name, self.forward = f"tilefold::{name}", forward
-        self.arguments = tuple(inspect.signature(forward).parameters)
-        self.op = torch.library.custom_op(f"tilefold::{name}", mutates_args=())(forward)
-        self.op.register_fake(fake)
-        self.gradient_op = torch.library.custom_op(f"tilefold::{name}_backward", mutates_args=())(gradient)
-        self.gradient_op.register_fake(gradient_fake)
-        gradient_op = self.gradient_op
-
-        def refuse(ctx: Any, *grads: Any) -> Any:
-            raise Unsupported(f"tilefold::{name} has first derivatives only: this call differentiates its gradient")
-
-        def differentiate(ctx: Any, *grads: Any) -> Any:
-            given = arguments(ctx, *grads)
-            return (None,) * len(ctx.needs_input_grad) if given is None else give(ctx, gradient_op(*given))
-
-        self.gradient_op.register_autograd(refuse)
-        self.op.register_autograd(differentiate, setup_context=keep)
-        made = first_derivative(self.name, gradient, refuse)
-
-        def backward(ctx: Any, *grads: Any) -> Any:
-            given = arguments(ctx, *map(resolved, grads))
-            return (None,) * len(ctx.needs_input_grad) if given is None else give(ctx, made(*given))
-
-        self.function, self.transformed = differentiable(forward, keep, backward)
-
-    def __call__(self, *args: Any) -> Any:
-        """The results, by the cheapest way that everyone who watches can follow."""
-        transformed = is_transformed()
-        if torch.compiler.is_compiling() or (not transformed and is_watched(args)):
-            return self.op(*args)
-        if in_forward_mode():
-            refuse_tangents(dict(zip(self.arguments, args, strict=True)))  # no_grad does not stop them
-        if transformed:
-            refuse_transforms(self.name)
-        if transformed:
-            return self.transformed.apply(*args)
-        return self.function.apply(*args) if torch.is_grad_enabled() and wants_gradient(args) else self.forward(*args)
 
 
 def one_by_one(

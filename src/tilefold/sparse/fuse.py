@@ -3,7 +3,7 @@
 import torch
 
 from ..errors import Unsupported
-from ..ops.sparse.fuse import forward, fuse_op
+from ..ops.sparse.fuse import FUSE, forward
 from ..ops.sparse.project import check_layout
 from ..types import Layout
 
@@ -42,11 +42,11 @@ def fuse(
     """
     check_layout(layout)
     if out is None:
-        result: torch.Tensor = fuse_op(coarse, fine, gate_coarse, gate_fine, layout)
+        result: torch.Tensor = FUSE(coarse, fine, gate_coarse, gate_fine, layout)
         return result
     if torch.compiler.is_compiling():
         raise Unsupported("out was given under torch.compile: leave it out, the compiler reuses memory by itself")
     given = (coarse, fine, gate_coarse, gate_fine, out)
     if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in given):
         raise Unsupported("out was given and an input requires a gradient: leave it out, or call under torch.no_grad()")
-    return forward((coarse, fine), (gate_coarse, gate_fine), layout, out)
+    return forward(coarse, fine, gate_coarse, gate_fine, layout, out)

@@ -14,7 +14,7 @@ import compile_once
 import tilefold
 from cases import dilated, qkv, relative
 from tilefold.ops import launch
-from tilefold.ops.bound import RuntimeInt, general, runtime_ints
+from tilefold.ops.integers import RuntimeInt, general, runtime_ints
 
 pytestmark = pytest.mark.xdist_group("compile_once")  # what is counted once serves all
 TESTS = Path(compile_once.__file__).parent

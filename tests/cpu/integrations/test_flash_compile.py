@@ -84,7 +84,7 @@ def test_nothing_is_read_on_the_host(device, monkeypatch):
     from tilefold.ops.dense import attention
 
     monkeypatch.setattr(rotary, "check_offsets", lambda *args: None)
-    for module in (cached, cache_append, operator, rotary):
+    for module in (cached, cache_append, rotary):
         monkeypatch.setattr(module, "is_watched", lambda tensors: False)
     monkeypatch.setattr(operator, "watchers", lambda tensors: (False, operator.wants_gradient(tensors)))
     monkeypatch.setattr(attention, "check_inside", lambda *args: None)
@@ -112,7 +112,7 @@ def test_operators_are_what_their_schemas_say(device):
     """Which arguments change, and that fake tensors see the shapes that come out."""
     from tilefold.ops.cache.cache_append import cache_append_op
     from tilefold.ops.cache.cached import ATTENTION_CACHED
-    from tilefold.ops.cache.rotary import _OPERATOR as turn
+    from tilefold.ops.cache.rotary import ROTARY
     from tilefold.ops.call import Call
     from tilefold.ops.dense.attention_weights import ATTENTION_WEIGHTS as weights
     from tilefold.ops.source import Cache
@@ -125,6 +125,6 @@ def test_operators_are_what_their_schemas_say(device):
     flat = ATTENTION_CACHED.flat(q, *caches, Call(causal=True, source=Cache(lengths, splits=2)), False)
     check(ATTENTION_CACHED.op, flat, test_utils=kinds)
     check(cache_append_op, (*caches, *new, lengths, None, None, cos, sin, True), test_utils=kinds)
-    check(turn.op, (q, cos, sin, lengths, 0, 1, None, -1, True, False), test_utils=kinds)
+    check(ROTARY.op, ROTARY.flat(q, cos, sin, lengths, 0, 1, None, -1, True, False), test_utils=kinds)
     seed = torch.ones(1, dtype=torch.int64, device=device)
     check(weights.op, weights.flat(q, new[0], Call(dropout_p=0.3, dropout_seed=seed), 128), test_utils=kinds)

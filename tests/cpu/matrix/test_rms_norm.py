@@ -87,7 +87,7 @@ def test_compiled(device):
     compiled = one_graph(layer)
     got, want = (torch.autograd.grad(fn(x, weight, residual), (x, weight, residual)) for fn in (compiled, layer))
     assert all(map(torch.equal, got, want))
-    torch.library.opcheck(ops.matrix.rms_norm.rms_norm_op.op, (x, weight, residual, 1e-6))
+    torch.library.opcheck(ops.matrix.rms_norm.RMS_NORM.op, (x, weight, residual, 1e-6))
 
 
 def test_plan(device):

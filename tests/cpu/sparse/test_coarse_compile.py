@@ -7,7 +7,7 @@ from cases import one_graph, qkv, rand, same
 from cases.coarse import sized, weights
 from tilefold import sparse
 from tilefold.ops.sparse.coarse import COARSE, CoarseCall
-from tilefold.ops.sparse.fuse import fuse_op
+from tilefold.ops.sparse.fuse import FUSE
 from tilefold.ops.sparse.project import NAMES, PROJECT, SPREAD
 
 pytestmark = pytest.mark.no_poison
@@ -62,7 +62,7 @@ def test_opcheck(device):
     torch.library.opcheck(PROJECT.op, (q, None, None, 16, 0, "bshd", NAMES))
     torch.library.opcheck(SPREAD.op, (rows, sizes, 33, 16, "bshd"))
     torch.library.opcheck(COARSE.op, COARSE.flat(q, k, v, CoarseCall(sizes, sizes, 16, None, "mean", "bshd", True)))
-    torch.library.opcheck(fuse_op.op, (q, q.detach().clone().requires_grad_(), gate, None, "bshd"))
+    torch.library.opcheck(FUSE.op, (q, q.detach().clone().requires_grad_(), gate, None, "bshd"))
 
 
 def test_fake_tensors(device):

@@ -9,7 +9,7 @@ from ...errors import DtypeError
 from ..bound import Bound, Example
 from ..call import Call, window_of
 from ..dense import attention
-from ..dense.attention_parts import band_of, kind_of, option_values, side_of
+from ..dense.attention_parts import band_of, dims_of, kind_of, lengths_of, option_values, side_of
 from ..device import device_of, interpreting
 from ..first_call import without_collector
 from ..hopper import chosen_or_none, disabled
@@ -275,10 +275,9 @@ def _bind(
     from ...device import mods
     from ...kernels.backward import attention_backward as kernels
     from ...kernels.backward import attention_backward_terms as terms
-    from ..launch import Launch
 
     q, k, v, out = tensors
-    n, packed, device, softcap = plan.problem, call.packed is not None, q.device.index or 0, float(call.softcap)
+    n, packed, device, softcap = plan.problem, call.packed is not None, q.device, float(call.softcap)
     strides = side_strides(call.layout, q=q, k=k, v=v, d=dout, o=out, g=q.shape, x=k.shape, y=v.shape)
     rows = q.shape[0] if packed else n.seq_q
     most = max(ROWS, *(max(tile.block_m, tile.block_n) for tile in (plan.queries, plan.keys, plan.scores)))
@@ -289,10 +288,7 @@ def _bind(
         "KIND": kind_of(window, band),
         "EMULATE": interpreting() and q.dtype == torch.bfloat16,
         "WIDE": wide,
-        "DIM_QK": n.dim_qk,
-        "DIM_V": n.dim_v,
-        "BLOCK_QK": n.block_qk,
-        "BLOCK_V": n.block_v,
+        **dims_of(n),
     }
     slopes, after_bias = slopes_of(mods, softcap, call, q.dtype == torch.float32)
     values = {
@@ -300,12 +296,7 @@ def _bind(
         "stride_lb": 0 if packed else n.heads * n.seq_q,
         "stride_lh": rows,
         "scale": scale,
-        "seq_q": n.seq_q,
-        "seq_k": n.seq_k,
-        "batch": n.batch,
-        "heads": n.heads,
-        "kv_heads": n.kv_heads,
-        "group": n.group,
+        **lengths_of(n),
         **option_values(call, window, mods, softcap, q.dtype, band),
         "slopes": slopes,
     }
@@ -313,26 +304,23 @@ def _bind(
     if boxed:  # what streams by
         of_queries = values | boxes(call.layout, plan.queries.block_n, K=(k, n.block_qk), V=(v, n.block_v))
         of_keys = values | boxes(call.layout, plan.keys.block_m, Q=(q, n.block_qk), DOut=(dout, n.block_v))
-    queries = tiled(
-        kernels.attention_backward_queries, plan.queries, plan.grids[0], {**constants, "BOX": boxed}, device
-    )
-    alone = {**constants, "BOX": boxed, "ALONE": n.group == 1}
-    keys = tiled(kernels.attention_backward_keys, plan.keys, plan.grids[1], alone, device)
     bias = sinks = None
     if plan.bias:
+        of_bias = values | {"slopes": after_bias, "bias_batch": plan.bias[0], "bias_heads": plan.bias[1]}
         chosen = {**constants, "ROWS": plan.bias[2] > 1, "ROUND": interpreting()}
-        bias = tiled(terms.attention_backward_bias, plan.scores, plan.grids[2], chosen, device)
+        bias = tiled(terms.attention_backward_bias, plan.scores, plan.grids[2], GIVEN, of_bias, chosen, device)
     if call.sinks is not None:
-        grid = (n.heads * n.batch, 1, 1)
-        sinks = Launch(terms.attention_backward_sinks, grid, {"BLOCK_M": SINK_ROWS}, {"num_warps": 4}, device)
-    of_bias = values | {"slopes": after_bias, **dict(zip(("bias_batch", "bias_heads"), plan.bias[:2], strict=False))}
+        rows_at_once = {"BLOCK_M": SINK_ROWS}
+        sinks = Bound.of(terms.attention_backward_sinks, n.heads * n.batch, GIVEN, values, rows_at_once, device)
+    of_sides = {**constants, "BOX": boxed}
+    alone = {**of_sides, "ALONE": n.group == 1}
     return DenseBound(
         plan,
         delta_bound(n, rows * (1 if packed else n.batch), rows, wide, strides, device),
-        Bound(queries, GIVEN, of_queries),
-        None if keys is None else Bound(keys, GIVEN, of_keys),
-        None if bias is None else Bound(bias, GIVEN, of_bias),
-        None if sinks is None else Bound(sinks, GIVEN, values),
+        tiled(kernels.attention_backward_queries, plan.queries, plan.grids[0], GIVEN, of_queries, of_sides, device),
+        tiled(kernels.attention_backward_keys, plan.keys, plan.grids[1], GIVEN, of_keys, alone, device),
+        bias,
+        sinks,
         bind_weights(plan, constants, values, device),
         bind_loads(plan, constants, values, device, call, loads),
     )

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..bound import Bound, Slot
-from ..call import UNBOUNDED, Call
-from ..dense.attention_parts import kind_of
+from ..call import Call
+from ..dense.attention_parts import kind_of, lengths_of, sides_named
 from .backward_parts import side_strides
 from .hopper_backward import (
     SIDES,
@@ -85,7 +85,6 @@ def main_bound(
     queries, as the kernel has it: rows of dk and dv that are written already, tiles of a head.  split: as if there were several
     splits.  given: what a call gives."""
     from ...plan.backward import attention_backward_hopper as rules
-    from ..launch import Launch
 
     n, device, (q, dout, k, v) = plan.problem, plan.device, sides
     heads, keys = plan.heads_at_once, plan.keys_at_once
@@ -94,10 +93,7 @@ def main_bound(
     batches = rules.batches_of(n, heads, keys)
     kernel, constants, registers = _kernel(plan)
     constants |= {"KIND": kind_of(n.sides), "SPLIT": split or splits > 1}
-    options = {"num_warps": plan.keys.num_warps, "maxnreg": registers}
     items = batches * (heads * split_tiles + rules.query_items(n, device, heads))
-    launch = Launch(kernel, (items, 1, 1), constants, options, tensors[0].device.index or 0)
-    left, right = (UNBOUNDED if side < 0 else side for side in n.sides)
     gradients = {letter: t.shape for letter, t in zip("gxy", tensors, strict=False)}
     values = {
         **boxed_sides(side_boxes(q, dout, k, v, call.layout)),
@@ -105,14 +101,10 @@ def main_bound(
         "Partial": Slot("Partial" if "Partial" in given else "Statistics"),
         "ds_desc": Slot("kept", kept_box(sizes[2], tensors[0].dtype).over),
         "scale": scale,
-        "seq_q": n.seq_q,
-        "seq_k": n.seq_k,
-        "heads": n.heads,
-        "group": n.group,
+        **lengths_of(n),
         "q_tiles": q_units,
         "kv_tiles": kv_units,
-        "left": left,
-        "right": right,
+        **sides_named(n.sides),
         "split_tiles": split_tiles,
         "splits": splits,
         "width": rules.line_width(n, keys),
@@ -126,7 +118,8 @@ def main_bound(
         "written": span[0],
         "stat_tiles": span[1],
     }
-    return Bound(launch, given, values)
+    options = {"num_warps": plan.keys.num_warps, "maxnreg": registers}
+    return Bound.of(kernel, items, given, values, constants, tensors[0].device, **options)
 
 
 def _kernel(plan: "AttentionBackwardPlan") -> tuple[Any, dict[str, Any], int]:

@@ -89,7 +89,7 @@ def bind_loads(
     plan: "AttentionBackwardPlan",
     constants: Mapping[str, Any],
     values: Mapping[str, Any],
-    device: int,
+    device: torch.device,
     call: Call,
     loads: tuple[int, ...],
 ) -> LoadsBound | None:
@@ -107,9 +107,9 @@ def bind_loads(
     count = len(values["slopes"])
     units = {**values, "slopes": ((mods.unit_slope, ()),) * count, "sites": Slot("sites")}
 
-    def bound(which: Any) -> Bound:
+    def bound(which: Any) -> Any:
         chosen = {**constants, "PASS": which.value, "SITES": sites}
-        return Bound(tiled(attention_backward_loads, plan.scores, plan.grids[3], chosen, device), GIVEN, units)
+        return tiled(attention_backward_loads, plan.scores, plan.grids[3], GIVEN, units, chosen, device)
 
     measure = None if once else bound(passes.MEASURE)
     return LoadsBound(found, measure, bound(passes.ADD_FLOATS if once else passes.ADD), plan.grids[3][0], sites)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..bound import Bound, Slot, attribute
-from ..call import UNBOUNDED, Call, window_of
-from ..dense.attention_parts import kind_of
+from ..call import Call, window_of
+from ..dense.attention_parts import kind_of, lengths_of, sides_named
 from .attention_backward_hopper import HOLDING
 from .hopper_backward import (
     SIDES,
@@ -27,7 +27,6 @@ from .hopper_backward import (
 if TYPE_CHECKING:
     from ...plan.backward.attention_backward import AttentionBackwardPlan
     from ...plan.backward.attention_backward_packed import Order
-    from ..launch import Launch
 
 ENTRY = 12  # int32 numbers of a piece of work
 CHUNK = 128  # of them that one program writes
@@ -60,27 +59,21 @@ def bound_launches(
     """The launches of this call under this plan; tensors: q, k, v, out."""
     q, k, v, _ = tensors
     n, order = plan.problem, _order_of(plan, tensors)
-    left, right = (UNBOUNDED if side < 0 else side for side in window_of(call.window, call.causal))
     values = {
+        **lengths_of(n),
         **boxed_sides(side_boxes(q, dout, k, v, call.layout)),
         **values_of_lengths(tensors, dout, call),
         **_values(plan, order, q.dtype),
         "CuQ": attribute("call", "source.cu_q", call.packed),
         "CuK": attribute("call", "source.cu_k", call.packed),
         "scale": scale,
-        "batch": n.batch,
         "steps": (n.batch - 1).bit_length(),
-        "heads": n.heads,
-        "kv_heads": n.kv_heads,
-        "group": n.group,
-        "left": left,
-        "right": right,
+        **sides_named(window_of(call.window, call.causal)),
         **packed_strides(g=q.shape, x=k.shape, y=v.shape),
     }
-    first = _prepare(plan, order, tensors, dout)
-    main = _main(plan, order, call, q.device.index or 0)
-    buffers = _buffers(plan, order, tensors)
-    return PackedBound(plan, buffers, Bound(first, GIVEN, values), Bound(main, GIVEN, values), None, order.together)
+    first = _prepare(plan, order, tensors, dout, values)
+    main = _main(plan, order, call, values, q.device)
+    return PackedBound(plan, _buffers(plan, order, tensors), first, main, None, order.together)
 
 
 def _order_of(plan: "AttentionBackwardPlan", tensors: Tensors) -> "Order":
@@ -136,10 +129,11 @@ def _main_grid(order: "Order") -> tuple[int, int, int]:
     return order.keys + order.queries, 1, 1
 
 
-def _prepare(plan: "AttentionBackwardPlan", order: "Order", tensors: Tensors, dout: torch.Tensor) -> "Launch":
+def _prepare(
+    plan: "AttentionBackwardPlan", order: "Order", tensors: Tensors, dout: torch.Tensor, values: dict[str, Any]
+) -> Bound:
     """The launch that comes first."""
     from ...kernels.backward.backward_packed import backward_packed
-    from ..launch import Launch
 
     n, out = plan.problem, tensors[3]
     constants = {
@@ -151,16 +145,16 @@ def _prepare(plan: "AttentionBackwardPlan", order: "Order", tensors: Tensors, do
         "ROWS": order.together * UNIT,
         "CHUNK": CHUNK,
     }
-    grid = _first_grid(plan, order, tensors)
-    return Launch(backward_packed, grid, constants, {"num_warps": 4}, out.device.index or 0)
+    return Bound.of(backward_packed, _first_grid(plan, order, tensors), GIVEN, values, constants, out.device)
 
 
-def _main(plan: "AttentionBackwardPlan", order: "Order", call: Call, device: int) -> "Launch":
+def _main(
+    plan: "AttentionBackwardPlan", order: "Order", call: Call, values: dict[str, Any], device: torch.device
+) -> Bound:
     """The launch that makes the gradients."""
     from ...kernels.hopper.attention_backward_packed import attention_backward_packed
     from ...plan.backward.hopper_backward import REGISTERS
     from ...plan.hopper import PRODUCER_REGISTERS
-    from ..launch import Launch
 
     n = plan.problem
     constants = {
@@ -172,4 +166,4 @@ def _main(plan: "AttentionBackwardPlan", order: "Order", call: Call, device: int
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
     }
     options = {"num_warps": plan.keys.num_warps, "maxnreg": REGISTERS}
-    return Launch(attention_backward_packed, _main_grid(order), constants, options, device)
+    return Bound.of(attention_backward_packed, _main_grid(order), GIVEN, values, constants, device, **options)

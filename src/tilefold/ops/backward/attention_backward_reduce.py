@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..bound import Bound, Box, Slot, attribute, stand_in
-from ..call import UNBOUNDED, Call, window_of
+from ..call import Call, window_of
 from ..dense.attention_hopper import slope_values
-from ..dense.attention_parts import kind_of, mask_mods_of, score_mods_of
+from ..dense.attention_parts import kind_of, lengths_of, mask_mods_of, score_mods_of, sides_named
 from ..dense.attention_tiles import bytes_of, steps_of, tile_box, tiles_of
 from ..hopper import box_of, descriptor
 from ..sparse.classify import QueryLists
@@ -30,7 +30,6 @@ from .hopper_backward import (
 if TYPE_CHECKING:
     from ...plan.backward.attention_backward import AttentionBackwardPlan
     from ...plan.problem import AttentionProblem
-    from ..launch import Launch
 
 CHUNK = 128  # blocks of packed keys whose entries one program writes
 GIVEN = (*SIDES, "Statistics", "Progress", "Sums", "KeySums", "Blocks", "Tails", "DQ", "DK", "DV")
@@ -45,37 +44,33 @@ def bound_launches(
     """The launches of this call under this plan; tensors: q, k, v, out."""
     from ...kernels.backward.backward_reduced import backward_reduced
     from ...plan.backward import attention_backward_reduce as rules
-    from ..launch import Launch
 
     q, k, v, out = tensors
     n, queries, options = plan.problem, rules.queries_of(plan.problem), plan.options
     assert options is not None  # of this kernel's plans
-    left, right = (UNBOUNDED if side < 0 else side for side in window_of(call.window, call.causal))
     sides = zip((q, dout, k, v), (queries, queries, rules.KEYS, rules.KEYS), strict=True)
     tokens = _tokens_of(tensors, call)
     values = {
         **boxed_sides(tuple(box_of(t, call.layout, size) for t, size in sides)),
         **_sizes(plan, tokens),
         "scale": scale,
-        "heads": n.heads,
-        "group": n.group,
+        **lengths_of(n),
         "members": rules.members(n, options),
-        "left": left,
-        "right": right,
+        **sides_named(window_of(call.window, call.causal)),
         "heads_at_once": plan.heads_at_once,
         **_mod_values(call, n, _lists_of(call, plan, q.device)),
         **(_packed_values(tensors, dout, call, plan) if tokens else _dense_values(tensors, call, n)),
     }
     grid, constants = _last_grid(plan, tokens), {"QUERIES": queries, "D": rules.columns_of(n), "COLUMNS": n.dim_qk}
-    last = Launch(backward_reduced, grid, constants, {"num_warps": 4}, q.device.index or 0)
     if tokens is None:
         counters = rules.counters(n, options)
         first = statistics_bound(n, out, dout, call.layout, rules.q_tiles(n), counters, GIVEN, unit=queries)
     else:
-        first = Bound(_prepare(plan, tokens, tensors, dout), GIVEN, values)
-    main = Bound(_main(plan, call, q.device.index or 0, tokens), GIVEN, values)
+        first = _prepare(plan, tokens, tensors, dout, values)
+    main = _main(plan, call, tokens, values, q.device)
+    last = Bound.of(backward_reduced, grid, GIVEN, values, constants, q.device)
     made = ReduceBound if tokens else GluonBound
-    return made(plan, _buffers(plan, tensors, tokens), first, main, Bound(last, GIVEN, values))
+    return made(plan, _buffers(plan, tensors, tokens), first, main, last)
 
 
 @dataclass(slots=True)
@@ -127,8 +122,6 @@ def _dense_values(tensors: Tensors, call: Call, problem: "AttentionProblem") -> 
     n, (q, k, v, _) = problem, tensors
     q_units, kv_units = tiles(n)
     return {
-        "seq_q": n.seq_q,
-        "seq_k": n.seq_k,
         "q_units": q_units,
         "kv_units": kv_units,
         **dict.fromkeys(("Blocks", "tail_desc", "CuQ")),
@@ -149,9 +142,7 @@ def _packed_values(tensors: Tensors, dout: torch.Tensor, call: Call, plan: "Atte
         "CuK": attribute("call", "source.cu_k", call.packed),
         "tail_desc": Slot("Tails", kept_box(rules.tails(n), q.dtype).over),
         "sequences": n.batch,
-        "batch": n.batch,
         "steps": (n.batch - 1).bit_length(),
-        "kv_heads": n.kv_heads,
         **values_of_lengths(tensors, dout, call),
         **packed_strides(q=q, k=k, v=v, g=q.shape, x=k.shape, y=v.shape),
     }
@@ -193,12 +184,13 @@ def _last_grid(plan: "AttentionBackwardPlan", tokens: Any) -> tuple[int, int, in
     return (rules.rows(plan.problem, tokens) - 1) * 2, 1, 1
 
 
-def _prepare(plan: "AttentionBackwardPlan", tokens: Any, tensors: Tensors, dout: torch.Tensor) -> "Launch":
+def _prepare(
+    plan: "AttentionBackwardPlan", tokens: Any, tensors: Tensors, dout: torch.Tensor, values: dict[str, Any]
+) -> Bound:
     """The launch that comes first for packed sequences."""
     from ...kernels.backward.backward_packed_blocks import backward_packed_blocks
     from ...plan.backward import attention_backward_reduce as rules
     from ...plan.backward.attention_backward_hopper import width_of
-    from ..launch import Launch
 
     n, queries = plan.problem, rules.queries_of(plan.problem)
     longest = max(t.stride(0) for t in (*tensors, dout))
@@ -212,8 +204,7 @@ def _prepare(plan: "AttentionBackwardPlan", tokens: Any, tensors: Tensors, dout:
         "CHUNK": CHUNK,
         "ALTERNATE": plan.options.ordered and max(n.sides) >= 0,  # type: ignore[union-attr]
     }
-    grid, device = _first_grid(plan, tokens), dout.device.index or 0
-    return Launch(backward_packed_blocks, grid, constants, {"num_warps": 4}, device)
+    return Bound.of(backward_packed_blocks, _first_grid(plan, tokens), GIVEN, values, constants, dout.device)
 
 
 def _mask_rows(call: Call, problem: "AttentionProblem") -> int:
@@ -281,12 +272,13 @@ def _sum_box(numbers: int, columns: int) -> Any:
     return Box(stand_in(floats), [numbers // 32, 32], [32, 1], box, *descriptor(tuple(box), floats))
 
 
-def _main(plan: "AttentionBackwardPlan", call: Call, device: int, tokens: tuple[int, int] | None) -> "Launch":
+def _main(
+    plan: "AttentionBackwardPlan", call: Call, tokens: Any, values: dict[str, Any], device: torch.device
+) -> Bound:
     """The kernel's launch."""
     from ...kernels.hopper.attention_backward_reduce import attention_backward_reduce
     from ...plan.backward import attention_backward_reduce as rules
     from ...plan.hopper import PRODUCER_REGISTERS
-    from ..launch import Launch
 
     n, options = plan.problem, plan.options
     assert options is not None  # of this kernel's plans
@@ -304,5 +296,5 @@ def _main(plan: "AttentionBackwardPlan", call: Call, device: int, tokens: tuple[
         "CONSUMER_REGISTERS": rules.REGISTERS[1],
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
     }
-    launch_options = {"num_warps": plan.keys.num_warps, "maxnreg": rules.REGISTERS[0]}
-    return Launch(attention_backward_reduce, _main_grid(plan, tokens), constants, launch_options, device)
+    grid, own = _main_grid(plan, tokens), {"num_warps": plan.keys.num_warps, "maxnreg": rules.REGISTERS[0]}
+    return Bound.of(attention_backward_reduce, grid, GIVEN, values, constants, device, **own)

@@ -1,7 +1,7 @@
 """What the backward passes share on the host: launches by name, descriptors, strides, dout as a kernel can read it, and the
 weights of rows in fp32."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,30 +17,31 @@ if TYPE_CHECKING:
     from ...plan.problem import AttentionProblem
 
 ROWS = 64  # rows of delta that one program makes
+OF_DELTA = ("Out", "DOut", "Lse", "DLse", "Lse2", "Delta")
+"""What a call gives to the kernel of delta."""
 
 
 def delta_bound(
-    problem: "AttentionProblem", total: int, rows: int, wide: bool, strides: Mapping[str, int], device: int
+    problem: "AttentionProblem", total: int, rows: int, wide: bool, strides: Mapping[str, int], device: torch.device
 ) -> Bound:
     """The launch that makes lse in base 2 and the sums of out * dout; total: rows of all sequences, `rows` of each (a packed
     batch is one sequence here)."""
     from ...kernels.backward.backward_delta import backward_delta
-    from ..launch import Launch
 
     constants = {"WIDE": wide, "DIM": problem.dim_v, "BLOCK_D": problem.block_v, "BLOCK_M": ROWS}
-    grid = (-(-rows // ROWS) * problem.heads * (total // rows), 1, 1)
-    launch = Launch(backward_delta, grid, constants, {"num_warps": 4}, device)
-    given = ("Out", "DOut", "Lse", "DLse", "Lse2", "Delta")
-    return Bound(launch, given, {**strides, "seq_q": rows, "heads": problem.heads})
+    programs = -(-rows // ROWS) * problem.heads * (total // rows)
+    values = {**strides, "seq_q": rows, "heads": problem.heads}
+    return Bound.of(backward_delta, programs, OF_DELTA, values, constants, device)
 
 
-def tiled(fn: Any, tile: "Tile", grid: tuple[int, int, int], constants: dict[str, Any], device: int) -> Any:
-    """The launch of a kernel with this tile; None for an empty grid."""
-    from ..launch import Launch
-
+def tiled(
+    kernel: Any, tile: "Tile", grid: tuple[int, int, int], given: Sequence[str], values: Mapping[str, Any],
+    constants: Mapping[str, Any], device: torch.device,
+) -> Any:  # fmt: skip
+    """The launch of a kernel with this tile, and its arguments; None for an empty grid."""
     constants = {**constants, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    return Launch(fn, grid, constants, options, device) if grid[0] else None
+    return Bound.of(kernel, grid, given, values, constants, device, **options) if grid[0] else None
 
 
 def side_strides(layout: Layout, **sides: torch.Tensor | tuple[int, ...]) -> dict[str, int]:
@@ -91,15 +92,15 @@ dout and delta, so it is these that are multiplied by one number a row; every ke
 
 
 def bind_weights(
-    plan: "AttentionBackwardPlan", constants: Mapping[str, Any], values: Mapping[str, Any], device: int
-) -> Bound | None:
+    plan: "AttentionBackwardPlan", constants: Mapping[str, Any], values: Mapping[str, Any], device: torch.device
+) -> Any:
     """The launch that makes the weights of an fp32 call; None of any other call."""
     from ...kernels.backward.attention_backward_weights import attention_backward_weights
 
     if plan.problem.dtype != "float32":
         return None
     chosen = {name: constants[name] for name in ("KIND", "EMULATE", "WIDE", "DIM_QK", "BLOCK_QK")}
-    return Bound(tiled(attention_backward_weights, plan.queries, plan.grids[0], chosen, device), OF_WEIGHTS, values)
+    return tiled(attention_backward_weights, plan.queries, plan.grids[0], OF_WEIGHTS, values, chosen, device)
 
 
 def weighted(

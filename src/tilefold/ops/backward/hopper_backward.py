@@ -155,7 +155,6 @@ def statistics_bound(
     problem: of the forward pass, an AttentionProblem.  q_units: tiles of a head.  values: of the sizes of query blocks, where
     there are some.  per: tiles of a query block.  unit: queries of a tile."""
     from ...kernels.backward.backward_statistics import backward_statistics
-    from ..launch import Launch
 
     n = problem
     constants = {
@@ -165,8 +164,7 @@ def statistics_bound(
         "UNIT": unit,
         "PER": per,
     }
-    grid = n.batch * n.heads * q_units + 1, 1, 1
-    launch = Launch(backward_statistics, grid, constants, {"num_warps": 4}, out.device.index or 0)
     unsized = {"QuerySizes": None, "stride_pb": 0, "stride_ph": 0}
     sizes = {"seq_q": n.seq_q, "heads": n.heads, "q_units": q_units, "counters": counters}
-    return Bound(launch, given, {**unsized, **(values or {}), **sizes, **side_strides(layout, o=out, d=dout)})
+    values = {**unsized, **(values or {}), **sizes, **side_strides(layout, o=out, d=dout)}
+    return Bound.of(backward_statistics, n.batch * n.heads * q_units + 1, given, values, constants, out.device)

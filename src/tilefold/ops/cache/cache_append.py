@@ -249,7 +249,6 @@ def _prepare(call: Append) -> Launched:
 def _bind(call: Append, n: dict[str, int], native: bool, sms: int) -> Launched:
     """Grid, scalars and constants."""
     from ...kernels.cache.cache_append import cache_append as kernel
-    from ..launch import Launch
 
     heads = 0 if call.q is None else n["heads"]
     most = n["tokens"] * max(n["kv_heads"], heads)
@@ -283,8 +282,8 @@ def _bind(call: Append, n: dict[str, int], native: bool, sms: int) -> Launched:
     if call.operation:
         programs += -(-n["tokens"] // rows)  # they look at the tensors that say where rows lie
     warps = max(1, min(4, rows * width // (ELEMENTS // 4)))
-    launch = Launch(kernel, (programs, 1, 1), constants, {"num_warps": warps}, call.k.device.index or 0)
-    return Launched(n, Bound(launch, GIVEN, _values(call, n, heads, own)), native)
+    values = _values(call, n, heads, own)
+    return Launched(n, Bound.of(kernel, programs, GIVEN, values, constants, call.k.device, num_warps=warps), native)
 
 
 def _values(call: Append, n: dict[str, int], heads: int, own: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import torch
 
 from ...errors import Unsupported
 from ..bound import Bound, Example, Prepared, meta, run, strides_named
-from ..call import Call, check_options, window_of
+from ..call import Call, check_options, scale_of, window_of
 from ..dense.attention_parts import head_strides, kind_of, option_values, problem_of, shared_values
 from ..dense.split import Both, Split, bind_merge
 from ..device import device_of, interpreting, on_host
@@ -151,10 +151,9 @@ def _bind(
     from ...device import mods
     from ...kernels.cache.attention_cached import attention_cached as kernel
     from ...plan.problem import padded_head_dim, padded_value_dim
-    from ..launch import Launch
 
     cache = cache_of(call)
-    n, paged, device = sizes, cache.block_table is not None, q.device.index or 0
+    n, paged = sizes, cache.block_table is not None
     out_shape, lse_shape = cached_shapes(sizes, cache)
     window = window_of(call.window, call.causal)
     rows = [(0, *s) if len(s) == 2 else s for s in (head_strides(t, "bshd") for t in (q, k, v))]
@@ -173,13 +172,10 @@ def _bind(
         "BLOCK_QK": padded_head_dim(n["dim_qk"]),
         "BLOCK_V": block_v,
     }
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    if tile.maxnreg is not None:
-        options["maxnreg"] = tile.maxnreg
     programs = -(-n["seq_q"] // tile.block_m) * n["heads"] * n["batch"]
     if programs >= 1 << 31:
         raise Unsupported(f"q has shape {tuple(q.shape)}: {programs} programs, a grid takes 2^31 - 1")
-    scale = 1.0 / math.sqrt(n["dim_qk"]) if call.scale is None else float(call.scale)
+    scale = scale_of(call, n["dim_qk"])
     values = {
         **shared_values(n, scale, q, k, v, out_shape, "bshd"),
         **option_values(call, window, mods, float(call.softcap), q.dtype),
@@ -189,10 +185,11 @@ def _bind(
         "stride_ls": math.prod(lse_shape),
         **strides_named("l", (0 if cache.cu_q is not None else n["heads"] * n["seq_q"], lse_shape[-1]), "bh"),
     }
-    bound = Bound(Launch(kernel, (programs, splits, 1), constants, options, device), GIVEN, values)
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "maxnreg": tile.maxnreg}
+    bound = Bound.of(kernel, (programs, splits, 1), GIVEN, values, constants, q.device, **options)
     if splits == 1:
         return bound
-    return Split(bound, bind_merge(out_shape, "bshd", splits, (block_v, BLOCK_SPLITS), emulate, device), splits)
+    return Split(bound, bind_merge(out_shape, "bshd", splits, (block_v, BLOCK_SPLITS), emulate, q.device), splits)
 
 
 # ---------------------------------------------------------------- the dispatcher

@@ -1,7 +1,6 @@
 """The decode kernel's host side: which call it takes, its launches, the memory for partial results."""
 
 import functools
-import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from ...cache_formats import format_named
 from ...errors import PlanError, Unsupported
 from .. import records
 from ..bound import Bound, Example, Slot, attribute, meta, new_results, strides_named
-from ..call import Call, window_of
+from ..call import Call, scale_of, window_of
 from ..dense.attention_parts import band_of, head_strides, kind_of, option_values, problem_of, shared_values
 from ..device import interpreting
 from ..faults import WORDS, Watch, note_of
@@ -276,9 +275,8 @@ def bind_decode(
     from ...device import mods
     from ...device.cache import E4M3_BITS
     from ...plan import DecodePlan
-    from ..launch import Launch
 
-    n, index, p, cache, scales = sizes, q.device.index or 0, plan.problem, cache_of(call), call.scales
+    n, p, cache, scales = sizes, plan.problem, cache_of(call), call.scales
     shares = plan if isinstance(plan, DecodePlan) else None
     out_shape, lse_shape = cached_shapes(sizes, cache)
     window = window_of(call.window, call.causal)
@@ -292,7 +290,7 @@ def bind_decode(
         rows[2] = tuple(stride // 2 for stride in rows[2])
     band = "" if shares else band_of(call, window)
     constants = _constants(plan, q, call, sizes, wide, pairs, kind_of(window, band))
-    scale = 1.0 / math.sqrt(n["dim_qk"]) if call.scale is None else float(call.scale)
+    scale = scale_of(call, n["dim_qk"])
     partial = 0 if plan.splits == 1 else plan.slots * (plan.block_m if isinstance(plan, DecodePlan) else plan.held)
     values = {
         **shared_values(
@@ -314,14 +312,12 @@ def bind_decode(
         **strides_named("vs", _scale_strides(scales.v), "ph"),
         **strides_named("v", rows[2], "bnh"),
     }
-    options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages, **_dependent(plan.device)}
-    if shares and shares.maxnreg is not None:
-        options["maxnreg"] = shares.maxnreg
+    options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages, "maxnreg": shares and shares.maxnreg}
     kernel, combine = _kernels(shares is not None)
-    launch = Bound(Launch(kernel, (plan.grid, 1, 1), constants, options, index), GIVEN, values)
+    launch = Bound.of(kernel, plan.grid, GIVEN, values, constants, q.device, **options)
     merge, last = None, shares is not None and shares.merge == "last"
     if partial and not last:
-        merge = Bound(_merge(combine, plan, constants, n, index), GIVEN, values)
+        merge = _merge(combine, plan, constants, n, values, q.device)
     limit = n["pages"] if cache.block_table is not None else n.get("caches", 0)
     return Decoder(plan, launch, merge, partial, shares.items if shares and partial and last else 0, limit)
 
@@ -357,11 +353,6 @@ def _heads_first(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[0], shape[2], shape[1], shape[3]
 
 
-def _dependent(device: "Device") -> dict[str, bool]:
-    """Launch options."""
-    return {"launch_pdl": True} if device.dependent_launches else {}
-
-
 def _lies_in_pairs(v: torch.Tensor, problem: "DecodeProblem") -> bool:
     """Two bytes of V can be taken for one element of 16 bits."""
     if problem.storage == "plain" or problem.shared or v.shape[-1] % 2 or v.shape[-1] < 32:
@@ -376,9 +367,10 @@ def _scale_strides(scales: torch.Tensor | None) -> tuple[int, int]:
     return (scales.stride(0) if scales.dim() == 2 else 0), scales.stride(-1)
 
 
-def _merge(kernel: Any, plan: Any, constants: dict[str, Any], sizes: dict[str, int], index: int) -> Any:
+def _merge(
+    kernel: Any, plan: Any, constants: dict[str, Any], sizes: dict[str, int], values: dict[str, Any], device: torch.device
+) -> Bound:  # fmt: skip
     """The launch that merges what the main kernel left in parts."""
-    from ..launch import Launch
 
     kept = {name: value for name, value in constants.items() if name in kernel.arg_names}
     if "BLOCK_S" in kept:
@@ -389,7 +381,7 @@ def _merge(kernel: Any, plan: Any, constants: dict[str, Any], sizes: dict[str, i
             f"merging by a kernel takes at most 65535 sequences, and KV heads times row blocks, got {sizes['batch']} and {heads}"
         )
     grid = (min(plan.block_m, plan.rows), heads, sizes["batch"])
-    return Launch(kernel, grid, kept, {"num_warps": 4, **_dependent(plan.device)}, index)
+    return Bound.of(kernel, grid, GIVEN, values, kept, device)
 
 
 # ---------------------------------------------------------------- without a GPU

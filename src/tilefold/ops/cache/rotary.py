@@ -1,6 +1,6 @@
 """Rotary position embedding: check, allocate, launch; differentiable, as an operator of torch's dispatcher, and in place."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,7 +11,7 @@ from ..call import MAX_HEAD_DIM, check_integer
 from ..dense.attention_parts import sequence_strides
 from ..device import interpreting, on_host
 from ..faults import Mode
-from ..operator import Operator
+from ..operator import Gradient, Operation
 from ..places import check_offsets
 from ..records import recorded
 from ..serve import function_at
@@ -24,6 +24,21 @@ INDICES = (torch.int32, torch.int64)
 
 GIVEN = ("X", "Out", "Cos", "Sin", "Offsets", "CuSeqlens", "offset")
 """What a call gives to the kernel; its offset may change from call to call."""
+
+
+class Turn(NamedTuple):
+    """All of a call but x; offset: where offsets is None; max_seqlen -1: not packed."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    offsets: torch.Tensor | None
+    offset: int
+    step: int
+    cu_seqlens: torch.Tensor | None
+    max_seqlen: int
+    interleaved: bool
+    conjugate: bool
+    inplace: bool = False
 
 
 def apply_rotary(
@@ -52,55 +67,35 @@ def apply_rotary(
         raise ValueRangeError(f"cu_seqlens and max_seqlen come together, got max_seqlen={max_seqlen!r}")
     if torch.is_grad_enabled():
         refuse_gradients((("cos", cos), ("sin", sin)), "x")
-    whole = isinstance(offsets, torch.Tensor)
-    if not whole:
-        check_integer("offsets", offsets)
-    table = offsets if isinstance(offsets, torch.Tensor) else None
-    offset = 0 if isinstance(offsets, torch.Tensor) else offsets
-    args = (
-        x,
-        cos,
-        sin,
-        table,
-        offset,
-        step,
-        cu_seqlens,
-        -1 if max_seqlen is None else max_seqlen,
-        interleaved,
-        conjugate,
-    )
+    table, offset = (offsets, 0) if isinstance(offsets, torch.Tensor) else (None, offsets)
+    check_integer("offsets", offset)
+    length = -1 if max_seqlen is None else max_seqlen
+    call = Turn(cos, sin, table, offset, step, cu_seqlens, length, interleaved, conjugate, inplace)
     if not inplace:
-        result: torch.Tensor = _OPERATOR(*args)
+        result: torch.Tensor = ROTARY(x, *call[:-1])
         return result
     if torch.compiler.is_compiling() or is_transformed() or is_watched((x, cos, sin, table, cu_seqlens)):
-        return x.copy_(_OPERATOR(*args))
+        return x.copy_(ROTARY(x, *call[:-1]))
     if torch.is_grad_enabled() and wants_gradient((x,)):
-        turned: torch.Tensor = _InPlace.apply(*args)  # type: ignore[no-untyped-call]
+        turned: torch.Tensor = _InPlace.apply(x, call)  # type: ignore[no-untyped-call]
         return turned
-    return turn(x, x, *args[1:])
+    return _turn(_prepare(x, *call), x, x, call)
 
 
-def turn(
-    x: torch.Tensor,
-    out: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    offsets: torch.Tensor | None,
-    offset: int,
-    step: int,
-    cu_seqlens: torch.Tensor | None,
-    max_seqlen: int,
-    interleaved: bool,
-    conjugate: bool,
-) -> torch.Tensor:
-    """Launch from x into out, which may be x; max_seqlen -1: not packed."""
-    found = _prepare(x, out, cos, sin, offsets, step, cu_seqlens, max_seqlen, interleaved, conjugate)
-    _check_offset(offset, offsets, step, found.shape)
+def _turn(found: Launched, x: torch.Tensor, out: torch.Tensor, call: Turn) -> torch.Tensor:
+    """Launch from x into out, which may be x."""
+    _check_offset(call, found.shape)
     if found.bound is not None:
-        if cu_seqlens is not None and on_host(x):
-            check_offsets("cu_seqlens", cu_seqlens.tolist(), x.shape[0])
-        found.bound((x, out, cos, sin, offsets, cu_seqlens, offset))
+        if call.cu_seqlens is not None and on_host(x):
+            check_offsets("cu_seqlens", call.cu_seqlens.tolist(), x.shape[0])
+        found.bound((x, out, call.cos, call.sin, call.offsets, call.cu_seqlens, call.offset))
     return out
+
+
+def _run(found: Launched, x: torch.Tensor, *given: Any) -> torch.Tensor:
+    call = Turn(*given)
+    new = torch.empty_like if call.cu_seqlens is None else torch.zeros_like  # rows of no sequence have no program
+    return _turn(found, x, new(x, memory_format=torch.contiguous_format), call)
 
 
 def checked_offsets(x: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, mode: Mode) -> torch.Tensor:
@@ -127,11 +122,9 @@ def angles_of(
     return sizes["seq_table"], sizes["pairs"]
 
 
-def _sizes(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, offsets: torch.Tensor | None, step: int,
-    cu_seqlens: torch.Tensor | None, max_seqlen: int,
-) -> dict[str, int]:  # fmt: skip
+def _sizes(x: torch.Tensor, call: Turn) -> dict[str, int]:
     """Everything that is wrong with a call but its offset; the sizes of its dimensions."""
+    cos, sin, offsets, _, step, cu_seqlens, max_seqlen, *_ = call
     packed = cu_seqlens is not None
     form = "total heads dim" if packed else "batch seq heads dim"
     specs = (
@@ -155,9 +148,10 @@ def _sizes(
     return sizes | {"positions": positions, "pairs": pairs}
 
 
-def _check_offset(offset: int, offsets: torch.Tensor | None, step: int, n: dict[str, int]) -> None:
+def _check_offset(call: Turn, n: dict[str, int]) -> None:
     """An offset that the host knows has to be in the table with all of its tokens."""
-    if offsets is not None:
+    offset, step = call.offset, call.step
+    if call.offsets is not None:
         return
     if offset < 0:
         raise ValueRangeError(f"offsets must be at least 0, got {offset}")
@@ -168,29 +162,30 @@ def _check_offset(offset: int, offsets: torch.Tensor | None, step: int, n: dict[
         )
 
 
-@recorded("apply_rotary", lambda x, out, *others: (facts_of_values(x, out, *others), x is out))
-def _prepare(
-    x: torch.Tensor, out: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, offsets: torch.Tensor | None,
-    step: int, cu_seqlens: torch.Tensor | None, max_seqlen: int, interleaved: bool, conjugate: bool,
-) -> Launched:  # fmt: skip
-    n = _sizes(x, cos, sin, offsets, step, cu_seqlens, max_seqlen)
-    if x is out:
+def _key(x: torch.Tensor, *given: Any) -> Any:
+    return facts_of_values(x, *given[:3], *given[4:])  # a new offset is no new call
+
+
+@recorded("apply_rotary", _key)
+def _prepare(x: torch.Tensor, *given: Any) -> Launched:
+    call = Turn(*given)
+    n, (cos, sin, *_), inplace = _sizes(x, call), call, call.inplace
+    if inplace:
         check_own_rows("x", x)
-    own = function_at("apply_rotary", x.device, step, n["seq"], interleaved, conjugate)
+    own = function_at("apply_rotary", x.device, call.step, n["seq"], call.interleaved, call.conjugate)
     if 0 in (n["batch"], n["seq"], n["heads"]) or x.numel() == 0:
-        return Launched(n, None)
+        return Launched(n, run=_run)
     if own is not None:
-        return Launched(n, own)
+        return Launched(n, own, run=_run)
     from ...kernels.cache.rotary import rotary
-    from ..launch import Launch
 
     width = 1 << (n["pairs"] - 1).bit_length()
     rest = n["dim"] - 2 * n["pairs"]
     rows = max(1, min(1 << (n["seq"] - 1).bit_length(), ELEMENTS // (2 * width)))
     constants = {
-        "INTERLEAVED": interleaved,
-        "CONJUGATE": conjugate,
-        "COPY": x is not out and rest > 0,
+        "INTERLEAVED": call.interleaved,
+        "CONJUGATE": call.conjugate,
+        "COPY": not inplace and rest > 0,
         "EMULATE": interpreting() and x.dtype == torch.bfloat16,
         "DIM": n["dim"],
         "PAIRS": n["pairs"],
@@ -205,70 +200,58 @@ def _prepare(
         "seq": n["seq"],
         "seq_table": n["positions"],
         "heads": n["heads"],
-        "step": step,
+        "step": call.step,
         **strides_named("x", sequence_strides(x, "bshd"), "bmh"),
-        **strides_named("o", sequence_strides(out, "bshd"), "bmh"),
+        **strides_named("o", sequence_strides(x if inplace else tuple(x.shape), "bshd"), "bmh"),
         "stride_c": cos.stride(0),
         "stride_s": sin.stride(0),
     }
-    launch = Launch(rotary, (programs, 1, 1), constants, {"num_warps": 4}, x.device.index or 0)
-    return Launched(n, Bound(launch, GIVEN, values))
+    return Launched(n, Bound.of(rotary, programs, GIVEN, values, constants, x.device), run=_run)
 
 
 # ---------------------------------------------------------------- autograd and the dispatcher
 
 
-def _forward(
+def _fake(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, offsets: torch.Tensor | None, offset: int, step: int,
     cu_seqlens: torch.Tensor | None, max_seqlen: int, interleaved: bool, conjugate: bool,
 ) -> torch.Tensor:  # fmt: skip
-    new = torch.empty if cu_seqlens is None else torch.zeros  # rows of no sequence have no program
-    out = new(x.shape, dtype=x.dtype, device=x.device)
-    return turn(x, out, cos, sin, offsets, offset, step, cu_seqlens, max_seqlen, interleaved, conjugate)
-
-
-def _fake(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *others: Any) -> torch.Tensor:
-    offsets, offset, step, cu_seqlens, max_seqlen, *_ = others
-    _check_offset(offset, offsets, step, _sizes(x, cos, sin, offsets, step, cu_seqlens, max_seqlen))
+    call = Turn(cos, sin, offsets, offset, step, cu_seqlens, max_seqlen, interleaved, conjugate)
+    _check_offset(call, _sizes(x, call))
     return x.new_empty(x.shape)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _, cos, sin, offsets, offset, step, cu_seqlens, *rest = inputs
-    ctx.save_for_backward(cos, sin, offsets, cu_seqlens)
-    ctx.rest = offset, step, *rest
+def _back(grad: torch.Tensor, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The gradient turns the other way; given: all of a call but x."""
+    *others, conjugate = given
+    return grad if grad.stride(-1) == 1 else grad.contiguous(), *others, not conjugate
 
 
-def _arguments(ctx: Any, grad: torch.Tensor | None) -> tuple[Any, ...] | None:
-    """The gradient turns the other way."""
-    if grad is None:
-        return None
-    cos, sin, offsets, cu_seqlens = ctx.saved_tensors
-    offset, step, max_seqlen, interleaved, conjugate = ctx.rest
-    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-    return grad, cos, sin, offsets, offset, step, cu_seqlens, max_seqlen, interleaved, not conjugate
+def _gradients(args: tuple[Any, ...], results: Any, grads: tuple[Any, ...], wanted: Any) -> tuple[torch.Tensor]:
+    given = _back(grads[0], args[1:])
+    return (_run(_prepare(*given), *given),)
 
 
-def _give(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return grad, *(None,) * 9
-
-
-_OPERATOR = Operator("rotary", _forward, _fake, _forward, _fake, _keep, _arguments, _give)
+GRADIENT = Gradient(("x",), _gradients, unread=(0,), kept=lambda tensors, _: (None, *tensors[1:]))
+ROTARY = Operation("rotary", _prepare, _fake, GRADIENT)
 
 
 class _InPlace(torch.autograd.Function):
     """The eager in-place call: x itself comes out, marked as changed."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
-        _keep(ctx, (x, *args), x)
+    def forward(ctx: Any, x: torch.Tensor, call: Turn) -> torch.Tensor:
+        ctx.bare, tensors, _ = ROTARY.arguments.take((x, *call[:-1]))
+        ctx.save_for_backward(None, *tensors[1:])
         ctx.mark_dirty(x)
-        return turn(x, x, *args)
+        return _turn(_prepare(x, *call), x, x, call)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        given = _arguments(ctx, *map(resolved, grads))
-        return (None,) * 10 if given is None else _give(ctx, _OPERATOR(*given))
+        if grads[0] is None:
+            return None, None
+        _, *given = ROTARY.arguments.joined(ctx.bare, ctx.saved_tensors)
+        return ROTARY(*_back(resolved(grads[0]), tuple(given))), None
 
 
 # ---------------------------------------------------------------- without a GPU
@@ -280,6 +263,7 @@ def example_launch(dtype: str, dim: int, pairs: int, interleaved: bool, packed: 
     x = meta(*((512, 16, dim) if packed else (2, 256, 16, dim)), dtype=kind)
     cos, offsets = meta(512, pairs, dtype=kind), meta(2, dtype=torch.int32)
     cu = meta(3, dtype=torch.int32) if packed else None
-    p = _prepare(x, x.clone(), cos, cos, offsets, 1, cu, 256 if packed else -1, interleaved, False)
+    call = Turn(cos, cos, offsets, 0, 1, cu, 256 if packed else -1, interleaved, False)
+    p = _prepare(x, *call)
     assert p.bound is not None
     return p.bound.example((x, x, cos, cos, offsets, cu, 0))

@@ -5,7 +5,6 @@ scalars) is worked out once, kept as a `Prepared` record and reused, so that a r
 """
 
 import functools
-import math
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -15,7 +14,7 @@ from ...types import Rule, Rules
 from .. import records
 from ..bound import Bound, Example, Prepared, meta, run
 from ..cache.decode import Decoder, Step, bind_decode, cut_alike, invariant_or_none, remember_cut, step_of
-from ..call import Call, check_hooks, check_options, result_shapes, sizes_of, window_of
+from ..call import Call, check_hooks, check_options, result_shapes, scale_of, sizes_of, window_of
 from ..device import device_of, interpreting, on_host
 from ..hopper import disabled
 from ..numerics import is_invariant
@@ -28,9 +27,11 @@ from .attention_parts import (
     band_of,
     boxed,
     broadcast_strides,
+    dims_of,
     head_strides,
     hooks_of,
     kind_of,
+    lengths_of,
     option_values,
     problem_of,
     shared_values,
@@ -228,7 +229,7 @@ def _bind_again(
     """The record of a call of other lengths under this plan, which has the kernel, tile and versions of near's; None where the
     kernel's offsets have another width."""
     n = plan.problem
-    sizes = {"batch": n.batch, "seq_q": n.seq_q, "seq_k": n.seq_k, "heads": n.heads, "kv_heads": n.kv_heads}
+    sizes = lengths_of(n)
     shapes = result_shapes(call, {**sizes, "dim_v": n.dim_v, "total_q": q.shape[0]})
     if plan.kernel == HOPPER_KERNEL:
         values = _hopper().values_of_lengths(q, call, plan, shapes[0], (n.seq_q, n.seq_k))
@@ -269,7 +270,7 @@ def prepare_anew(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, 
     check_options(call)
     sizes = sizes_of(q, k, v, call)
     window = window_of(call.window, call.causal)
-    scale = 1.0 / math.sqrt(sizes["dim_qk"]) if call.scale is None else float(call.scale)
+    scale = scale_of(call, sizes["dim_qk"])
     check_hooks(call, q.device)
     if call.plan is not None and not isinstance(call.plan, (AttentionPlan, DecodePlan, InvariantPlan, TorchPlan)):
         raise DtypeError(
@@ -349,7 +350,6 @@ def _bind_portable(
     """Kernel, grid, run-time scalars and compile-time constants of this call under this plan."""
     from ...device import mods
     from ...kernels.dense import attention_forward as kernels
-    from ..launch import Launch
 
     window = window_of(call.window, call.causal)
     band = band_of(call, window)
@@ -357,20 +357,14 @@ def _bind_portable(
         "KIND": kind_of(window, band),
         "EMULATE": interpreting() and q.dtype == torch.bfloat16,
         "WIDE": _is_wide(q, call, plan),
-        "DIM_QK": sizes["dim_qk"],
-        "DIM_V": sizes["dim_v"],
+        **dims_of(plan.problem),
         "BLOCK_M": plan.block_m,
         "BLOCK_N": plan.block_n,
-        "BLOCK_QK": plan.block_qk,
-        "BLOCK_V": plan.block_v,
     }
-    options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
-    if plan.maxnreg is not None:
-        options["maxnreg"] = plan.maxnreg
+    options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages, "maxnreg": plan.maxnreg}
     values = _values_of_lengths(q, k, v, call, plan, sizes, scale, out_shape)
     values |= option_values(call, window, mods, float(call.softcap), q.dtype, band)
-    launch = Launch(getattr(kernels, plan.kernel), plan.grid, constants, options, q.device.index or 0)
-    return Bound(launch, GIVEN, values)
+    return Bound.of(getattr(kernels, plan.kernel), plan.grid, GIVEN, values, constants, q.device, **options)
 
 
 # ---------------------------------------------------------------- without a GPU

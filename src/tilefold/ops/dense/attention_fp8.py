@@ -1,7 +1,6 @@
 """Attention with q, k and v in e4m3, forward only: check, plan, then the kernel for sm_90, or bf16 attention."""
 
 import functools
-import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -10,7 +9,7 @@ from ...check import TensorSpec, bind
 from ...errors import DtypeError, ShapeError, Unsupported
 from ...types import Layout
 from ..bound import Bound, Box, Example, Prepared, Slot, attribute, strides_named
-from ..call import NARROW_HEAD_DIM, UNBOUNDED, Call, check_heads, check_options, layout_hint, result_shapes, window_of
+from ..call import NARROW_HEAD_DIM, Call, check_heads, check_options, layout_hint, result_shapes, scale_of, window_of
 from ..device import device_of
 from ..flat import value_of
 from ..hopper import shared_layout
@@ -19,7 +18,16 @@ from ..operator import Operation
 from ..records import recorded
 from ..source import UNSCALED, Scales, key_of
 from ..watch import is_transformed, refuse_at_once
-from .attention_parts import boxable, describe_box, head_strides, hooks_of, kind_of, shared_values
+from .attention_parts import (
+    boxable,
+    describe_box,
+    head_strides,
+    hooks_of,
+    kind_of,
+    lengths_of,
+    shared_values,
+    sides_named,
+)
 from .fp8 import DESCALES, E4M3, refuse_packed
 
 if TYPE_CHECKING:
@@ -159,7 +167,7 @@ def _bind(
     from ...plan.dense import fp8_hopper as rules
 
     n = plan.problem
-    scale = 1.0 / math.sqrt(n.dim_qk) if call.scale is None else float(call.scale)
+    scale = scale_of(call, n.dim_qk)
     if plan.kernel != rules.KERNEL:
         return Prepared(plan, *shapes, None, scale, hooks_of(call), run=_dequantised)
     from ..hopper import WORK_COUNTER, require
@@ -167,25 +175,20 @@ def _bind(
     require("plan.kernel", plan.kernel)
     from ...kernels.dense.transpose_values import transpose_values
     from ...kernels.hopper.attention_fp8 import attention_forward_fp8
-    from ..launch import Launch
 
     window = window_of(call.window, call.causal)
     blocks, items = -(-n.seq_q // plan.block_m), plan.grid[0]
     places = rules.places_of(n.seq_k)
     turned = n.batch, n.kv_heads, n.dim_v, places
     parts = -(-places // TRANSPOSED_AT_ONCE)
-    device = q.device.index or 0
     constants, options = _constants(plan, kind_of(window))
-    left, right = (UNBOUNDED if side < 0 else side for side in window)
-    sizes = {"seq_q": n.seq_q, "seq_k": n.seq_k, "heads": n.heads, "kv_heads": n.kv_heads}
     values = {
-        **shared_values(sizes, scale, q, k, v, shapes[0], call.layout),
+        **shared_values(lengths_of(n), scale, q, k, v, shapes[0], call.layout),
         **_boxes(q, k, torch.empty(turned, dtype=E4M3, device="meta"), call.layout, plan),
         "Counter": WORK_COUNTER,
         "q_blocks": blocks,
         "items": items,
-        "left": left,
-        "right": right,
+        **sides_named(window),
         "q_group": 1 if call.scales.q is None else n.heads // call.scales.q.shape[1],
     }
     for name, factor in call.scales._asdict().items():
@@ -202,9 +205,10 @@ def _bind(
     }
     block_d = max(16, 1 << (n.dim_v - 1).bit_length())
     turning = {"DIM": n.dim_v, "BLOCK_D": block_d, "BLOCK_N": TRANSPOSED_AT_ONCE}
-    turn = Launch(transpose_values, (n.batch * n.kv_heads * parts, 1, 1), turning, {"num_warps": 4}, device)
-    launch = Launch(attention_forward_fp8, (min(plan.device.sms, items), 1, 1), constants, options, device)
-    bound = Transposing(Bound(turn, GIVEN, transposition), Bound(launch, GIVEN, values), turned)
+    turn = Bound.of(transpose_values, n.batch * n.kv_heads * parts, GIVEN, transposition, turning, q.device)
+    programs = min(plan.device.sms, items)
+    main = Bound.of(attention_forward_fp8, programs, GIVEN, values, constants, q.device, **options)
+    bound = Transposing(turn, main, turned)
     return Prepared(plan, *shapes, bound, scale, hooks_of(call), run=_run)
 
 

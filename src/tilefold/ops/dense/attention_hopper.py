@@ -8,10 +8,10 @@ import torch
 from ...device import mods
 from ...plan.dense import attention_hopper as rules
 from ...plan.hopper import PRODUCER_REGISTERS
-from ..bound import Bound, Box, Prepared, Slot, attribute, runtime_ints, stand_in, strides_named
+from ..bound import Bound, Box, Prepared, Slot, attribute, stand_in, strides_named
 from ..call import Call
 from ..hopper import WORK_COUNTER, box_of, require
-from ..launch import Launch
+from ..integers import runtime_ints
 from ..sparse.classify import TileLists
 from .attention_parts import GIVEN, TENSORS, hooks_of, kind_of, mask_mods_of, option_values, sequence_strides
 from .attention_tiles import bytes_of, steps_of, tile_box, tiles_of
@@ -53,8 +53,7 @@ def bind(
     }
     constants = {"KIND": kind_of(window), **_constants(plan), **_tile_constants(call)}
     options = {"num_warps": plan.num_warps, "maxnreg": rules.REGISTERS[rules.consumers_of(plan.tile)][0]}
-    launch = Launch(attention_forward_hopper, grid, constants, options, q.device.index or 0)
-    bound = Bound(launch, GIVEN, values)
+    bound = Bound.of(attention_forward_hopper, grid, GIVEN, values, constants, q.device, **options)
     return Prepared(plan, *shapes, bound, scale, hooks_of(call))
 
 

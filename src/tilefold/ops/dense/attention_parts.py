@@ -8,8 +8,9 @@ import torch
 
 from ...masks import BANDS
 from ...types import Layout, Rules
-from ..bound import Box, Slot, attribute, contiguous, runtime_ints, strides_named
+from ..bound import Box, Slot, attribute, contiguous, strides_named
 from ..call import UNBOUNDED, Call
+from ..integers import runtime_ints
 from .attention_tiles import is_listed, tiles_of
 
 if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays light
@@ -117,6 +118,21 @@ def band_of(call: Call, window: tuple[int, int]) -> str:
     return BANDS.get(call.mask_mod.first, "") if isinstance(call.mask_mod, Rules) and window == (-1, -1) else ""
 
 
+def lengths_of(problem: Any) -> dict[str, Any]:
+    """Lengths of a problem of attention, by the kernels' names."""
+    return {name: getattr(problem, name) for name in ("batch", "seq_q", "seq_k", "heads", "kv_heads", "group")}
+
+
+def dims_of(problem: Any) -> dict[str, Any]:
+    """Head dims of a problem of attention and columns of their tiles: constants of the portable kernels."""
+    return {name.upper(): getattr(problem, name) for name in ("dim_qk", "dim_v", "block_qk", "block_v")}
+
+
+def sides_named(window: tuple[int, int]) -> dict[str, int]:
+    """The sides of a window by the kernels' names."""
+    return dict(zip(("left", "right"), (UNBOUNDED if side < 0 else side for side in window), strict=True))
+
+
 def head_strides(t: torch.Tensor | tuple[int, ...], layout: Layout) -> tuple[int, ...]:
     """(batch, row, head), or (row, head) of a packed tensor; t: or the shape of a contiguous tensor."""
     strides = contiguous(t) if isinstance(t, tuple) else t.stride()
@@ -177,11 +193,11 @@ def option_values(
     call: Call, window: tuple[int, int], mods: Any, softcap: float, dtype: torch.dtype, band: str = ""
 ) -> dict[str, Any]:
     """Options by the kernels' names: the same for every kernel that takes mods; band: of `band_of`."""
-    left, right = (UNBOUNDED if side < 0 else side for side in window)
+    sides: dict[str, Any] = {"left": Slot("call", lambda given: given.mask_args[0])} if band else {}
     exact = dtype == torch.float32
     made: dict[str, Any] = {
-        "left": Slot("call", lambda given: given.mask_args[0]) if band else left,
-        "right": right,
+        **sides_named(window),
+        **sides,
         "Sinks": attribute("call", "sinks", call.sinks),
         "stride_sinks": 0 if call.sinks is None else call.sinks.stride(0),
         "CuQ": attribute("call", "source.cu_q", call.packed),

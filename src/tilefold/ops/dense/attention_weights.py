@@ -1,12 +1,10 @@
 """The weights of an attention call written out, dropped ones negative: flash_attn's S_dmask.  For tests, not for training."""
 
-import math
-
 import torch
 
 from ...errors import Unsupported
 from ..bound import Bound, Example, strides_named
-from ..call import Call, sizes_of, window_of
+from ..call import Call, scale_of, sizes_of, window_of
 from ..device import interpreting
 from ..operator import Operation
 from ..source import Packed
@@ -53,7 +51,6 @@ def _bound(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, call: Call, 
     from ...device import mods
     from ...kernels.dense.attention_weights import attention_weights as kernel
     from ...plan.problem import padded_head_dim
-    from ..launch import Launch
 
     block_m = block_n = 32 if q.dtype == torch.float32 or n["dim_qk"] > 128 else 64
     window = window_of(call.window, call.causal)
@@ -69,7 +66,7 @@ def _bound(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, call: Call, 
     programs = -(-n["seq_q"] // block_m) * n["heads"] * n["batch"]
     if programs >= 1 << 31:
         raise Unsupported(f"q has shape {tuple(q.shape)}: {programs} programs, a grid takes 2^31 - 1")
-    scale = 1.0 / math.sqrt(n["dim_qk"]) if call.scale is None else float(call.scale)
+    scale = scale_of(call, n["dim_qk"])
     values = {
         **option_values(call, window, mods, float(call.softcap), q.dtype),
         "max_q": n["seq_q"],
@@ -82,8 +79,7 @@ def _bound(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, call: Call, 
         **strides_named("k", sequence_strides(k, "bshd"), "bnh"),
         **strides_named("w", weights.stride()[:3], "bhm"),
     }
-    launch = Launch(kernel, (programs, 1, 1), constants, {"num_warps": 4, "num_stages": 2}, q.device.index or 0)
-    return Bound(launch, GIVEN, values)
+    return Bound.of(kernel, programs, GIVEN, values, constants, q.device, num_stages=2)
 
 
 def example_launch(dtype: str, dim: int) -> Example:

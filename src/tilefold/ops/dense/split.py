@@ -39,20 +39,17 @@ class Both(NamedTuple):
 
 
 def bind_merge(
-    out_shape: tuple[int, ...], layout: Layout, splits: int, blocks: tuple[int, int], emulate: bool, device: int,
+    out_shape: tuple[int, ...], layout: Layout, splits: int, blocks: tuple[int, int], emulate: bool, device: torch.device,
     early: bool = False,
 ) -> Bound:  # fmt: skip
     """The launch that merges parts of `out_shape`; a packed batch is one sequence to it.  blocks: columns, and parts of one step.
     early: it may start before the launch in front of it has ended."""
     from ...kernels.cache.combine import combine
-    from ..launch import Launch
 
     batch, rows, heads, dim = (1, *out_shape) if len(out_shape) == 3 else out_shape
     if layout == "bhsd":
         rows, heads = heads, rows
     constants = {"EMULATE": emulate, "DIM": dim, "BLOCK_D": blocks[0], "BLOCK_S": blocks[1], "EARLY": early}
-    options = {"num_warps": max(1, blocks[0] // 128), **({"launch_pdl": True} if early else {})}
-    launch = Launch(combine, (rows * heads * batch, 1, 1), constants, options, device)
     each = sequence_strides(out_shape, layout)
     values = {
         **{name: Slot(of) for name, of in zip(("Part", "PartLse", "Out", "Lse"), GIVEN, strict=True)},
@@ -63,4 +60,5 @@ def bind_merge(
         **strides_named("p", (math.prod(out_shape), *each), "sbmh"),
         **strides_named("o", each, "bmh"),
     }
-    return Bound(launch, GIVEN, values)
+    warps = max(1, blocks[0] // 128)
+    return Bound.of(combine, rows * heads * batch, GIVEN, values, constants, device, num_warps=warps)

@@ -65,7 +65,6 @@ def _strides(x: torch.Tensor, y: torch.Tensor) -> tuple[int, ...]:
 def _prepare(x: torch.Tensor, y: torch.Tensor) -> Launched:
     """The strides of the result, and the launch."""
     from ...kernels.matrix.add import add_flat, add_strided
-    from ..launch import Launch
 
     _check(x, y)
     if x.device.type != "meta":
@@ -77,8 +76,7 @@ def _prepare(x: torch.Tensor, y: torch.Tensor) -> Launched:
 
     def bound(fn: Any, programs: int, constants: dict[str, Any], values: dict[str, Any]) -> Launched:
         constants = {"EMULATE": emulate, **constants}
-        launch = Launch(fn, (programs, 1, 1), constants, {"num_warps": 4}, x.device.index or 0)
-        return Launched(strides, Bound(launch, ("X", "Y", "Out"), values))
+        return Launched(strides, Bound.of(fn, programs, ("X", "Y", "Out"), values, constants, x.device))
 
     if _flat(x, y):
         block = BLOCK // x.element_size()

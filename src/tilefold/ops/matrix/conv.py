@@ -206,7 +206,7 @@ def forward(
     out = dense((x.shape[0], weight.shape[0], *call.out), last, x)
     pre = torch.empty_like(out) if call.keep else out.new_empty(0)
     if run is not None:
-        run(x, weight, bias, out, pre if call.keep else None)
+        run((x, weight, bias, out, pre if call.keep else None))
     return out, pre
 
 
@@ -240,13 +240,13 @@ def gradients(
     if wanted[0]:
         dx = gradient_of(x)
         if run_input is not None:
-            run_input(read, weight, dx)
+            run_input((read, weight, dx))
     if wanted[1]:
         dw = gradient_of(weight)
         if run_weight is None:
             dw.zero_()
         else:
-            run_weight(x if copy_x is None else copy_x(x), read, dw)
+            run_weight((x if copy_x is None else copy_x(x), read, dw))
     db = dy.sum((0, 2, 3), dtype=torch.float32).to(dy.dtype) if wanted[2] else None
     return dx, dw, db
 
@@ -269,7 +269,7 @@ def slope(dout: torch.Tensor, saved: torch.Tensor, activation: str) -> torch.Ten
 def _prepare_backward(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, call: Call, wanted: tuple[bool, ...]
 ) -> tuple[Any, Any, Any, Any]:
-    """-> run(dy, weight, dx), run(x, dy, dw), and copy(x), copy(dy) that the plan has made first, each None where it is not."""
+    """-> run((dy, weight, dx)), run((x, dy, dw)), and copy(x), copy(dy) that come first; each may be None."""
     if x.shape[0] == 0:
         return None, None, None, None
     problem = problem_of(x, weight, call, dy)
@@ -346,13 +346,10 @@ def example_launch(plan: ConvPlan, part: str, activation: str = "none") -> Examp
     tile = plan.tile(part)
     parts = torch.empty(1, device="meta") if plan.splits(part) > 1 else None
     if part == "weight":
-        launch, scalars = weight_launch(plan, a, b, c, 0)
-        return launch.fn, (x, y, w if parts is None else parts, *scalars), launch.keywords
+        return weight_launch(plan, a, b, c, 0).example((x, y, w if parts is None else parts))
     source, target = (x, y) if part == "forward" else (y, x)
     given, packed, made = map(strides_of, (source, w, target))
     if parts is not None:
         made = last_strides(tuple(target.shape))
-    launch, scalars = launch_gemm(
-        n, tile, plan.splits(part), given, packed, made, transposed=part == "input", activation=activation, index=0
-    )
-    return launch.fn, (source, w, None, target if parts is None else parts, None, *scalars), launch.keywords
+    bound = launch_gemm(n, tile, plan.splits(part), given, packed, made, part == "input", activation, 0)
+    return bound.example((source, w, None, target if parts is None else parts, None))

@@ -8,13 +8,14 @@ import torch
 
 from ...plan.matrix.conv import DIRECT, IM2COL, IMPLICIT, ConvPlan, ConvProblem, ConvTile
 from ...plan.matrix.conv_layout import FEW
+from ..bound import Bound
 from ..device import interpreting
 from .conv_layout import bind_copy, bind_pack, channels_run, last_strides, order, pixels_nearer, pixels_run, width_of
 from .options import CODES
 
 FEW_SPLITS = 8  # up to which a program of the sum has at least 16 pixels, to store them side by side
 Numbers = tuple[int, ...]
-Run = Callable[..., None]
+Run = Callable[[tuple[Any, ...]], None]
 
 
 class Call(NamedTuple):
@@ -95,21 +96,10 @@ def sides_of(n: ConvProblem, w: Numbers, transposed: bool) -> Sides:
     return Sides(n.out, (n.high, n.wide), n.columns, n.reduced, n.stride, places, w)
 
 
-def launch_gemm(
-    n: ConvProblem,
-    tile: ConvTile,
-    splits: int,
-    x: Numbers,
-    w: Numbers,
-    out: Numbers,
-    *,
-    transposed: bool,
-    activation: str,
-    index: int,
-) -> tuple[Any, tuple[Any, ...]]:
+def launch_gemm(n: ConvProblem, tile: ConvTile, splits: int, x: Numbers, w: Numbers, out: Numbers, transposed: bool,
+                activation: str, index: int) -> Bound:  # fmt: skip
     """conv_implicit, forward or TRANSPOSED: x, out: strides of [N, C, H, W]; w: of the weight [K, C, R, S]."""
     from ...kernels.matrix.conv import conv_implicit
-    from ..launch import Launch
 
     sides = sides_of(n, w, transposed)
     source, (high, wide), reduced, columns, phases, (lines, line), w_strides = sides
@@ -141,7 +131,7 @@ def launch_gemm(
         total, lines, line, *source, *sizes, *axis_numbers(n, transposed), n.groups, reduced, columns, order(x),
         w_strides, order(out), n.columns * w[0], part,
     )  # fmt: skip
-    return Launch(conv_implicit, grid, constants, options(tile), index), scalars
+    return Bound.of(conv_implicit, grid, 5, scalars, constants, index, **options(tile))
 
 
 def _runs(n: ConvProblem, sides: Sides, x: Numbers, group: int, out: Numbers, fold: bool) -> dict[str, int]:
@@ -159,20 +149,10 @@ def _runs(n: ConvProblem, sides: Sides, x: Numbers, group: int, out: Numbers, fo
     return {**turned, "X_RUN": x_run, "W_RUN": w_run, "OUT_RUN": out_run}
 
 
-def launch_direct(
-    n: ConvProblem,
-    tile: ConvTile,
-    x: Numbers,
-    w: Numbers,
-    out: Numbers,
-    *,
-    transposed: bool,
-    activation: str,
-    index: int,
-) -> tuple[Any, tuple[Any, ...]]:
+def launch_direct(n: ConvProblem, tile: ConvTile, x: Numbers, w: Numbers, out: Numbers, transposed: bool, activation: str,
+                  index: int) -> Bound:  # fmt: skip
     """conv_direct, as launch_gemm."""
     from ...kernels.matrix.conv_direct import conv_direct
-    from ..launch import Launch
 
     source, target, reduced, columns, phases, (lines, line), w_strides = sides_of(n, w, transposed)
     total = n.batch * lines * line
@@ -189,15 +169,13 @@ def launch_direct(
         total, lines, line, *source, *target, *axis_numbers(n, transposed), n.groups, reduced, columns, order(x),
         w_strides, order(out), n.columns * w[0],
     )  # fmt: skip
-    return Launch(conv_direct, (blocks, phases[0] * phases[1], 1), constants, options(tile), index), scalars
+    grid = blocks, phases[0] * phases[1], 1
+    return Bound.of(conv_direct, grid, 5, scalars, constants, index, **options(tile))
 
 
-def launch_combine(
-    shape: Numbers, splits: int, out: Numbers, n: ConvProblem, activation: str, index: int
-) -> tuple[Any, tuple[Any, ...]]:
+def launch_combine(shape: Numbers, splits: int, out: Numbers, n: ConvProblem, activation: str, index: int) -> Bound:
     """conv_combine: partial sums [splits, N, H, W, C] -> [N, C, H, W] by strides out."""
     from ...kernels.matrix.conv_direct import conv_combine
-    from ..launch import Launch
 
     images, channels, high, wide = shape
     total = images * high * wide
@@ -222,41 +200,36 @@ def launch_combine(
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
     }
-    grid = (-(-total // block_m) * -(-channels // block_n), 1, 1)
     scalars = (total, lines, line, channels, splits, total * channels, strides)
-    return Launch(conv_combine, grid, constants, {"num_warps": 4}, index), scalars
+    programs = -(-total // block_m) * -(-channels // block_n)
+    return Bound.of(conv_combine, programs, 4, scalars, constants, index)
 
 
 def bind_result(plan: ConvPlan, tile: ConvTile, x: Numbers, w: Numbers, shape: Numbers, out: Numbers, activation: str,
                 transposed: bool, index: int) -> Run:  # fmt: skip
-    """-> run(x, weight, bias, out, pre): one launch, or with splits two."""
+    """-> run((x, weight, bias, out, pre)): one launch, or with splits two."""
     n = plan.problem
     if plan.method == DIRECT:
-        direct, scalars = launch_direct(n, tile, x, w, out, transposed=transposed, activation=activation, index=index)
-        return lambda *tensors: direct((*tensors, *scalars))
+        return launch_direct(n, tile, x, w, out, transposed, activation, index)
     splits = plan.splits("input" if transposed else "forward")
     if splits == 1:
-        gemm, numbers = launch_gemm(
-            n, tile, splits, x, w, out, transposed=transposed, activation=activation, index=index
-        )
-        return lambda *tensors: gemm((*tensors, *numbers))
+        return launch_gemm(n, tile, splits, x, w, out, transposed, activation, index)
     images, channels, high, wide = shape
     parts_strides = (high * wide * channels, 1, wide * channels, channels)
-    gemm, numbers = launch_gemm(
-        n, tile, splits, x, w, parts_strides, transposed=transposed, activation="none", index=index
-    )
-    combine, rest = launch_combine(shape, splits, out, n, activation, index)
+    gemm = launch_gemm(n, tile, splits, x, w, parts_strides, transposed, "none", index)
+    combine = launch_combine(shape, splits, out, n, activation, index)
 
-    def run(x: torch.Tensor, weight: torch.Tensor, bias: Any, out: torch.Tensor, pre: Any) -> None:
+    def run(given: tuple[Any, ...]) -> None:
+        x, weight, bias, out, pre = given
         parts = torch.empty((splits, images * high * wide * channels), dtype=torch.float32, device=x.device)
-        gemm((x, weight, None, parts, None, *numbers))
-        combine((parts, bias, out, pre, *rest))
+        gemm((x, weight, None, parts, None))
+        combine((parts, bias, out, pre))
 
     return run
 
 
 def bind_forward(plan: ConvPlan, x: Numbers, w: Numbers, out: Numbers, activation: str, index: int) -> Run:
-    """-> run(x, weight, bias, out, pre); x, w, out: strides.  Copies of x and of the weight are made in it, as planned."""
+    """-> run((x, weight, bias, out, pre)); x, w, out: strides.  Copies of x and of the weight are made in it, as planned."""
     n, width, copy_x = plan.problem, width_of(plan), None
     shape, given = (n.batch, n.out_channels, *n.out), (n.batch, n.channels, n.high, n.wide)
     pack, packed = bind_pack(plan, (n.out_channels, n.reduced, *n.taps), w, width, index)
@@ -268,8 +241,9 @@ def bind_forward(plan: ConvPlan, x: Numbers, w: Numbers, out: Numbers, activatio
     else:
         made = bind_result(plan, plan.forward, x, packed, shape, out, activation, False, index)
 
-    def run(x: torch.Tensor, weight: torch.Tensor, bias: Any, out: torch.Tensor, pre: Any) -> None:
-        made(x if copy_x is None else copy_x(x), pack(weight), bias, out, pre)
+    def run(given: tuple[Any, ...]) -> None:
+        x, weight, *others = given
+        made((x if copy_x is None else copy_x(x), pack(weight), *others))
 
     return run
 
@@ -277,7 +251,6 @@ def bind_forward(plan: ConvPlan, x: Numbers, w: Numbers, out: Numbers, activatio
 def bind_columns(plan: ConvPlan, x: Numbers, out: Numbers, activation: str, index: int) -> Run:
     """im2col, then the columns' convolution with one tap, which is a plain GEMM: some images at a time."""
     from ...kernels.matrix.conv_direct import im2col
-    from ..launch import Launch
 
     n, tile = plan.problem, plan.forward
     depth = n.channels * n.taps[0] * n.taps[1]
@@ -288,10 +261,10 @@ def bind_columns(plan: ConvPlan, x: Numbers, out: Numbers, activation: str, inde
         block_m, block_k = (64, 64) if interpreting() else (32, 128)
         constants = {"BLOCK_M": block_m, "BLOCK_K": block_k}
         grid = (-(-total // block_m), -(-width // block_k), 1)
-        copy = Launch(im2col, grid, constants, {"num_warps": 4}, index)
         numbers = (
             total, *n.out, n.high, n.wide, *n.taps, *n.stride, *n.pad, *n.dilation, n.groups, n.reduced, order(x), width,
         )  # fmt: skip
+        copy = Bound.of(im2col, grid, 2, numbers, constants, index)
         pixels = n.out[0] * n.out[1]
         one = ConvProblem(images, depth, *n.out, n.out_channels, (1, 1), n.out, groups=n.groups, dtype=n.dtype, tf32=n.tf32,
                           wide64=n.wide64 or total * width >= 2**31)  # fmt: skip
@@ -301,33 +274,38 @@ def bind_columns(plan: ConvPlan, x: Numbers, out: Numbers, activation: str, inde
             ConvPlan(one, plan.device, IMPLICIT, tile, tile, tile, plan.reason), tile, strides, (row, 1, 0, 0),
             (images, n.out_channels, *n.out), out, activation, False, index,
         )  # fmt: skip
-        steps[images] = copy, numbers, gemm, (total, width)
+        steps[images] = copy, gemm, (total, width)
 
-    def run(x: torch.Tensor, weight: torch.Tensor, bias: Any, out: torch.Tensor, pre: Any) -> None:
+    def run(given: tuple[Any, ...]) -> None:
+        x, weight, bias, out, pre = given
         taps_inside = weight.permute(0, 2, 3, 1).contiguous()  # [K, R, S, C / groups]: a copy if it is not packed so
         for first in range(0, n.batch, most):
             last = min(first + most, n.batch)
-            copy, numbers, gemm, room = steps[last - first]
+            copy, gemm, room = steps[last - first]
             columns = torch.empty(room, dtype=x.dtype, device=x.device)
-            copy((x[first:last], columns, *numbers))
-            gemm(columns, taps_inside, bias, out[first:last], None if pre is None else pre[first:last])
+            copy((x[first:last], columns))
+            gemm((columns, taps_inside, bias, out[first:last], None if pre is None else pre[first:last]))
 
     return run
 
 
 def bind_input(plan: ConvPlan, dy: Numbers, w: Numbers, dx: Numbers, index: int) -> Run:
-    """-> run(dy, weight, dx); w: strides of the weight."""
+    """-> run((dy, weight, dx)); w: strides of the weight."""
     n = plan.problem
     pack, packed = bind_pack(plan, (n.out_channels, n.reduced, *n.taps), w, n.reduced, index)
     shape = (n.batch, n.channels, n.high, n.wide)
     made = bind_result(plan, plan.input, dy, packed, shape, dx, "none", True, index)
-    return lambda dy, weight, dx: made(dy, pack(weight), None, dx, None)
+
+    def run(given: tuple[Any, ...]) -> None:
+        dy, weight, dx = given
+        made((dy, pack(weight), None, dx, None))
+
+    return run
 
 
-def weight_launch(plan: ConvPlan, x: Numbers, dy: Numbers, dw: Numbers, index: int) -> tuple[Any, tuple[Any, ...]]:
+def weight_launch(plan: ConvPlan, x: Numbers, dy: Numbers, dw: Numbers, index: int) -> Bound:
     """conv_weight, or conv_weight_direct: writes the splits' sums [splits, K, R, S, C / groups], or the gradient itself."""
     from ...kernels.matrix.conv_weight import conv_weight, conv_weight_direct
-    from ..launch import Launch
 
     n, tile = plan.problem, plan.weight
     taps, splits = n.taps[0] * n.taps[1], plan.splits("weight")
@@ -340,8 +318,8 @@ def weight_launch(plan: ConvPlan, x: Numbers, dy: Numbers, dw: Numbers, index: i
     constants: dict[str, Any] = {"EMULATE": emulate(n), "WIDE": n.wide64, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns}
     if plan.method == DIRECT:
         grid = (-(-n.out_channels // tile.columns), taps * n.reduced, splits)
-        launch = Launch(conv_weight_direct, grid, constants, options(tile), index)
-        return launch, (*numbers, n.out_channels, *ends)
+        numbers = (*numbers, n.out_channels, *ends)
+        return Bound.of(conv_weight_direct, grid, 3, numbers, constants, index, **options(tile))
     fold = n.reduced < FEW and taps > 1
     cols = n.reduced * taps if fold else n.reduced
     grid = (-(-n.columns // tile.rows) * -(-cols // tile.columns), n.groups * (1 if fold else taps), splits)
@@ -353,21 +331,22 @@ def weight_launch(plan: ConvPlan, x: Numbers, dy: Numbers, dw: Numbers, index: i
     constants["Y_FLAT"] = even(n.batch, *n.out, dy)
     constants["Y_RUN"] = y_run = pixels_run(*n.out, dy, n.itemsize) if pixels_nearer(dy) else 1
     constants |= {"X_PIXELS": x_run > 1 and not fold, "Y_PIXELS": y_run > 1}
-    return Launch(conv_weight, grid, constants, options(tile), index), (*numbers, *ends)
+    return Bound.of(conv_weight, grid, 3, (*numbers, *ends), constants, index, **options(tile))
 
 
 def bind_weight(plan: ConvPlan, x: Numbers, dy: Numbers, dw: Numbers, index: int) -> Run:
-    """-> run(x, dy, dw); dw: strides [K, C / groups, R, S]."""
+    """-> run((x, dy, dw)); dw: strides [K, C / groups, R, S]."""
     n, splits = plan.problem, plan.splits("weight")
-    launch, numbers = weight_launch(plan, x, dy, dw, index)
+    bound = weight_launch(plan, x, dy, dw, index)
     if splits == 1:
-        return lambda *tensors: launch((*tensors, *numbers))
-    combine, rest = launch_combine((n.out_channels, n.reduced, *n.taps), splits, dw, n, "none", index)
+        return bound
+    combine = launch_combine((n.out_channels, n.reduced, *n.taps), splits, dw, n, "none", index)
     part = n.out_channels * n.reduced * n.taps[0] * n.taps[1]
 
-    def run(x: torch.Tensor, dy: torch.Tensor, dw: torch.Tensor) -> None:
+    def run(given: tuple[Any, ...]) -> None:
+        x, dy, dw = given
         parts = torch.empty((splits, part), dtype=torch.float32, device=x.device)
-        launch((x, dy, parts, *numbers))
-        combine((parts, None, dw, None, *rest))
+        bound((x, dy, parts))
+        combine((parts, None, dw, None))
 
     return run

@@ -8,7 +8,7 @@ import torch
 
 from ...plan.matrix.conv import RELAYOUT, ConvPlan, ConvProblem
 from ...plan.matrix.conv_layout import FEW, copy_tile, padded
-from ..bound import Example
+from ..bound import Bound, Example
 
 Numbers = tuple[int, ...]
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -82,10 +82,9 @@ def channels_run(channels: int, strides: Numbers, itemsize: int) -> int:
     return math.gcd(AT_ONCE // itemsize, channels, *strides[1:]) if strides[0] == 1 else 1
 
 
-def copy_launch(n: ConvProblem, shape: Numbers, strides: Numbers, width: int, device: Any, index: int) -> Any:
-    """-> the launch of the channels-last copy of [N, C, H, W] by strides, to pixels `width` channels apart, and its numbers."""
+def copy_launch(n: ConvProblem, shape: Numbers, strides: Numbers, width: int, device: Any, index: int) -> Bound:
+    """-> the launch of the channels-last copy of [N, C, H, W] by strides, to pixels `width` channels apart."""
     from ...kernels.matrix.relayout import channels_last
-    from ..launch import Launch
 
     images, channels, high, wide = shape
     total = images * high * wide
@@ -98,20 +97,20 @@ def copy_launch(n: ConvProblem, shape: Numbers, strides: Numbers, width: int, de
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
     }
-    grid = (-(-total // block_m) * -(-width // block_n), 1, 1)
-    launch = Launch(channels_last, grid, constants, {"num_warps": warps}, index)
-    return launch, (total, high, wide, channels, width, order(strides))
+    programs = -(-total // block_m) * -(-width // block_n)
+    numbers = total, high, wide, channels, width, order(strides)
+    return Bound.of(channels_last, programs, 2, numbers, constants, index, num_warps=warps)
 
 
 def bind_copy(n: ConvProblem, shape: Numbers, strides: Numbers, width: int, device: Any, index: int) -> Change:
     """-> copy(t): t [N, C, H, W] by strides -> the same with channels inside, width - C of them zeros."""
-    launch, numbers = copy_launch(n, shape, strides, width, device, index)
+    bound = copy_launch(n, shape, strides, width, device, index)
     images, _, high, wide = shape
 
     def copy(t: torch.Tensor) -> torch.Tensor:
         out = torch.empty((images, high, wide, width), dtype=t.dtype, device=t.device)
         bits = INTEGERS[t.element_size()]
-        launch((t.view(bits), out.view(bits), *numbers))
+        bound((t.view(bits), out.view(bits)))
         return out.permute(0, 3, 1, 2)
 
     return copy
@@ -145,5 +144,4 @@ def example_copy(plan: ConvPlan) -> Example:
     """(kernel, args, kwargs) of the copy of a channels-first x: to compile ahead of time."""
     n = plan.problem
     x = torch.empty((n.batch, n.channels, n.high, n.wide), dtype=INTEGERS[n.itemsize], device="meta")
-    launch, scalars = copy_launch(n, tuple(x.shape), strides_of(x), padded(n), plan.device, 0)
-    return launch.fn, (x, x, *scalars), launch.keywords
+    return copy_launch(n, tuple(x.shape), strides_of(x), padded(n), plan.device, 0).example((x, x))

@@ -137,7 +137,6 @@ def _quantise(flat: torch.Tensor, kind: torch.dtype, by_hand: bool, row: int, de
     """The launch that makes codes and scales of x [M, K]."""
     from ...device.encode import E4M3, E4M3_BY_HAND, INT8
     from ...kernels.matrix.quantise_rows import quantise_rows
-    from ..launch import Launch
 
     code = INT8 if kind == torch.int8 else E4M3_BY_HAND if by_hand else E4M3
     early = device.dependent_launches
@@ -145,15 +144,13 @@ def _quantise(flat: torch.Tensor, kind: torch.dtype, by_hand: bool, row: int, de
     block = min(ROW, max(128, 1 << (k - 1).bit_length()))
     constants = {"CODE": code.value, "LARGEST": LARGEST[kind], "EARLY": early, "ONCE": k <= block, "BLOCK": block}
     warps = max(4, min(16, block // 512))
-    options = {"num_warps": warps, **({"launch_pdl": True} if early else {})}
-    launch = Launch(quantise_rows, (flat.shape[0], 1, 1), constants, options, flat.device.index or 0)
-    return Bound(launch, ("X", "Codes", "Scales"), {"K": k, "stride_xm": flat.stride(0), "stride_cm": row})
+    given, values = ("X", "Codes", "Scales"), {"K": k, "stride_xm": flat.stride(0), "stride_cm": row}
+    return Bound.of(quantise_rows, flat.shape[0], given, values, constants, flat.device, num_warps=warps)
 
 
 def _multiply(plan: "EightPlan", weight: torch.Tensor, weight_scale: torch.Tensor, row: int) -> Bound:
     """The launch of the portable product."""
     from ...kernels.matrix.matmul_eight import matmul_eight
-    from ..launch import Launch
 
     p, early = plan.problem, plan.device.dependent_launches
     constants = {
@@ -166,8 +163,6 @@ def _multiply(plan: "EightPlan", weight: torch.Tensor, weight_scale: torch.Tenso
         "BLOCK_K": plan.block_k,
         "STAGES": plan.stages,
     }
-    options = {"num_warps": plan.num_warps, "num_stages": plan.stages, **({"launch_pdl": True} if early else {})}
-    launch = Launch(matmul_eight, (plan.items, plan.parts, 1), constants, options, weight.device.index or 0)
     values = {
         "M": p.m,
         "N": p.n,
@@ -179,7 +174,8 @@ def _multiply(plan: "EightPlan", weight: torch.Tensor, weight_scale: torch.Tenso
         "stride_sb": 0 if weight_scale.shape[0] == 1 else weight_scale.stride(0),
         "stride_om": p.n,
     }
-    return Bound(launch, GIVEN, values)
+    grid, options = (plan.items, plan.parts, 1), {"num_warps": plan.num_warps, "num_stages": plan.stages}
+    return Bound.of(matmul_eight, grid, GIVEN, values, constants, weight.device, **options)
 
 
 def _multiply_hopper(

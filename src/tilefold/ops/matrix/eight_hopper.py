@@ -67,7 +67,6 @@ def _bind_rows(
     plan: "EightPlan", codes: torch.Tensor, weight: torch.Tensor, stride: int, biased: bool, out_dtype: torch.dtype
 ) -> Bound:
     from ...kernels.hopper.matmul_eight_rows import matmul_eight_rows
-    from ..launch import Launch
 
     p, early = plan.problem, plan.device.dependent_launches
     consumers = plan.block_n // 64
@@ -79,9 +78,6 @@ def _bind_rows(
         "PANELS": plan.block_k // 128,
         "SLOTS": plan.stages,
     }
-    registers = FEW if plan.small else REGISTERS[0]
-    options = {"num_warps": 4, "maxnreg": registers, **({"launch_pdl": True} if early else {})}
-    launch = Launch(matmul_eight_rows, (plan.items, plan.parts, 1), constants, options, weight.device.index or 0)
     values = {
         "x_desc": Slot("A", panel_box(codes, plan.block_m).over),
         "w_desc": Slot("B", panel_box(weight, plan.block_n).over),
@@ -92,14 +88,15 @@ def _bind_rows(
         "stride_sb": stride,
         "stride_om": p.n,
     }
-    return Bound(launch, GIVEN, values)
+    registers = FEW if plan.small else REGISTERS[0]
+    grid = plan.items, plan.parts, 1
+    return Bound.of(matmul_eight_rows, grid, GIVEN, values, constants, weight.device, maxnreg=registers)
 
 
 def _bind_large(
     plan: "EightPlan", codes: torch.Tensor, weight: torch.Tensor, stride: int, biased: bool, out_dtype: torch.dtype
 ) -> Bound:
     from ...kernels.hopper.matmul_eight import matmul_eight_hopper
-    from ..launch import Launch
 
     p, early = plan.problem, plan.device.dependent_launches
     stored = p.n % 8 == 0
@@ -109,9 +106,6 @@ def _bind_large(
         "ACTIVATION": 0,
         "EARLY": early,
     }
-    options = {"num_warps": 4, "maxnreg": REGISTERS[0], **({"launch_pdl": True} if early else {})}
-    grid = min(plan.items, plan.device.sms), 1, 1
-    launch = Launch(matmul_eight_hopper, grid, constants, options, weight.device.index or 0)
     values = {
         "a_desc": Slot("A", panel_box(codes, 64).over),
         "b_desc": Slot("B", panel_box(weight, plan.block_n).over),
@@ -129,14 +123,14 @@ def _bind_large(
         **strides_named("c", (0, 0, 1), "bmn"),
         **strides_named("o", (p.m * p.n, p.n, p.m * p.n), "bms"),
     }
-    return Bound(launch, GIVEN, values)
+    programs = min(plan.items, plan.device.sms)
+    return Bound.of(matmul_eight_hopper, programs, GIVEN, values, constants, weight.device, maxnreg=REGISTERS[0])
 
 
 def bind_product(x: "Operands", plan: "MatmulPlan", scales: Scales, device: torch.device) -> Bound:
     """The launch of a product of `ops.matmul` in e4m3, of what GIVEN_TO_PRODUCTS names; Unsupported without Gluon."""
     require("plan.kernel", plan.kernel)
     from ...kernels.hopper.matmul_eight import matmul_eight_hopper
-    from ..launch import Launch
 
     problem, tile = plan.problem, plan.tile
     m, n, _ = x.sizes
@@ -159,6 +153,4 @@ def bind_product(x: "Operands", plan: "MatmulPlan", scales: Scales, device: torc
         "work": tile.tiles(problem) * plan.splits,
     }
     options = {"num_warps": tile.num_warps, "maxnreg": REGISTERS[0]}
-    return Bound(
-        Launch(matmul_eight_hopper, plan.grid, constants, options, device.index or 0), GIVEN_TO_PRODUCTS, values
-    )
+    return Bound.of(matmul_eight_hopper, plan.grid, GIVEN_TO_PRODUCTS, values, constants, device, **options)

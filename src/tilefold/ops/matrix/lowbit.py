@@ -4,12 +4,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...errors import DtypeError, Unsupported, ValueRangeError
+from ...errors import DtypeError, ValueRangeError
 from ...quant import QuantizedTensor
 from ...types import Numerics
 from ..numerics import check_numerics, is_invariant
-from ..operator import Operator
-from ..watch import in_forward_mode, is_transformed, is_watched, refuse_tangents, wants_gradient
+from ..operator import Gradient, Operation
+from ..watch import in_forward_mode, is_transformed, is_watched, refuse_gradients, refuse_tangents, wants_gradient
 from .lowbit_launch import call, check, dequantise, plain_product
 
 if TYPE_CHECKING:
@@ -58,9 +58,11 @@ def lowbit_matmul(
         or (torch.is_grad_enabled() and wants_gradient((x, bias, weight.scales)))
     ):
         check(x, weight, bias)
+        if torch.is_grad_enabled():
+            refuse_gradients((("weight.scales", weight.scales), ("weight.zeros", weight.zeros)), "x and bias")
         text = "" if plan is None else plan.to_json()
         tensors = tuple(getattr(weight, name) for name in FIELDS)
-        found: torch.Tensor = lowbit_matmul_op(
+        found: torch.Tensor = LOWBIT_MATMUL(
             x, bias, *tensors, weight.bits, weight.group, *weight.shape, deterministic, text, asked
         )
         return found
@@ -118,41 +120,19 @@ def _fake(x: torch.Tensor, *given: Any) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], n))
 
 
-def _gradient(
-    g: torch.Tensor, packed: torch.Tensor, packed_high: torch.Tensor | None, scales: torch.Tensor, zeros: torch.Tensor | None,
-    table: torch.Tensor | None, perm: torch.Tensor | None, bits: int, group: int, n: int, k: int,
-) -> torch.Tensor:  # fmt: skip
-    """g [..., N] times the weight: the gradient of x."""
-    weight = _record((packed, packed_high, scales, zeros, table, perm), bits, group, n, k, g.dtype)
-    stored = plain_product(g, dequantise(weight, g.dtype).t())
-    if perm is None:
-        return stored
-    return torch.zeros_like(stored).index_copy_(stored.dim() - 1, perm.long(), stored)
+def _gradients(args: tuple[Any, ...], results: Any, grads: tuple[Any, ...], wanted: tuple[bool, ...]) -> Any:
+    """Of x the gradient [..., N] times the weight; of the bias its sum."""
+    (_, _, *tensors, bits, group, n, k, _, _, _), (g,) = args, grads
+    dx = db = None
+    if wanted[0]:
+        weight = _record(tuple(tensors), bits, group, n, k, g.dtype)
+        dx = plain_product(g, dequantise(weight, g.dtype).t())
+        if weight.perm is not None:
+            dx = torch.zeros_like(dx).index_copy_(dx.dim() - 1, weight.perm.long(), dx)
+    if wanted[1]:
+        db = g.reshape(-1, n).sum(0)
+    return dx, db
 
 
-def _gradient_fake(g: torch.Tensor, *given: Any) -> torch.Tensor:
-    return g.new_empty((*g.shape[:-1], given[-1]))
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    if ctx.needs_input_grad[4] or any(ctx.needs_input_grad[i] for i in (5, 6)):
-        raise Unsupported(
-            "weight has scales or zeros that require a gradient, but only x and bias get one: detach() them"
-        )
-    ctx.save_for_backward(*inputs[2:8])
-    ctx.sizes = inputs[8:12]
-
-
-def _arguments(ctx: Any, g: torch.Tensor | None) -> tuple[Any, ...] | None:
-    if g is None:
-        return None
-    ctx.g = g
-    return (g, *ctx.saved_tensors, *ctx.sizes)
-
-
-def _give(ctx: Any, dx: torch.Tensor) -> tuple[Any, ...]:
-    db = ctx.g.reshape(-1, ctx.g.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
-    return (dx if ctx.needs_input_grad[0] else None, db, *(None,) * 13)
-
-
-lowbit_matmul_op = Operator("lowbit_matmul", _forward, _fake, _gradient, _gradient_fake, _keep, _arguments, _give)
+GRADIENT = Gradient(("x", "bias"), _gradients, unread=(0,), kept=lambda tensors, _: (None, None, *tensors[2:]))
+LOWBIT_MATMUL = Operation("lowbit_matmul", _forward, _fake, GRADIENT)

@@ -79,7 +79,6 @@ def _shared_values(weight: QuantizedTensor) -> dict[str, int]:
 @recorded("dequantise", lambda weight, out: (_facts(weight), out.dtype, out.stride(0)))
 def _bind_dequantise(weight: QuantizedTensor, out: torch.Tensor) -> Bound:
     from ...kernels.matrix.lowbit_dequantise import lowbit_dequantise
-    from ..launch import Launch
 
     if weight.device.type != "meta":
         device_of(weight.device)
@@ -95,9 +94,8 @@ def _bind_dequantise(weight: QuantizedTensor, out: torch.Tensor) -> Bound:
         "WHOLE": weight.group % 32 == 0 or weight.groups == 1,
         "BLOCK_N": block_n,
     }
-    grid = (blocks * -(-n // block_n), 1, 1)
-    launch = Launch(lowbit_dequantise, grid, constants, {"num_warps": 4}, weight.device.index or 0)
-    return Bound(launch, (*PARTS, "Out"), {**_shared_values(weight), "stride_on": out.stride(0)})
+    programs, values = blocks * -(-n // block_n), {**_shared_values(weight), "stride_on": out.stride(0)}
+    return Bound.of(lowbit_dequantise, programs, (*PARTS, "Out"), values, constants, weight.device)
 
 
 # ---------------------------------------------------------------- products
@@ -250,42 +248,38 @@ def _room(plan: "LowbitPlan", x: torch.Tensor) -> tuple[torch.Tensor | None, tor
     return part, torch.empty(counted, dtype=torch.int32, device="meta") if x.is_meta else counters(counted, x.device)
 
 
-def _early(plan: "LowbitPlan") -> tuple[bool, dict[str, bool]]:
-    """Whether it is a dependent launch, and the option that makes it one."""
-    early = plan.early and plan.device.dependent_launches
-    return early, {"launch_pdl": True} if early else {}
+def _bound(kernel: Any, plan: "LowbitPlan", values: dict[str, Any], constants: dict[str, Any], device: torch.device,
+           **options: int) -> Bound:  # fmt: skip
+    """The launch of a product; what every kernel has of a plan is among its constants."""
+    p, early = plan.problem, plan.early and plan.device.dependent_launches
+    shared = {"BITS": p.bits, "CHUNK": p.chunk, "SPLITS": plan.parts, "EARLY": early, "BLOCK_M": plan.block_m}
+    registers = plan.registers if plan.registers and plan.device.has("ptx") else None  # of a thread
+    grid = plan.items, plan.parts, 1
+    return Bound.of(kernel, grid, GIVEN, values, {**constants, **shared}, device, maxnreg=registers, **options)
 
 
 def _bind_tile(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -> Bound:
     """The launch of the portable kernel."""
     from ...kernels.matrix.lowbit_matmul import lowbit_matmul
-    from ..launch import Launch
 
     p = plan.problem
     exact = 2 if not p.exact else 1 if plan.scaled == "before" else 0
-    early, option = _early(plan)
     words = p.n % 4 == 0 and p.exact and weight.scales.numel() > 1
     constants = {
-        "BITS": p.bits,
         "HOW": exact if exact != 1 or p.scales == p.dtype else 2,
         "GROUP": 0 if p.group >= p.k else p.group,
-        "CHUNK": p.chunk,
-        "SPLITS": plan.parts,
         "ATOMIC": plan.atomic,
         "ASM": plan.device.has("ptx"),
         "EMULATE": interpreting(),
         "EVEN": p.k % (p.slabs * 32) == 0,
         "WORDS": words,
-        "EARLY": early,
         "JOIN": plan.join,
         "BLOCK_N": plan.block_n,
-        "BLOCK_M": plan.block_m,
         "STAGES": plan.stages,
     }
-    options = {"num_warps": plan.num_warps, "num_stages": plan.stages, **option, **_registers(plan)}
-    launch = Launch(lowbit_matmul, (plan.items, plan.parts, 1), constants, options, x.device.index or 0)
-    lanes = _lanes(x.device) if words else None
-    return Bound(launch, GIVEN, {**_values(x, weight, plan), "Lanes": lanes})
+    values = {**_values(x, weight, plan), "Lanes": _lanes(x.device) if words else None}
+    options = {"num_warps": plan.num_warps, "num_stages": plan.stages}
+    return _bound(lowbit_matmul, plan, values, constants, x.device, **options)
 
 
 def _values(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -> dict[str, Any]:
@@ -306,58 +300,24 @@ def _kept_lanes(device: torch.device) -> torch.Tensor:
     return torch.arange(4, dtype=torch.int32, device=device)
 
 
-def _registers(plan: "LowbitPlan") -> dict[str, int]:
-    """The option that keeps threads below a number of registers."""
-    return {"maxnreg": plan.registers} if plan.registers and plan.device.has("ptx") else {}
-
-
 def _bind_rows(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -> Bound:
     """The launch of the kernel for few rows of x."""
     from ...kernels.hopper.lowbit_rows import lowbit_rows as kernel
-    from ..launch import Launch
 
     p = plan.problem
-    early, option = _early(plan)
     constants = {
-        "BITS": p.bits,
         "GROUP": min(p.group, p.blocks * p.slabs * 32),
-        "CHUNK": p.chunk,
-        "SPLITS": plan.parts,
-        "EARLY": early,
         "EVEN": p.k % (p.slabs * 32) == 0,
         "BLOCK_N": plan.block_n,
-        "BLOCK_M": plan.block_m,
         "DEPTH": plan.stages,
     }
-    options = {"num_warps": plan.num_warps, **option, **_registers(plan)}
-    launch = Launch(kernel, (plan.items, plan.parts, 1), constants, options, x.device.index or 0)
-    return Bound(launch, GIVEN, _values(x, weight, plan))
+    return _bound(kernel, plan, _values(x, weight, plan), constants, x.device, num_warps=plan.num_warps)
 
 
 def _bind_hopper(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -> Bound:
     """The launch of the kernel of sm_90 for many rows of x."""
     from ...kernels.hopper.gluon import TensorDescriptor, gl
     from ...kernels.hopper.lowbit_matmul import lowbit_matmul_hopper as kernel
-    from ..launch import Launch
-
-    p = plan.problem
-    early, option = _early(plan)
-    constants = {
-        "BITS": p.bits,
-        "CHUNK": p.chunk,
-        "SPLITS": plan.parts,
-        "EARLY": early,
-        "BLOCK_M": plan.block_m,
-        "CONSUMERS": plan.block_n // 64,
-        "SLOTS": plan.stages,
-    }
-    launch = Launch(
-        kernel,
-        (plan.items, plan.parts, 1),
-        constants,
-        {"num_warps": 4, **option, **_registers(plan)},
-        x.device.index or 0,
-    )
 
     def box(t: torch.Tensor, block: list[int], swizzle: int) -> Box:
         shared = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=2)
@@ -377,7 +337,8 @@ def _bind_hopper(x: torch.Tensor, weight: QuantizedTensor, plan: "LowbitPlan") -
         "w_desc": slot("Packed", weight.packed),
         "h_desc": slot("High", weight.packed_high),
     }
-    return Bound(launch, GIVEN, {**_values(x, weight, plan), **boxes})
+    constants = {"CONSUMERS": plan.block_n // 64, "SLOTS": plan.stages}
+    return _bound(kernel, plan, {**_values(x, weight, plan), **boxes}, constants, x.device)
 
 
 _BINDERS = {"tile": _bind_tile, "rows": _bind_rows, "hopper": _bind_hopper}

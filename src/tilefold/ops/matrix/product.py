@@ -178,7 +178,6 @@ def _bind_hopper(x: Operands, plan: "MatmulPlan", epilogue: Epilogue, tensors: t
 def bind_portable(x: Operands, plan: "MatmulPlan", scales: Scales, device: torch.device) -> Bound:
     """The launch of kernels.matrix.matmul."""
     from ...kernels.matrix.matmul import matmul
-    from ..launch import Launch
 
     problem, tile = plan.problem, plan.tile
     m, n, k = x.sizes
@@ -207,17 +206,16 @@ def bind_portable(x: Operands, plan: "MatmulPlan", scales: Scales, device: torch
         **strides_named("b", (0 if b.shape[0] == 1 else b.stride(0), *b.stride()[1:]), "bkn"),
     }
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    return Bound(Launch(matmul, plan.grid, constants, options, device.index or 0), GIVEN_TO_PRODUCTS, values)
+    return Bound.of(matmul, plan.grid, GIVEN_TO_PRODUCTS, values, constants, device, **options)
 
 
 def bind_finish(x: Operands, plan: "MatmulPlan", device: torch.device) -> Bound:
     """The launch that adds the shares up."""
     from ...kernels.matrix.matmul import finish_splits
-    from ..launch import Launch
 
     problem = plan.problem
     m, n, _ = x.sizes
-    grid, tiles = _finish_grid(problem.results, m, n)
+    programs, tiles = _finish_grid(problem.results, m, n)
     constants = {
         "EMULATE": interpreting(),
         "BIAS": BIAS[problem.bias],
@@ -225,22 +223,22 @@ def bind_finish(x: Operands, plan: "MatmulPlan", device: torch.device) -> Bound:
         **_finish_tile(),
     }
     parts = strides_named("p", (problem.results * m * n, m * n, n), "sbm")
-    launch = Launch(finish_splits, grid, constants, {"num_warps": 4}, device.index or 0)
-    return Bound(launch, ("Part", "Out", "Pre", "Bias"), {**values_of(x, plan, (None, None), tiles), **parts})
+    values = {**values_of(x, plan, (None, None), tiles), **parts}
+    return Bound.of(finish_splits, programs, ("Part", "Out", "Pre", "Bias"), values, constants, device)
 
 
 def _finish_tile() -> dict[str, int]:
     return {"BLOCK_M": FINISH[0], "BLOCK_N": FINISH[1]}
 
 
-def _finish_grid(batch: int, m: int, n: int) -> tuple[tuple[int, int, int], tuple[int, int]]:
+def _finish_grid(batch: int, m: int, n: int) -> tuple[int, tuple[int, int]]:
     from ...plan.limits import MAX_GRID
 
     tiles = -(-m // FINISH[0]), -(-n // FINISH[1])
     programs = tiles[0] * tiles[1] * batch
     if programs > MAX_GRID:
         raise ShapeError(f"{programs} tiles of the result are more than the {MAX_GRID} that one launch can make")
-    return (programs, 1, 1), tiles
+    return programs, tiles
 
 
 # ---------------------------------------------------------------- the activation's part of the gradient
@@ -268,9 +266,8 @@ def bind_gradient(dout: torch.Tensor, activation: str) -> Bound | None:
     if not d.numel():
         return None
     from ...kernels.matrix.matmul import activation_gradient as kernel
-    from ..launch import Launch
 
-    grid, tiles = _finish_grid(batch, m, n)
+    programs, tiles = _finish_grid(batch, m, n)
     constants = {"EMULATE": interpreting(), "ACTIVATION": CODES[activation], **_finish_tile()}
     values = {
         "m": m,
@@ -281,5 +278,4 @@ def bind_gradient(dout: torch.Tensor, activation: str) -> Bound | None:
         **strides_named("s", (m * n, n), "bm"),
         **strides_named("z", (m * n, n), "bm"),
     }
-    launch = Launch(kernel, grid, constants, {"num_warps": 4}, dout.device.index or 0)
-    return Bound(launch, ("Dout", "Saved", "Dz"), values)
+    return Bound.of(kernel, programs, ("Dout", "Saved", "Dz"), values, constants, dout.device)

@@ -22,7 +22,6 @@ def bind(x: Operands, plan: "MatmulPlan", device: torch.device, scales: Scales =
         return bind_product(x, plan, scales, device)
     require("plan.kernel", plan.kernel)
     from ...kernels.hopper.matmul import matmul_hopper
-    from ..launch import Launch
 
     problem, tile = plan.problem, plan.tile
     m, n, k = x.sizes
@@ -56,7 +55,7 @@ def bind(x: Operands, plan: "MatmulPlan", device: torch.device, scales: Scales =
         "step_b": int(x.b.shape[0] > 1),
     }
     options = {"num_warps": tile.num_warps, "maxnreg": REGISTERS[0]}
-    return Bound(Launch(matmul_hopper, plan.grid, constants, options, device.index or 0), GIVEN_TO_PRODUCTS, values)
+    return Bound.of(matmul_hopper, plan.grid, GIVEN_TO_PRODUCTS, values, constants, device, **options)
 
 
 def _box(t: torch.Tensor, turned: bool, rows: int) -> Box:

@@ -1,6 +1,7 @@
 """RMSNorm with a residual: check, plan, launch; differentiable, as an operator of torch's dispatcher."""
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -8,20 +9,13 @@ from ...check import FLOATS, TensorSpec, bind, check_number
 from ...errors import LayoutError
 from ...plan.matrix.rms_norm import RMSNormPlan, RMSNormProblem, plan_rms_norm
 from ...plan.torch_cpu import TorchPlan
-from ..bound import Example
+from ..bound import Bound, Example, Launched, meta
 from ..device import device_of, interpreting
-from ..operator import Operator
+from ..operator import Gradient, Operation
 from ..records import recorded
 from ..serve import function_at
 
-
-class Prepared(NamedTuple):
-    """What follows from a call's key; launch None: there is nothing to do."""
-
-    plan: Any
-    launch: Any
-    scalars: tuple[Any, ...]
-    parts: int = 1  # that the weight's gradient is summed from
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None, *, eps: float = 1e-6) -> Any:
@@ -37,7 +31,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | Non
     Raises ShapeError, DtypeError, DeviceError, LayoutError, ValueRangeError, Unsupported: naming the argument.
 
     Source: Zhang and Sennrich 2019 (arXiv:1910.07467)."""
-    out, summed, _ = rms_norm_op(x, weight, residual, check_number("eps", eps, above=0.0))
+    out, summed, _ = RMS_NORM(x, weight, residual, check_number("eps", eps, above=0.0))
     return out if residual is None else (out, summed)
 
 
@@ -45,7 +39,7 @@ def rms_norm_plan(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None
 ) -> RMSNormPlan | TorchPlan:
     """The plan that `rms_norm(x, weight, residual)` follows; `print` it to read the decision."""
-    plan: RMSNormPlan | TorchPlan = _prepare(x, weight, residual, 1e-6).plan
+    plan: RMSNormPlan | TorchPlan = _prepare(x, weight, residual, 1e-6).more
     return plan
 
 
@@ -78,29 +72,28 @@ def _rows(name: str, t: torch.Tensor) -> torch.Tensor:
 
 
 @recorded("rms_norm")
-def _prepare(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float) -> Prepared:
+def _prepare(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float) -> Launched:
     _check(x, weight, residual)
     rows = _rows("x", x)
     problem = RMSNormProblem(rows.shape[0], rows.shape[1], x.element_size(), residual is not None)
-    if (own := function_at("rms_norm", x.device)) is not None:
+    if (own := function_at("rms_norm", x.device, eps)) is not None:
         plan = TorchPlan("rms_norm", problem, device_of(x.device, "rms_norm"))
-        return Prepared(plan, own if x.numel() else None, (eps,))
+        return Launched(1, own if x.numel() else None, plan, _run)
     return _bind(x, weight, residual, eps, plan_rms_norm(problem, device_of(x.device)))
 
 
 def _bind(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float, plan: RMSNormPlan
-) -> Prepared:
+) -> Launched:
     from ...kernels.matrix.rms_norm import rms_norm_forward
-    from ..launch import Launch
 
     if x.numel() == 0:
-        return Prepared(plan, None, ())
+        return Launched(1, None, plan, _run)
     strides = [0 if t is None else _rows("x", t).stride(0) for t in (x, residual)]
-    launch = Launch(
-        rms_norm_forward, (plan.tiles, 1, 1), _constants(plan, (x, weight), max(strides)), _options(plan), _at(x)
-    )
-    return Prepared(plan, launch, (plan.problem.rows, eps, *strides))
+    constants = _constants(plan, (x, weight), max(strides))
+    numbers = plan.problem.rows, eps, *strides
+    bound = Bound.of(rms_norm_forward, plan.tiles, 6, numbers, constants, x.device, num_warps=plan.num_warps)
+    return Launched(1, bound, plan, _run)
 
 
 def _constants(plan: RMSNormPlan, tensors: tuple[torch.Tensor, ...], stride: int) -> dict[str, Any]:
@@ -113,53 +106,42 @@ def _constants(plan: RMSNormPlan, tensors: tuple[torch.Tensor, ...], stride: int
     }
 
 
-def _options(plan: RMSNormPlan) -> dict[str, Any]:
-    return {"num_warps": plan.num_warps}
-
-
-def _at(x: torch.Tensor) -> int:
-    return x.device.index or 0
-
-
-def _forward(
-    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _run(found: Launched, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float) -> Three:
     """(out, sum, one over the root of each row's mean square); sum is empty without a residual."""
-    found = _prepare(x, weight, residual, eps)
-    out, summed, rstd = (torch.empty(shape, dtype=t, device=x.device) for shape, t in _results(x, residual))
-    if found.launch is not None:
-        found.launch((x, residual, weight, out, None if residual is None else summed, rstd, *found.scalars))
+    out, summed, rstd = _results(x, residual)
+    if found.bound is not None:
+        found.bound((x, residual, weight, out, None if residual is None else summed, rstd))
     return out, summed, rstd
 
 
-def _results(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[tuple[Any, torch.dtype], ...]:
-    return (x.shape, x.dtype), (x.shape if residual is not None else (0,), x.dtype), (x.shape[:-1], torch.float32)
+def _results(x: torch.Tensor, residual: torch.Tensor | None) -> Three:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    summed = x.new_empty(0) if residual is None else torch.empty_like(out)
+    return out, summed, x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-def _fake(
-    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _fake(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float) -> Three:
     _check(x, weight, residual)
-    out, summed, rstd = (x.new_empty(shape, dtype=t) for shape, t in _results(x, residual))
-    return out, summed, rstd
+    return _results(x, residual)
 
 
 # ---------------------------------------------------------------- backward
 
 
-def _gradient(
-    dout: torch.Tensor, dsum: torch.Tensor | None, s: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dx, dw) from the gradients of out and of the sum; s: the sum, or x."""
-    dout = dout.contiguous()
+def _gradients(args: tuple[Any, ...], results: Any, grads: tuple[Any, ...], wanted: tuple[bool, ...]) -> Any:
+    (x, weight, residual, _), (_, summed, rstd), (dout, dsum, _) = args, results, grads
+    s = summed if x is None or residual is not None else x
+    dout = torch.zeros_like(s) if dout is None else dout.contiguous()
     dsum = None if dsum is None else dsum.contiguous()
     found = _bind_gradient(dout, dsum, s, weight)
-    dx = torch.empty(s.shape, dtype=s.dtype, device=s.device)
-    parts = torch.empty((found.parts, weight.shape[0]), dtype=torch.float32, device=s.device)
-    if found.launch is None:
-        return dx, torch.zeros_like(weight)
-    found.launch((dout, dsum, s, weight, rstd, dx, parts, *found.scalars))
-    return dx, parts.sum(0).to(weight.dtype)
+    dx = torch.empty_like(s, memory_format=torch.contiguous_format)
+    parts = s.new_empty((found.shape, weight.shape[0]), dtype=torch.float32)
+    if found.bound is None:
+        parts.zero_()
+    else:
+        found.bound((dout, dsum, s, weight, rstd, dx, parts))
+    dw = parts.sum(0).to(weight.dtype) if wanted[1] else None
+    return dx if wanted[0] else None, dw, dx if wanted[2] else None
 
 
 @recorded("rms_norm_backward")
@@ -169,51 +151,32 @@ def _bind_gradient(
     s: torch.Tensor,
     weight: torch.Tensor,
     plan: RMSNormPlan | None = None,
-) -> Prepared:
+) -> Launched:
     rows = _rows("x", s)
     problem = RMSNormProblem(rows.shape[0], rows.shape[1], s.element_size(), dsum is not None)
     if plan is None and (own := function_at("rms_norm_backward", s.device)) is not None:
-        return Prepared(None, own if s.numel() else None, ())
+        return Launched(1, own if s.numel() else None)
     from ...kernels.matrix.rms_norm import rms_norm_backward
-    from ..launch import Launch
 
     plan = plan or plan_rms_norm(problem, device_of(s.device))
     if s.numel() == 0:
-        return Prepared(plan, None, ())
+        return Launched(1)
     columns, stride = problem.columns, rows.stride(0)
     constants = _constants(plan, (s, weight), max(stride, columns))
-    launch = Launch(rms_norm_backward, (plan.backward_programs, 1, 1), constants, _options(plan), _at(s))
-    tiles = -(-plan.tiles // plan.backward_programs)
-    return Prepared(plan, launch, (problem.rows, tiles, columns, columns, stride), plan.backward_programs)
+    programs, tiles = plan.backward_programs, -(-plan.tiles // plan.backward_programs)
+    numbers = problem.rows, tiles, columns, columns, stride
+    bound = Bound.of(rms_norm_backward, programs, 7, numbers, constants, s.device, num_warps=plan.num_warps)
+    return Launched(programs, bound)
 
 
-def _gradient_fake(
-    dout: torch.Tensor, dsum: torch.Tensor | None, s: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return s.new_empty(s.shape), weight.new_empty(weight.shape)
+def _kept(tensors: Sequence[Any], needs: Sequence[bool]) -> tuple[Any, ...]:
+    """x alone is what was normalised; with a residual that is the sum."""
+    x, weight, residual = tensors
+    return x if residual is None else None, weight, None
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, weight, residual, _ = inputs
-    _, summed, rstd = output
-    ctx.save_for_backward(x if residual is None else summed, weight, rstd)
-    ctx.mark_non_differentiable(*([rstd, summed] if residual is None else [rstd]))
-    ctx.set_materialize_grads(False)
-
-
-def _arguments(ctx: Any, dout: torch.Tensor | None, dsum: torch.Tensor | None, _: None) -> tuple[Any, ...] | None:
-    if dout is None and dsum is None:
-        return None
-    s, weight, rstd = ctx.saved_tensors
-    return torch.zeros_like(s) if dout is None else dout, dsum, s, weight, rstd
-
-
-def _give(ctx: Any, results: tuple[torch.Tensor, torch.Tensor]) -> tuple[Any, ...]:
-    need, (dx, dw) = ctx.needs_input_grad, results
-    return dx if need[0] else None, dw if need[1] else None, dx if need[2] else None, None
-
-
-rms_norm_op = Operator("rms_norm", _forward, _fake, _gradient, _gradient_fake, _keep, _arguments, _give)
+GRADIENT = Gradient(("x", "weight", "residual"), _gradients, unread=(0,), kept=_kept, still=(2,), same=((0, 2),))
+RMS_NORM = Operation("rms_norm", _prepare, _fake, GRADIENT)
 
 
 # ---------------------------------------------------------------- without a GPU
@@ -223,12 +186,14 @@ def example_launch(plan: RMSNormPlan, dtype: str, part: str = "forward") -> Exam
     """(kernel, args, kwargs) of a part of a call with this plan, "forward" or "backward", on tensors without memory: to compile
     ahead of time."""
     n = plan.problem
-    x = torch.empty((n.rows, n.columns), dtype=getattr(torch, dtype), device="meta")
-    weight, rstd = x[0], torch.empty(n.rows, device="meta")
+    x, rstd = meta(n.rows, n.columns, dtype=getattr(torch, dtype)), meta(n.rows)
+    weight = x[0]
     residual = x if n.residual else None
     if part == "forward":
-        launch, scalars = _bind(x, weight, residual, 1e-6, plan)[1:3]
-        return launch.fn, (x, residual, weight, x, residual, rstd, *scalars), launch.keywords
-    launch, scalars = _bind_gradient(x, residual, x, weight, plan)[1:3]
-    parts = torch.empty((plan.backward_programs, n.columns), device="meta")
-    return launch.fn, (x, residual, x, weight, rstd, x, parts, *scalars), launch.keywords
+        found = _bind(x, weight, residual, 1e-6, plan)
+        tensors: tuple[Any, ...] = (x, residual, weight, x, residual, rstd)
+    else:
+        found = _bind_gradient(x, residual, x, weight, plan)
+        tensors = (x, residual, x, weight, rstd, x, meta(plan.backward_programs, n.columns))
+    assert found.bound is not None
+    return found.bound.example(tensors)

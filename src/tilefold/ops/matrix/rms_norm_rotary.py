@@ -7,12 +7,11 @@ import torch
 from ...check import FLOATS, TensorSpec, bind, check_number
 from ...errors import DtypeError, ShapeError, Unsupported
 from ...plan.matrix.rms_norm import RMSNormPlan, RMSNormProblem, plan_rms_norm
-from ..bound import Example, meta
+from ..bound import Bound, Example, Launched, meta
 from ..device import device_of, interpreting
 from ..operator import Gradient, Operation
 from ..records import recorded
 from ..serve import function_at
-from .rms_norm import Prepared
 
 
 def rms_norm_rotary(
@@ -75,17 +74,16 @@ def _problem(x: torch.Tensor, weight: torch.Tensor) -> RMSNormProblem:
 def _prepare(
     x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float, interleaved: bool,
     backward: bool = False, plan: RMSNormPlan | None = None,
-) -> Prepared:  # fmt: skip
+) -> Launched:  # fmt: skip
     _check(x, weight, cos, sin)
     name, options = ("rms_norm_rotary_backward", ()) if backward else ("rms_norm_rotary", (eps,))
     if plan is None and (own := function_at(name, x.device, *options, interleaved)) is not None:
-        return Prepared(None, own if x.numel() else None, ())
+        return Launched(1, own if x.numel() else None, run=_run)
     from ...kernels.matrix import rms_norm_rotary as kernels
-    from ..launch import Launch
 
     plan = plan or plan_rms_norm(_problem(x, weight), device_of(x.device))
     if x.numel() == 0:
-        return Prepared(plan, None, ())
+        return Launched(1, run=_run)
     _, seq, heads, dim = x.shape
     together = weight.dim() == 2
     constants = {
@@ -97,24 +95,23 @@ def _prepare(
         "ROWS": plan.block_rows,
         "BLOCK_P": plan.block_columns // 2,
     }
-    kernel, programs = kernels.rms_norm_rotary_forward, plan.tiles
-    if backward:
-        kernel, programs = kernels.rms_norm_rotary_backward, plan.backward_programs
-        options = (-(-plan.tiles // programs),)
-    launch = Launch(kernel, (programs, 1, 1), constants, {"num_warps": plan.num_warps}, x.device.index or 0)
     strides = [s for t in (cos, sin) for s in (t.stride(0) if t.dim() == 3 and t.shape[0] > 1 else 0, t.stride(-2))]
-    sizes = (plan.problem.rows, 1 if together else heads, seq)
-    return Prepared(plan, launch, (*options, *sizes, *x.stride()[:3], weight.stride(0), *strides), programs)
+    sizes = (plan.problem.rows, 1 if together else heads, seq, *x.stride()[:3], weight.stride(0), *strides)
+    kernel, programs, tensors, numbers = kernels.rms_norm_rotary_forward, plan.tiles, 6, (eps, *sizes)
+    if backward:
+        kernel, programs, tensors = kernels.rms_norm_rotary_backward, plan.backward_programs, 8
+        numbers = -(-plan.tiles // programs), *sizes
+    bound = Bound.of(kernel, programs, tensors, numbers, constants, x.device, num_warps=plan.num_warps)
+    return Launched(programs, bound, run=_run)
 
 
-def _forward(
-    x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float, interleaved: bool
+def _run(
+    found: Launched, x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, one over the root of each row's mean square)."""
-    found = _prepare(x, weight, cos, sin, eps, interleaved)
     out, rstd = _results(x, weight)
-    if found.launch is not None:
-        found.launch((x, weight, cos, sin, out, rstd, *found.scalars))
+    if found.bound is not None:
+        found.bound((x, weight, cos, sin, out, rstd))
     return out, rstd
 
 
@@ -134,15 +131,15 @@ def _gradients(args: Any, results: Any, grads: Any, wanted: Any) -> tuple[torch.
     """(dx, dw): one kernel makes both."""
     (x, weight, cos, sin, eps, interleaved), (_, rstd), (dout, _) = args, results, grads
     found = _prepare(x, weight, cos, sin, eps, interleaved, True)
-    dx, parts = x.new_empty(x.shape), x.new_empty((found.parts, *weight.shape), dtype=torch.float32)
-    if found.launch is None:
+    dx, parts = x.new_empty(x.shape), x.new_empty((found.shape, *weight.shape), dtype=torch.float32)
+    if found.bound is None:
         return dx, weight.new_zeros(weight.shape)
-    found.launch((dout.contiguous(), x, weight, cos, sin, rstd, dx, parts, *found.scalars))
+    found.bound((dout.contiguous(), x, weight, cos, sin, rstd, dx, parts))
     return dx, parts.sum(0).to(weight.dtype)
 
 
-GRADIENT = Gradient(("x", "weight"), _gradients, unread=lambda *args: (0,), still=(1,))
-RMS_NORM_ROTARY = Operation("rms_norm_rotary", _forward, _fake, GRADIENT)
+GRADIENT = Gradient(("x", "weight"), _gradients, unread=(0,), still=(1,))
+RMS_NORM_ROTARY = Operation("rms_norm_rotary", _prepare, _fake, GRADIENT)
 
 
 # ---------------------------------------------------------------- without a GPU
@@ -159,6 +156,7 @@ def example_launch(
     out, weight = meta(*x.shape, dtype=kind), meta(*((heads, dim) if together else (dim,)), dtype=kind)
     cos, rstd = meta(tokens, dim // 2, dtype=torch.float32), meta(n.rows, dtype=torch.float32)
     found = _prepare(x, weight, cos, cos, 1e-6, interleaved, part == "backward", plan)
-    parts = meta(found.parts, n.columns, dtype=torch.float32)
+    parts = meta(found.shape, n.columns, dtype=torch.float32)
     tensors = (x, weight, cos, cos, out, rstd) if part == "forward" else (out, x, weight, cos, cos, rstd, out, parts)
-    return found.launch.fn, (*tensors, *found.scalars), found.launch.keywords
+    assert found.bound is not None
+    return found.bound.example(tensors)

@@ -74,7 +74,6 @@ def _prepare(x: torch.Tensor, method: str) -> Bound | None:
 
 def _bind(x: torch.Tensor, plan: TransposePlan) -> Bound | None:
     from ...kernels.matrix import transpose as kernels
-    from ..launch import Launch
 
     if x.numel() == 0:
         return None
@@ -89,8 +88,7 @@ def _bind(x: torch.Tensor, plan: TransposePlan) -> Bound | None:
     else:
         constants["WIDE"] = plan.problem.wide
     kernel = getattr(kernels, f"transpose_{plan.method}")
-    launch = Launch(kernel, (plan.programs, 1, 1), constants, {"num_warps": plan.num_warps}, x.device.index or 0)
-    return Bound(launch, ("X", "Out"), values)
+    return Bound.of(kernel, plan.programs, ("X", "Out"), values, constants, x.device, num_warps=plan.num_warps)
 
 
 class Transpose(torch.autograd.Function):

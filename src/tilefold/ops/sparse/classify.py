@@ -9,10 +9,11 @@ import torch
 from ...errors import DtypeError, Unsupported
 from ...types import TILE as WHOLE
 from ...types import Rule, Rules
-from ..bound import runtime_ints
+from ..bound import launch_of
 from ..call import UNBOUNDED, Call, check_hooks, check_mod_args
 from ..dense.attention_tiles import is_listed, steps_of
 from ..device import device_of
+from ..integers import runtime_ints
 from ..reads import Reads, reads
 
 if TYPE_CHECKING:
@@ -64,9 +65,8 @@ def _classify(blocks: int, block: tuple[int, int], kind: int, device: torch.devi
 
 def _launch(name: str, programs: int, constants: dict[str, Any], device: torch.device, warps: int = 4) -> "Launch":
     from ...kernels.sparse import classify
-    from ..launch import Launch
 
-    return Launch(getattr(classify, name), (programs, 1, 1), constants, {"num_warps": warps}, device.index or 0)
+    return launch_of(getattr(classify, name), programs, constants, device, num_warps=warps)
 
 
 def lists_of_kinds(kinds: torch.Tensor, capacity: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -8,9 +8,9 @@ import torch
 
 from ...check import TensorSpec, bind
 from ...errors import ValueRangeError
-from ..backward.backward_parts import boxes, side_strides
+from ..backward.backward_parts import boxes, side_strides, tiled
 from ..bound import Bound, Example, meta
-from ..call import NARROW_HEAD_DIM, SPECS, check_heads
+from ..call import NARROW_HEAD_DIM, SPECS, check_heads, scale_of
 from ..dense.attention_parts import boxable
 from ..device import device_of
 from ..operator import Gradient, Operation
@@ -78,7 +78,7 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: CoarseCall)
 
     n = check(q, k, v, call)
     out_shape, scores_shape, lse_shape = shapes_of(n, call.layout)
-    scale = 1.0 / math.sqrt(n["dim_qk"]) if call.scale is None else float(call.scale)
+    scale = scale_of(call, n["dim_qk"])
     device = device_of(q.device, "attend_rows")
     if 0 in (*scores_shape, *lse_shape):
         return Prepared(None, out_shape, (1, *scores_shape), lse_shape)
@@ -114,7 +114,6 @@ def bind_forward(
 ) -> Prepared:  # fmt: skip
     """Launch, run-time scalars and compile-time constants of this call under this plan."""
     from ...kernels.sparse.coarse import coarse_forward
-    from ..launch import Launch
 
     n, tile, layout = plan.problem.attention, plan.forward, cast("Any", call.layout)
     strides = side_strides(layout, q=q, k=k, v=v, o=meta(*shapes[0]))
@@ -123,13 +122,12 @@ def bind_forward(
         "REDUCE": REDUCTIONS.index(call.reduction),
         "BOX": plan.boxes[0],
         **constants_of(plan, q.dtype, wide),
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
     }
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    launch = Launch(coarse_forward, plan.grid("forward"), constants, options, q.device.index or 0)
     boxed = boxes(layout, tile.block_n, K=(k, n.block_qk), V=(v, n.block_v)) if plan.boxes[0] else {}
-    return Prepared(plan, *shapes, scale, Bound(launch, GIVEN, {**strides, **values_of(plan, call, scale), **boxed}))
+    values = {**strides, **values_of(plan, call, scale), **boxed}
+    return Prepared(
+        plan, *shapes, scale, tiled(coarse_forward, tile, plan.grid("forward"), GIVEN, values, constants, q.device)
+    )
 
 
 # ---------------------------------------------------------------- the operator
@@ -151,9 +149,7 @@ def _gradients(args: tuple[Any, ...], results: Any, grads: tuple[Any, ...], want
     return tuple(g if want else None for g, want in zip(found, wanted, strict=True))
 
 
-COARSE = Operation(
-    "attend_rows", forward, _fake, Gradient(("q", "k", "v"), _gradients, unread=lambda *args: (1,), still=(1,))
-)
+COARSE = Operation("attend_rows", forward, _fake, Gradient(("q", "k", "v"), _gradients, unread=(1,), still=(1,)))
 """(out, scores, lse); no gradient passes through the scores."""
 
 

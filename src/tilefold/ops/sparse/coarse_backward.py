@@ -8,7 +8,7 @@ import torch
 
 from ..backward.backward_parts import ROWS, boxes, delta_bound, readable, side_strides, tiled
 from ..bound import Bound, Example, meta, strides_named
-from ..dense.attention_parts import boxable
+from ..dense.attention_parts import boxable, dims_of, lengths_of
 from ..device import interpreting
 from ..serve import BoundFunction, function_at
 from ..source import facts_of
@@ -50,23 +50,18 @@ class Prepared:
 
 def constants_of(plan: "CoarsePlan", dtype: torch.dtype, wide: bool) -> dict[str, Any]:
     """Compile-time constants that the three kernels share; wide: rows of one tile lie 2^31 elements or more apart."""
-    n = plan.problem.attention
     return {
         "EMULATE": interpreting() and dtype == torch.bfloat16,
         "WIDE": wide,
-        "DIM_QK": n.dim_qk,
-        "DIM_V": n.dim_v,
         "Q_BLOCK": plan.problem.block,
-        "BLOCK_QK": n.block_qk,
-        "BLOCK_V": n.block_v,
+        **dims_of(plan.problem.attention),
     }
 
 
 def values_of(plan: "CoarsePlan", call: CoarseCall, scale: float) -> dict[str, Any]:
     """Lengths and strides of sizes by the names that the three kernels share."""
-    n = plan.problem.attention
     return {
-        **{name: getattr(n, name) for name in ("seq_q", "seq_k", "heads", "group", "batch")},
+        **lengths_of(plan.problem.attention),
         "scale": scale,
         **strides_named("s", size_strides(call.block_sizes), "bh"),
         **strides_named("p", size_strides(call.query_sizes), "bh"),
@@ -137,26 +132,25 @@ def bind(
     from ...kernels.sparse import coarse_backward as kernels
 
     q, k, v, out = tensors
-    n, layout, device = plan.problem.attention, cast("Any", call.layout), q.device.index or 0
+    n, layout = plan.problem.attention, cast("Any", call.layout)
     strides = side_strides(layout, q=q, k=k, v=v, d=dout, o=out, g=meta(*q.shape))
     wide = max(strides[f"stride_{name}"] for name in ("qm", "kn", "vn", "dm", "om")) * ROWS >= 1 << 31
     constants = constants_of(plan, q.dtype, wide)
     live = live_queries(call)
-    values = {**strides, **values_of(plan, call._replace(query_sizes=live), scale), "kv_heads": n.kv_heads}
+    values = {**strides, **values_of(plan, call._replace(query_sizes=live), scale)}
     kv_box, q_box = plan.boxes[1], plan.boxes[2] and boxable(dout)
     of_k = boxes(layout, plan.queries.block_n, K=(k, n.block_qk), V=(v, n.block_v)) if kv_box else {}
     of_q = boxes(layout, plan.keys.block_m, Q=(q, n.block_qk), DOut=(dout, n.block_v)) if q_box else {}
-    queries = tiled(
-        kernels.coarse_backward_queries, plan.queries, plan.grid("queries"), {**constants, "BOX": kv_box}, device
-    )
     edge = live is not None or n.seq_q % plan.keys.block_m != 0
-    keys = tiled(
-        kernels.coarse_backward_keys, plan.keys, plan.grid("keys"), {**constants, "BOX": q_box, "EDGE": edge}, device
-    )
+
+    def bound(part: str, tile: Any, own: dict[str, Any], **more: bool) -> Any:
+        kernel = getattr(kernels, f"coarse_backward_{part}")
+        return tiled(kernel, tile, plan.grid(part), GIVEN, {**values, **own}, {**constants, **more}, q.device)
+
     return Launches(
-        delta_bound(n, n.seq_q * n.batch, n.seq_q, wide, strides, device),
-        Bound(queries, GIVEN, {**values, **of_k}),
-        Bound(keys, GIVEN, {**values, **of_q}),
+        delta_bound(n, n.seq_q * n.batch, n.seq_q, wide, strides, q.device),
+        bound("queries", plan.queries, of_k, BOX=kv_box),
+        bound("keys", plan.keys, of_q, BOX=q_box, EDGE=edge),
     )
 
 

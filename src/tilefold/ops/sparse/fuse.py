@@ -1,15 +1,16 @@
 """Fuse two finished branches by their gates: check, launch, and the operator with its gradients."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ...check import FLOATS, TensorSpec, bind
 from ...errors import ShapeError, Unsupported, ValueRangeError
-from ..bound import Bound, Example, meta
+from ..bound import Bound, Example, Launched, meta
 from ..call import NARROW_HEAD_DIM
 from ..device import interpreting
-from ..operator import Operator
+from ..operator import Gradient, Operation
 from ..records import recorded
 from ..serve import function_at
 from ..source import facts_of_values
@@ -65,20 +66,24 @@ def gate_strides(gate: torch.Tensor, layout: str) -> tuple[int, int, int]:
     return a, b, c
 
 
-def forward(branches: Pair, gates: Pair, layout: str, out: torch.Tensor | None = None) -> torch.Tensor:
+def forward(
+    coarse: torch.Tensor | None, fine: torch.Tensor | None, gate_coarse: torch.Tensor | None, gate_fine: torch.Tensor | None,
+    layout: str, out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """gate_coarse * coarse + gate_fine * fine; out: where to write it, which may be a branch."""
-    bound, like = _prepare(branches, gates, out, layout), _like(branches)
-    result = torch.empty(like.shape, dtype=like.dtype, device=like.device) if out is None else out
-    if bound is not None:
-        bound((*branches, *_readable(gates), result))
+    given = coarse, fine, gate_coarse, gate_fine, layout, out
+    made: torch.Tensor = _run(_prepare(*given), *given)
+    return made
+
+
+def _run(
+    found: Launched, coarse: Any, fine: Any, gate_coarse: Any, gate_fine: Any, layout: str, out: Any = None
+) -> Any:
+    like = fine if coarse is None else coarse
+    result = torch.empty_like(like, memory_format=torch.contiguous_format) if out is None else out
+    if found.bound is not None:
+        found.bound((coarse, fine, *_readable((gate_coarse, gate_fine)), result))
     return result
-
-
-def _like(branches: Pair) -> torch.Tensor:
-    """A branch that there is."""
-    like = branches[0] if branches[0] is not None else branches[1]
-    assert like is not None
-    return like
 
 
 def _readable(gates: Pair) -> Pair:
@@ -87,18 +92,15 @@ def _readable(gates: Pair) -> Pair:
     return a, b
 
 
-def _key(branches: Pair, gates: Pair, *others: Any) -> Any:
-    return facts_of_values(*branches, *gates, *others)
-
-
-@recorded("fuse", _key)
-def _prepare(branches: Pair, gates: Pair, out: torch.Tensor | None, layout: str) -> Bound | None:
-    shape, like = check(*branches, *gates, layout), _like(branches)
+@recorded("fuse")
+def _prepare(coarse: Any, fine: Any, gate_coarse: Any, gate_fine: Any, layout: str, out: Any = None) -> Launched:
+    shape, like = check(coarse, fine, gate_coarse, gate_fine, layout), fine if coarse is None else coarse
     own = function_at("fuse", like.device, layout)
     if out is not None:
         _check_out(out, like, shape, layout)
-    strides = meta(*shape).stride() if out is None else out.stride()
-    return own or _bind("fuse_forward", FORWARD, branches, gates, layout, shape, like, strides_o=strides[:3])
+    strides, pairs = (meta(*shape) if out is None else out).stride(), ((coarse, fine), (gate_coarse, gate_fine))
+    bound = own or _bind("fuse_forward", FORWARD, *pairs, layout, shape, like, strides_o=strides[:3])
+    return Launched(shape, bound, run=_run)
 
 
 def _check_out(out: torch.Tensor, like: torch.Tensor, shape: tuple[int, ...], layout: str) -> None:
@@ -117,7 +119,6 @@ def _bind(kernel: str, given: tuple[str, ...], branches: Pair, gates: Pair, layo
     if 0 in shape:
         return None
     from ...kernels.sparse import gate as kernels
-    from ..launch import Launch
 
     width = padded_head_dim(shape[3])
     at_once = max(1, TILE_ELEMENTS // width)
@@ -140,8 +141,7 @@ def _bind(kernel: str, given: tuple[str, ...], branches: Pair, gates: Pair, layo
         values[f"strides_{name}"] = (0, 0, 0) if t is None else t.stride()[:3]
     for name, g in zip("cf", _readable(gates), strict=True):
         values[f"strides_g{name}"] = (0, 0, 0) if g is None else gate_strides(g, layout)
-    launch = Launch(getattr(kernels, kernel), (programs, 1, 1), constants, {"num_warps": 4}, like.device.index or 0)
-    return Bound(launch, given, values)
+    return Bound.of(getattr(kernels, kernel), programs, given, values, constants, like.device)
 
 
 def gradients(
@@ -155,7 +155,7 @@ def gradients(
     found: list[torch.Tensor | None] = [None] * 4
     for i in range(2):
         if wanted[i]:
-            found[i] = torch.empty(dout.shape, dtype=dout.dtype, device=dout.device)
+            found[i] = torch.empty_like(dout, memory_format=torch.contiguous_format)
     for i, gate in enumerate(gates):
         if gate is not None and wanted[2 + i]:
             found[2 + i] = _room(gate, tuple(dout.shape), layout)
@@ -167,7 +167,7 @@ def gradients(
     return found
 
 
-@recorded("fuse backward", _key)
+@recorded("fuse backward", lambda branches, gates, *others: facts_of_values(*branches, *gates, *others))
 def _prepare_backward(
     branches: Pair, gates: Pair, dout: torch.Tensor, layout: str, wanted: tuple[bool, ...]
 ) -> Bound | None:
@@ -192,53 +192,28 @@ def _summed(parts: torch.Tensor, gate: torch.Tensor, layout: str) -> torch.Tenso
 # ---------------------------------------------------------------- the operator
 
 
-def _fuse(
+def _fake(
     coarse: torch.Tensor | None, fine: torch.Tensor | None, gate_coarse: torch.Tensor | None, gate_fine: torch.Tensor | None,
     layout: str,
 ) -> torch.Tensor:  # fmt: skip
-    """gate_coarse * coarse + gate_fine * fine."""
-    return forward((coarse, fine), (gate_coarse, gate_fine), layout)
+    like: Any = fine if coarse is None else coarse
+    return like.new_empty(check(coarse, fine, gate_coarse, gate_fine, layout))  # type: ignore[no-any-return]
 
 
-def _fuse_fake(coarse: Any, fine: Any, gate_coarse: Any, gate_fine: Any, layout: str) -> torch.Tensor:
-    shape = check(coarse, fine, gate_coarse, gate_fine, layout)
-    return _like((coarse, fine)).new_empty(shape)
+def _gradients(args: tuple[Any, ...], results: Any, grads: tuple[Any, ...], wanted: tuple[bool, ...]) -> Any:
+    coarse, fine, gate_coarse, gate_fine, layout = args
+    branches = coarse if wanted[2] else None, fine if wanted[3] else None
+    return gradients(grads[0], branches, (gate_coarse, gate_fine), layout, wanted)
 
 
-def _gradient(
-    dout: torch.Tensor, coarse: torch.Tensor | None, fine: torch.Tensor | None, gate_coarse: torch.Tensor | None,
-    gate_fine: torch.Tensor | None, layout: str, want_coarse: bool, want_fine: bool, want_gate_coarse: bool, want_gate_fine: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Of coarse, fine, gate_coarse, gate_fine; empty where not wanted."""
-    wanted = want_coarse, want_fine, want_gate_coarse, want_gate_fine
-    found = gradients(dout, (coarse, fine), (gate_coarse, gate_fine), layout, wanted)
-    a, b, c, d = (dout.new_empty(0) if g is None else g for g in found)
-    return a, b, c, d
+def _kept(tensors: Sequence[Any], needs: Sequence[bool]) -> tuple[Any, ...]:
+    """A branch is read again only for the gradient of its gate."""
+    branches = (t if wanted else None for t, wanted in zip(tensors[:2], needs[2:], strict=True))
+    return *branches, *tensors[2:]
 
 
-def _gradient_fake(dout: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
-    like, wanted = (dout, dout, *args[2:4]), args[5:]
-    a, b, c, d = (dout.new_empty(0) if not w else t.new_empty(t.shape) for t, w in zip(like, wanted, strict=True))
-    return a, b, c, d
-
-
-def _keep_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    *tensors, ctx.layout = inputs
-    # A branch is read again only for the gradient of its gate.
-    branches = (t if wanted else None for t, wanted in zip(tensors, ctx.needs_input_grad[2:4], strict=False))
-    ctx.save_for_backward(*branches, *tensors[2:])
-    ctx.set_materialize_grads(False)
-
-
-def _arguments(ctx: Any, dout: torch.Tensor | None) -> tuple[Any, ...] | None:
-    return None if dout is None else (dout, *ctx.saved_tensors, ctx.layout, *ctx.needs_input_grad[:4])
-
-
-def _give(ctx: Any, results: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
-    return *(g if want else None for g, want in zip(results, ctx.needs_input_grad, strict=False)), None
-
-
-fuse_op = Operator("fuse", _fuse, _fuse_fake, _gradient, _gradient_fake, _keep_context, _arguments, _give)
+GRADIENT = Gradient((*BRANCHES, *GATES), _gradients, unread=(0,), kept=_kept)
+FUSE = Operation("fuse", _prepare, _fake, GRADIENT)
 
 
 # ---------------------------------------------------------------- without a GPU

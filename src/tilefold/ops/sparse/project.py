@@ -164,7 +164,6 @@ def _bind(name: str, given: tuple[str, ...], n: dict[str, int], x: torch.Tensor,
     if own is not None:
         return own  # type: ignore[no-any-return]
     from ...kernels.sparse import project as kernels
-    from ..launch import Launch
 
     width = padded_head_dim(n["dim"])
     constants |= {
@@ -181,9 +180,7 @@ def _bind(name: str, given: tuple[str, ...], n: dict[str, int], x: torch.Tensor,
         "stride_wh": 0 if weight is None or weight.dim() == 1 or weight.shape[0] == 1 else weight.stride(0),
         **strides_named("s", size_strides(sizes), "bh"),
     }
-    return Bound(
-        Launch(getattr(kernels, name), (programs, 1, 1), constants, {"num_warps": 4}, device.index or 0), given, values
-    )
+    return Bound.of(getattr(kernels, name), programs, given, values, constants, device)
 
 
 # ---------------------------------------------------------------- the operators
@@ -230,13 +227,9 @@ def _spread_gradients(args: tuple[Any, ...], results: Any, grads: tuple[Any, ...
     return (gather(readable(grads[0]), None, sizes, block, SUM, layout, NAMES),)
 
 
-PROJECT = Operation(
-    "project_blocks", gather, _project_fake, Gradient(("x", "weight"), _project_gradients, unread=lambda *args: (0,))
-)
+PROJECT = Operation("project_blocks", gather, _project_fake, Gradient(("x", "weight"), _project_gradients, unread=(0,)))
 """Rows of the blocks of x; kind: MEAN, WEIGHTED or SUM; names: of x, weight and sizes, for errors."""
-SPREAD = Operation(
-    "spread_blocks", _spread, _spread_fake, Gradient(("rows",), _spread_gradients, unread=lambda *args: (0,))
-)
+SPREAD = Operation("spread_blocks", _spread, _spread_fake, Gradient(("rows",), _spread_gradients, unread=(0,)))
 
 
 # ---------------------------------------------------------------- without a GPU

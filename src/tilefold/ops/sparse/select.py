@@ -213,17 +213,16 @@ def _bind_gini(plan: "SelectPlan", scores: torch.Tensor, block_sizes: torch.Tens
 def _bound(fn: Any, given: tuple[str, ...], plan: "SelectPlan", scores: torch.Tensor, block_sizes: torch.Tensor | None,
            values: dict[str, Any], constants: dict[str, Any]) -> Bound:  # fmt: skip
     """The launch of a kernel over rows of scores."""
-    from ..launch import Launch
 
     p = plan.problem
     constants = {**constants, "ROWS": plan.rows, "REGS": plan.regs, "LANES": plan.lanes, "LOG": plan.log}
-    launch = Launch(fn, (plan.programs, 1, 1), constants, {"num_warps": plan.num_warps}, scores.device.index or 0)
     shared = {
         **{name: getattr(p, name) for name in ("rows", "heads", "q_blocks", "kv_blocks")},
         **strides_named("", scores.stride()[:3], "bhq"),
         **strides_named("s", (0,) * 3 if block_sizes is None else block_sizes.stride(), "bhk"),
     }
-    return Bound(launch, given, {**shared, **values})
+    values = {**shared, **values}
+    return Bound.of(fn, plan.programs, given, values, constants, scores.device, num_warps=plan.num_warps)
 
 
 # ---------------------------------------------------------------- the dispatcher: opaque operators without gradients

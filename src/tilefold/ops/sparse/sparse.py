@@ -9,7 +9,17 @@ import torch
 from .. import records
 from ..bound import Bound, Prepared, attribute, run, stand_in
 from ..call import Call, result_shapes
-from ..dense.attention_parts import GIVEN, boxable, boxed, head_strides, hooks_of, problem_of, shared_values, sides_of
+from ..dense.attention_parts import (
+    GIVEN,
+    boxable,
+    boxed,
+    dims_of,
+    head_strides,
+    hooks_of,
+    problem_of,
+    shared_values,
+    sides_of,
+)
 from ..dense.split import Split, bind_merge
 from ..device import device_of, interpreting, on_host
 from ..hopper import disabled
@@ -191,7 +201,6 @@ def _bind(
     """The portable kernel, with the merge of its shares where there are some: run-time scalars and compile-time constants."""
     from ...device import mods
     from ...kernels.sparse import sparse_forward
-    from ..launch import Launch
 
     problem = plan.problem
     n = problem.attention
@@ -199,8 +208,6 @@ def _bind(
     emulate = interpreting() and q.dtype == torch.bfloat16
     early = plan.splits > 1 and plan.device.dependent_launches
     constants = _constants(plan, emulate, early, (q_strides[-2], k_strides[-2], v_strides[-2]))
-    options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages, **({"launch_pdl": True} if early else {})}
-    launch = Launch(getattr(sparse_forward, plan.kernel), plan.grid, constants, options, q.device.index or 0)
     values = {
         **shared_values({**sizes, "seq_k": n.seq_k}, scale, q, k, v, out_shape, call.layout),
         "CuQ": attribute("call", "source.cu_q", call.packed),
@@ -216,11 +223,12 @@ def _bind(
     }
     if plan.kernel == "sparse_forward_box":
         values |= boxed(k, v, call.layout, plan.block_n, (n.block_qk, n.block_v))
-    bound = Bound(launch, GIVEN, values)
+    kernel, options = getattr(sparse_forward, plan.kernel), {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
+    bound = Bound.of(kernel, plan.grid, GIVEN, values, constants, q.device, **options)
     if plan.splits == 1:
         return bound
     blocks = n.block_v, BLOCK_SPLITS
-    merge = bind_merge(out_shape, call.layout, plan.splits, blocks, emulate, launch.device, early)
+    merge = bind_merge(out_shape, call.layout, plan.splits, blocks, emulate, q.device, early)
     return Split(bound, merge, plan.splits)
 
 
@@ -234,13 +242,10 @@ def _constants(plan: "SparsePlan", emulate: bool, early: bool, rows: tuple[int, 
         "EMULATE": emulate,
         "EARLY": early,
         "WIDE": wide or problem.page_size * max(rows[1:]) >= 1 << 31,
-        "DIM_QK": n.dim_qk,
-        "DIM_V": n.dim_v,
+        **dims_of(n),
         "Q_BLOCK": problem.block_q,
         "KV_BLOCK": problem.block_k,
         **({"PAGE": problem.page_size} if problem.page_size else {}),
         "BLOCK_M": plan.block_m,
         "BLOCK_N": plan.block_n,
-        "BLOCK_QK": n.block_qk,
-        "BLOCK_V": n.block_v,
     }

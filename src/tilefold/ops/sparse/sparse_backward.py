@@ -8,7 +8,7 @@ import torch
 from ...errors import DtypeError, Unsupported
 from ..backward.backward_parts import ROWS, boxes, delta_bound, readable, score_slope, side_strides, slopes_of, tiled
 from ..bound import Bound, Example, attribute, meta
-from ..dense.attention_parts import side_of
+from ..dense.attention_parts import dims_of, lengths_of, side_of
 from ..device import device_of, interpreting
 from ..first_call import without_collector
 from ..operator import differentiable, first_derivative
@@ -232,19 +232,16 @@ def _bind(
     from ...kernels.sparse import sparse_backward as kernels
 
     q, k, v, out, lse = saved
-    problem, n, device = plan.problem, plan.problem.attention, q.device.index or 0
+    problem, n, device = plan.problem, plan.problem.attention, q.device
     packed, boxed, layout = call.packed is not None, plan.kernel == "sparse_backward_box", call.layout
     strides = side_strides(layout, q=q, k=k, v=v, d=dout, o=out, g=q.shape, x=k.shape, y=v.shape)
     farthest = max(strides[f"stride_{name}"] for name in ("qm", "kn", "vn", "dm"))
     constants = {
         "EMULATE": interpreting() and q.dtype == torch.bfloat16,
         "WIDE": farthest * max(plan.queries.block_m, plan.keys.block_n) >= 1 << 31,
-        "DIM_QK": n.dim_qk,
-        "DIM_V": n.dim_v,
+        **dims_of(n),
         "Q_BLOCK": problem.block_q,
         "KV_BLOCK": problem.block_k,
-        "BLOCK_QK": n.block_qk,
-        "BLOCK_V": n.block_v,
         "BOX": boxed,
     }
     edge_k = packed or problem.masked or n.seq_k % problem.block_k != 0
@@ -254,11 +251,7 @@ def _bind(
         "stride_lb": 0 if packed else lse[0].numel(),
         "stride_lh": lse.shape[-1],
         "scale": prepared.scale,
-        "seq_q": n.seq_q,
-        "seq_k": n.seq_k,
-        "heads": n.heads,
-        "kv_heads": n.kv_heads,
-        "group": n.heads // n.kv_heads,
+        **lengths_of(n),
         "CuQ": attribute("call", "source.cu_q", call.packed),
         "CuK": attribute("call", "source.cu_k", call.packed),
         **mod_values(mods, call, q.dtype),
@@ -268,14 +261,13 @@ def _bind(
     if boxed:  # what streams by
         of_queries |= boxes(layout, plan.queries.block_n, K=(k, n.block_qk), V=(v, n.block_v))
         of_keys |= boxes(layout, plan.keys.block_m, Q=(q, n.block_qk), DOut=(dout, n.block_v))
-    queries = tiled(kernels.sparse_backward_queries, plan.queries, plan.grids[0], {**constants, "EDGE": edge_k}, device)
-    keys = tiled(kernels.sparse_backward_keys, plan.keys, plan.grids[1],
-                 {**constants, "EDGE": edge_q, "ALONE": n.heads == n.kv_heads}, device)  # fmt: skip
+    alone = {**constants, "EDGE": edge_q, "ALONE": n.heads == n.kv_heads}
+    constants["EDGE"] = edge_k
     rows = q.shape[0] if packed else n.seq_q
     return Launches(
         delta_bound(n, rows * (1 if packed else n.batch), rows, farthest * ROWS >= 1 << 31, strides, device),
-        Bound(queries, GIVEN, of_queries),
-        None if keys is None else Bound(keys, GIVEN, of_keys),
+        tiled(kernels.sparse_backward_queries, plan.queries, plan.grids[0], GIVEN, of_queries, constants, device),
+        tiled(kernels.sparse_backward_keys, plan.keys, plan.grids[1], GIVEN, of_keys, alone, device),
     )
 
 

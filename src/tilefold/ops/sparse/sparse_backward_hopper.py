@@ -18,6 +18,7 @@ from ..backward.hopper_backward import (
     values_of_lengths,
 )
 from ..bound import Bound, Example, Slot, stand_in, strides_named
+from ..dense.attention_parts import lengths_of
 from ..hopper import chosen_or_none
 from .sparse_parts import list_strides, list_values
 
@@ -110,10 +111,9 @@ def bound_launches(
     from ...plan.backward.hopper_backward import PROGRAMS_PER_SM, REGISTERS
     from ...plan.hopper import PRODUCER_REGISTERS
     from ...plan.sparse import sparse_backward_hopper as rules
-    from ..launch import Launch
 
     q, k, v, out, _ = saved
-    problem, n, device, layout = plan.problem, plan.problem.attention, q.device.index or 0, call.layout
+    problem, n, layout = plan.problem, plan.problem.attention, call.layout
     per, heads = problem.block_q // UNIT, plan.heads_at_once
     q_units, kv_units = rules.units(problem)
     rows = n.batch * n.heads * q_units + 1
@@ -133,8 +133,8 @@ def bound_launches(
     # One program a list: lists that heads or batch entries share are looked up once.
     batch, list_heads = (max(call.lists.indices.shape[d], call.lists.counts.shape[d]) for d in (0, 1))
     q_blocks, capacity = call.lists.indices.shape[2:]
-    places = Launch(list_places, (batch * list_heads * q_blocks, 1, 1), {"ENTRIES": ENTRIES}, {"num_warps": 4}, device)
     of_places = {
+        **lists,
         "heads": list_heads,
         "q_blocks": q_blocks,
         "per_block": per * capacity,
@@ -152,18 +152,16 @@ def bound_launches(
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
     }
     options = {"num_warps": plan.keys.num_warps, "maxnreg": REGISTERS}
-    main = Launch(sparse_backward_hopper, (items, 1, 1), constants, options, device)
     of_main = {
+        **lists,
+        **strides,
         **boxed_sides(side_boxes(q, dout, k, v, layout)),
         "stat_desc": Slot("Statistics", statistics_box(rows).over),
         "keep_desc": Slot("kept", kept_box(kept_rows, q.dtype).over),
         # counts stand for sizes that there are none of, and are not read as such
         **{name: lists[name] or lists["Count"] for name in ("Sizes", "QuerySizes")},
         "scale": scale,
-        "seq_q": n.seq_q,
-        "seq_k": n.seq_k,
-        "heads": n.heads,
-        "group": n.group,
+        **lengths_of(n),
         "q_units": q_units,
         "kv_units": kv_units,
         "capacity": problem.capacity,
@@ -176,8 +174,8 @@ def bound_launches(
     }
     return HopperBound(
         statistics_bound(n, out, dout, layout, q_units, counters, GIVEN, lists, per),
-        Bound(places, GIVEN, {**lists, **of_places}),
-        Bound(main, GIVEN, {**lists, **strides, **of_main}),
+        Bound.of(list_places, batch * list_heads * q_blocks, GIVEN, of_places, {"ENTRIES": ENTRIES}, q.device),
+        Bound.of(sparse_backward_hopper, items, GIVEN, of_main, constants, q.device, **options),
         (
             Scratch((rows * STATISTICS,), torch.float32),
             Scratch((counters,), torch.int32),

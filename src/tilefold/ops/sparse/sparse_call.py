@@ -1,12 +1,10 @@
 """The checks of a call of block-sparse attention."""
 
-import math
-
 import torch
 
 from ...errors import DeviceError, DtypeError, ModifiedError, ShapeError, ValueRangeError
 from ...types import ModArgs
-from ..call import Call, check_hooks, check_options, check_slope, layout_hint, sizes_of
+from ..call import Call, check_hooks, check_options, check_slope, layout_hint, scale_of, sizes_of
 from ..source import Lists
 
 
@@ -21,7 +19,7 @@ def check_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) ->
     check_slope(call.score_mod, call.score_grad, call.score_args)
     if call.plan is not None and not isinstance(call.plan, (SparsePlan, TorchPlan)):
         raise DtypeError(f"plan must be a SparsePlan or None, got {type(call.plan).__name__}")
-    return sizes, 1.0 / math.sqrt(sizes["dim_qk"]) if call.scale is None else float(call.scale)
+    return sizes, scale_of(call, sizes["dim_qk"])
 
 
 def _sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> dict[str, int]:

@@ -28,7 +28,6 @@ def bind(
     """Kernel, descriptors, run-time scalars and compile-time constants of this call; Unsupported without Gluon."""
     from ...plan.hopper import PRODUCER_REGISTERS
     from ...plan.sparse.sparse_hopper import box_rows, is_masked, key_slots, registers
-    from ..launch import Launch
 
     require("plan.kernel", plan.kernel)
     from ...kernels.hopper.sparse_forward import sparse_forward_hopper
@@ -51,7 +50,6 @@ def bind(
         "CONSUMER_REGISTERS": folding,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
     }
-    options = {"num_warps": plan.num_warps, "maxnreg": at_launch}
     values, grid = values_of_lengths(q, call, plan, out_shape)
     keys, lists = box_rows(problem), list_values(call)
     boxes = {name: box_of(t, call.layout, rows) for name, t, rows in (("q", q, 64), ("k", k, keys), ("v", v, keys))}
@@ -71,8 +69,8 @@ def bind(
         **NO_GATES,
         **_places(q, n.batch, call),
     }
-    launch = Launch(sparse_forward_hopper, grid, constants, options, q.device.index or 0)
-    return Bound(launch, GIVEN, values)
+    options = {"num_warps": plan.num_warps, "maxnreg": at_launch}
+    return Bound.of(sparse_forward_hopper, grid, GIVEN, values, constants, q.device, **options)
 
 
 def values_of_lengths(

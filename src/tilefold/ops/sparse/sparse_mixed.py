@@ -31,7 +31,7 @@ def attend_and_fuse(
     dense = p.plan is not None and p.plan.kernel == HOPPER_KERNEL and call.source is None
     if not dense or not by_rows or not boxable(branch):
         fine, _ = sparse.forward(q, k, v, call)
-        return fuse.forward((branch, fine), (gate_branch, gate), call.layout)
+        return fuse.forward(branch, fine, gate_branch, gate, call.layout)
     out = torch.empty(p.out_shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(p.lse_shape, dtype=torch.float32, device=q.device)
     key = "mixed", facts_of_values(branch, gate_branch, gate)
@@ -44,7 +44,6 @@ def bind(p: Prepared, call: Call, out: torch.Tensor, branch: torch.Tensor, gate_
     """The launch of this combination: the sparse one, with the branch as boxes and both gates by their strides."""
     from ...kernels.hopper import sparse_forward as kernel
     from ..hopper import box_of
-    from ..launch import Launch
 
     fuse.check(branch, out, gate_branch, gate, call.layout)
     made = p.bound.launch
@@ -55,8 +54,8 @@ def bind(p: Prepared, call: Call, out: torch.Tensor, branch: torch.Tensor, gate_
     for name, letter, of, t in (("GateB", "y", "gate_branch", gate_branch), ("Gate", "z", "gate", gate)):
         if t is not None:
             values |= {name: Slot(of), **strides_named(letter, _gate_strides(t, call.layout), "bmh")}
-    launch = Launch(made.fn, made.grid, {**made.keywords, "MIXED": bits}, {}, made.device)
-    return Bound(launch, (*GIVEN, "branch", "gate_branch", "gate"), values)
+    given, constants = (*GIVEN, "branch", "gate_branch", "gate"), {**made.keywords, "MIXED": bits}
+    return Bound.of(made.fn, made.grid, given, values, constants, made.device, num_warps=made.keywords["num_warps"])
 
 
 def _gate_strides(gate: torch.Tensor, layout: str) -> tuple[int, int, int]:

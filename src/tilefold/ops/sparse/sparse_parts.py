@@ -4,9 +4,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..bound import Bound, Slot, attribute, runtime_ints, strides_named
+from ..bound import Bound, Slot, attribute, strides_named
 from ..call import Call
 from ..dense.attention_parts import mask_mods_of, mods_of
+from ..integers import runtime_ints
 from ..source import Lists
 
 HOPPER_KERNEL = "sparse_forward_hopper"
