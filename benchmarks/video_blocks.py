@@ -18,6 +18,7 @@ import tilefold
 from tilefold import video
 from tilefold.nn import Rotary3D
 from tilefold.nn.rotary import rotate
+from tilefold.ops import rms_norm_rotary
 
 Tensor = torch.Tensor
 
@@ -73,9 +74,17 @@ class Stream(nn.Module):
     def project(self, x: Tensor) -> list[Tensor]:
         return [one(x) for one in self.qkv]
 
-    def split(self, q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor, Tensor] | None = None) -> list[Tensor]:
-        """[batch, tokens, heads, dim] each: q and k with RMS norm and, given tables, with the rotary embedding."""
+    def split(
+        self, q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor, Tensor] | None = None, fused: bool = False
+    ) -> list[Tensor]:
+        """[batch, tokens, heads, dim] each: q and k with RMS norm and, given tables, with the rotary embedding; fused: in one
+        pass."""
         shape = (self.heads, -1)
+        if fused and tables is not None:
+            weights = (norm if self.each else norm.view(shape) for norm in self.norms)
+            q, k, v = (x.unflatten(2, shape) for x in (q, k, v))
+            made = [rms_norm_rotary(x, w, *tables, interleaved=True) for x, w in zip((q, k), weights, strict=True)]
+            return [*made, v]
         if self.each:
             q, k = q.unflatten(2, shape), k.unflatten(2, shape)
         q, k = (F.rms_norm(x, x.shape[-1:], norm) for x, norm in zip((q, k), self.norms, strict=True))
@@ -98,9 +107,11 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, text: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
         return self.compute(partial(dense, DENSE[self.dense]), x, text, tables)
 
-    def compute(self, attend: Any, x: Tensor, text: Tensor, tables: Any) -> tuple[Tensor, Tensor | None]:
+    def compute(
+        self, attend: Any, x: Tensor, text: Tensor, tables: Any, fused: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         main: Any = self.streams[0]
-        q, k, v = main.split(*main.project(x), tables)
+        q, k, v = main.split(*main.project(x), tables, fused)
         if len(self.streams) == 1:
             return main.out(attend(q, k, v).flatten(2)), None
         beside: Any = self.streams[1]
@@ -187,7 +198,7 @@ class Adapter(video.Adapter):
         return [embed, turned, model.last.register_forward_pre_hook(untile)]
 
     def forward(self, layer: Any, attend: Any, *args: Any, **kwargs: Any) -> Any:
-        return layer.compute(attend, *args)
+        return layer.compute(attend, *args, fused=True)  # as tilefold's own adapters of Diffusers' models do
 
 
 # --- dense attention --------------------------------------------------------------------------------------------------------

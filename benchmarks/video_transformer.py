@@ -3,9 +3,10 @@
     PYTHONPATH=src python benchmarks/video_transformer.py --model wan-1.3b,hunyuan --budget 500 --jsonl out/video.jsonl
 
 Random weights at true shapes, bf16, one sample (guidance doubles it).  Blocks are plain torch, not compiled, with norms in fp32
-where the model has them so.  `tilefold.video.sparsify` makes the sparse rows' models.  Lists of random queries and keys lie
-anywhere.  Two layers of weights are taken in turn: "whole" is what lies outside the blocks plus layers times one block (the
-time of two blocks less that of one); --whole also runs all layers once.  Results are checked in the same run.
+where the model has them so.  `tilefold.video.sparsify` makes the sparse rows' models, whose norms and rotary embedding of queries
+and keys are one operation.  Lists of random queries and keys lie anywhere.  Two layers of weights are taken in turn: "whole" is
+what lies outside the blocks plus layers times one block (the time of two blocks less that of one); --whole also runs all layers
+once.  Results are checked in the same run.
 --tiny: small models on the CPU."""
 
 import argparse
