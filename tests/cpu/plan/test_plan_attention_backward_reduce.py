@@ -442,6 +442,7 @@ def test_heads_share_the_second_level_cache() -> None:
     assert at_once(16384, NARROW, window=(4095, 0)) == at_once(16384, NARROW, score_mods=("softcap",)) == 4
     assert at_once(8192, kv_heads=4) == 2  # a program adds to one query head at a time
     assert at_once(4096, NARROW, **causal, kv_heads=8) == 4  # and here to all of a group
+    assert at_once(4096, NARROW, window=(2047, 0), kv_heads=8) == 8
     assert free(GROUPS).heads_at_once == 1
     sums = (16 * 1024 + 1) * 64 * (128 + 2)
     assert free(GROUPS).scratch_bytes == 4 * (sums + 1)

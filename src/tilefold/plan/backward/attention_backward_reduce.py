@@ -311,9 +311,9 @@ def heads_at_once(problem: AttentionProblem, options: ReduceOptions | None = Non
     """Programs' heads of a batch, a divisor of all: as many as `sums_at_once` holds dq of.
 
     Of a program's heads it is one, where a walk ends a head before the next or all go over the same queries; in order under a
-    mask all of them."""
+    causal mask all of them.  Windows and changes of scores were not measured."""
     n = problem
-    together = options is not None and options.ordered and n.plain and max(n.sides) >= 0
+    together = options is not None and options.ordered and n.plain and max(n.sides) >= 0 > n.sides[0]
     head = _sums_of_head(n) * (members(n, options) if together else 1)
     room = sums_at_once(n, options)
     return max(d for d in divisors(_programs_heads(n, options)) if d == 1 or d * head <= room)
