@@ -111,7 +111,8 @@ def test_lowbit_results_keep_their_dtype_under_autocast(weight, device):
     wanted = ops.lowbit_matmul(x, weight)
     with torch.autocast(device.type, dtype=torch.bfloat16):
         assert torch.equal(ops.lowbit_matmul(x, weight), wanted)
-        assert lowbit._gradient(wanted, *(getattr(weight, name) for name in lowbit.FIELDS), 4, 32, 16, 64).dtype == F32
+        given = None, None, *(getattr(weight, name) for name in lowbit.FIELDS), 4, 32, 16, 64, False, "", "fast"
+        assert lowbit._gradients(given, wanted, (wanted,), (True, False))[0].dtype == F32
 
 
 def test_the_gradient_of_a_bias_beside_a_single_row(weight, device):
