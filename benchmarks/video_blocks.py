@@ -87,7 +87,7 @@ class Stream(nn.Module):
             return [*made, v]
         if self.each:
             q, k = q.unflatten(2, shape), k.unflatten(2, shape)
-        q, k = (F.rms_norm(x, x.shape[-1:], norm) for x, norm in zip((q, k), self.norms, strict=True))
+        q, k = (F.rms_norm(x, x.shape[-1:], norm, 1e-6) for x, norm in zip((q, k), self.norms, strict=True))
         q, k, v = (x if x.dim() == 4 else x.unflatten(2, shape) for x in (q, k, v))
         return [q, k, v] if tables is None else [rotate(q, *tables, True), rotate(k, *tables, True), v]
 

@@ -36,8 +36,8 @@ RATES: dict[tuple[str, str, int, bool], tuple[float, float, float]] = {
 
 
 def features(problem: AttentionProblem) -> tuple[float, float, float]:
-    """What the time is linear in: pairs of a query and a key times the head dim (10^12), numbers of q and k (10^8), and the tiles
-    of queries that the longest program walks over (10^3), which the end of a launch waits for."""
+    """What the time is linear in: pairs of a query and a key times the head dim (10^12), the mean of the numbers of q and of k
+    (10^8), and the tiles of queries that the longest program walks over (10^3), which the end of a launch waits for."""
     n = problem
     columns, tile = n.batch * n.dim_qk, 8192 // n.dim_qk
     rows = (n.seq_q * n.heads + n.seq_k * n.kv_heads) / 2
