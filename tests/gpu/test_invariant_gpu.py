@@ -128,6 +128,37 @@ def test_lowbit(bits, dtype):
                            whole[100 - rows // 2 :][:rows])  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+@pytest.mark.parametrize("columns", [64, 100, 512, 4096, 16384])
+def test_rows_of_rms_norm(columns, dtype):
+    """A row has the bits that it has alone: out, the sum and dx, of plain rows and of turned heads and tokens."""
+    x, other, dout = (rand(300, columns, dtype=dtype, device=DEVICE) for _ in range(3))
+    weight, angles = rand(columns, dtype=dtype, device=DEVICE), rand(300, columns // 4, device=DEVICE)
+
+    def turned(x, angles, heads):
+        shape = (heads, columns // heads)
+        w = weight.view(shape) if heads > 1 else weight
+        return tilefold.ops.rms_norm_rotary(x.view(1, -1, *shape), w, angles.cos(), angles.sin()).view(x.shape)
+
+    ways = [
+        lambda x, other, angles: [tilefold.ops.rms_norm(x, weight)],
+        lambda x, other, angles: tilefold.ops.rms_norm(x, weight, other),
+        lambda x, other, angles: [turned(x, angles, 1)],
+        lambda x, other, angles: [turned(x, angles[:, : columns // 8], 2)],
+    ]
+    for way in ways:
+
+        def call(rows, way=way):
+            own, *others = (t[rows].clone() for t in (x, other, angles, dout))
+            made = way(own.requires_grad_(), *others[:2])
+            return *made, *torch.autograd.grad(made[0], own, others[2])
+
+        whole = call(slice(None))
+        for first, count in ((0, 1), (3, 2), (235, 7), (100, 24), (200, 65)):
+            rows = slice(first, first + count)
+            assert same(call(rows), [t[rows] for t in whole]), (ways.index(way), first, count)
+
+
 def test_graphs_and_compiled_functions():
     q, k, v = qkv(2, 1, 5000, 28, 4, 128, None, BF16, DEVICE)
 

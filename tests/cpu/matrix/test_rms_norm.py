@@ -98,6 +98,9 @@ def test_plan(device):
     assert "one row of 4096 columns" in str(plan)
     small = plan_rms_norm(RMSNormProblem(8192, 100, 2), device)
     assert small.block_rows * small.block_columns == 4096
+    for rows in (1, 2, 33, 100_000):  # of any number of rows a row is added in one order
+        few = plan_rms_norm(RMSNormProblem(rows, 100, 2), device)
+        assert (few.block_rows, few.num_warps) == (small.block_rows, small.num_warps)
     assert small.backward_programs == min(small.tiles, 2 * device.sms)
     assert ops.rms_norm_plan(torch.zeros(3, 5), torch.zeros(5)).problem == RMSNormProblem(3, 5, 4)
 

@@ -67,7 +67,7 @@ def plan_rms_norm(problem: RMSNormProblem, device: Device) -> RMSNormPlan:
     if n.columns > MOST_COLUMNS:
         raise Unsupported(f"x has {n.columns} columns: a program holds a whole row, of at most {MOST_COLUMNS}")
     columns = max(16, next_power_of_two(n.columns))
-    rows = max(1, min(ELEMENTS // columns, next_power_of_two(n.rows)))
+    rows = max(1, ELEMENTS // columns)  # whatever the number of rows: it sets the order of a row's additions
     warps = 4 if columns <= ELEMENTS else 8 if columns <= 2 * ELEMENTS else 16
     tiles = max(1, -(-n.rows // rows))
     programs = min(tiles, PROGRAMS * max(1, device.sms))
