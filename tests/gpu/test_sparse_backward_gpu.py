@@ -325,8 +325,7 @@ def test_falls_back_with_a_warning(monkeypatch):
     index = lists(1, 2, 320, 320)
     dout, dlse = upstream(q, v)
     wanted = ours(q, k, v, index, dout, dlse, called_plan(q, k, v, index, portable=True))
-    call = Call(lists=Lists.of(index))
-    prepared = sparse_ops.prepare(q, k, v, call)
+    prepared = sparse_ops.prepare(*(t.detach().requires_grad_() for t in (q, k, v)), Call(lists=Lists.of(index)))
     prepared.further.clear()  # it may have run in another test
     prepared.shared = None  # nor launches of other lengths
     take_kernels_away(monkeypatch)
