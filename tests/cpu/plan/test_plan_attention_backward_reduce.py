@@ -440,6 +440,11 @@ def test_heads_share_the_second_level_cache() -> None:
     assert (at_once(16384, NARROW), at_once(16384, NARROW, **causal)) == (2, 2)
     assert (at_once(16384, NARROW, False, **causal), at_once(8192, NARROW, False, **causal)) == (4, 4)
     assert at_once(16384, NARROW, window=(4095, 0)) == at_once(16384, NARROW, score_mods=("softcap",)) == 4
+    few: dict[str, Any] = {"kv_heads": 5, "heads": 5}  # one at a time or all
+    assert (at_once(16384, **few), at_once(16384, **few, **causal), at_once(32768, **few, **causal)) == (5, 5, 1)
+    assert (at_once(16384, NARROW, **few), at_once(16384, NARROW, False, **few, **causal)) == (5, 5)
+    assert (at_once(16384, NARROW, False, **few), at_once(16384, NARROW, **few, window=(4095, 0))) == (1, 1)
+    assert (at_once(16384, NARROW, heads=9, kv_heads=9), at_once(16384, NARROW, heads=11, kv_heads=11)) == (3, 1)
     assert at_once(8192, kv_heads=4) == 2  # a program adds to one query head at a time
     assert at_once(4096, NARROW, **causal, kv_heads=8) == 4  # and here to all of a group
     assert at_once(4096, NARROW, window=(2047, 0), kv_heads=8) == 8

@@ -61,6 +61,8 @@ LONG_SUMS = 16384
 whole of it."""
 FEW_SUMS = 2048
 """Queries below which half of it is faster in any order, of wider tiles."""
+ONE_BATCH = 40 << 20
+"""Bytes of sums of dq of one batch of all heads, which no second one shares L2 with."""
 ENTRY_BYTES = 32  # of a packed batch's block of keys
 SHARED = 768  # barriers, and what the compiler keeps to start the partitions
 
@@ -308,15 +310,22 @@ def scratch_bytes(problem: AttentionProblem, options: ReduceOptions | None) -> i
 
 
 def heads_at_once(problem: AttentionProblem, options: ReduceOptions | None = None) -> int:
-    """Programs' heads of a batch, a divisor of all: as many as `sums_at_once` holds dq of.
+    """Programs' heads of a batch, a divisor of all: as many as `sums_at_once` holds dq of.  Where they fill half of it or less it
+    is the next divisor, if that is nearer to it, or all heads.
 
     Of a program's heads it is one, where a walk ends a head before the next or all go over the same queries; in order under a
     causal mask all of them.  Windows and changes of scores were not measured."""
-    n = problem
-    together = options is not None and options.ordered and n.plain and max(n.sides) >= 0 > n.sides[0]
-    head = _sums_of_head(n) * (members(n, options) if together else 1)
-    room = sums_at_once(n, options)
-    return max(d for d in divisors(_programs_heads(n, options)) if d == 1 or d * head <= room)
+    n, ordered = problem, options is not None and options.ordered
+    masked, known = max(n.sides) >= 0, n.plain and n.sides[0] < 0
+    head = _sums_of_head(n) * (members(n, options) if ordered and known and masked else 1)
+    room, heads = sums_at_once(n, options), divisors(_programs_heads(n, options))
+    few = max(d for d in heads if d == 1 or d * head <= room)
+    # In any order without a mask no block waits for another, and none ends late.
+    if few == heads[-1] or 2 * few * head > room or not (known and (ordered or masked)):
+        return few
+    more = min(d for d in heads if d > few)
+    alone = more == heads[-1] and more * head <= ONE_BATCH
+    return more if alone or few * more * head**2 <= room**2 else few
 
 
 def sums_at_once(problem: AttentionProblem, options: ReduceOptions | None) -> int:
