@@ -74,6 +74,25 @@ def test_packed_prompts_by_two_kernels(dim, dtype, seen):
         assert same((out[begin : begin + n], lse[:, begin : begin + n]), (alone[0][0], alone[1][0])), (n, seen)
 
 
+@SM_90
+@pytest.mark.parametrize("seen", SEEN)
+@pytest.mark.parametrize("dim", [48, 64, 128])
+def test_maxima_that_grow_between_two_tiles(dim, seen):
+    """The kernel for sm_90 folds two tiles at a time in bfloat16: the second one's scores are often much larger here."""
+    q, k, v = qkv(2, 2500, 2500, 16, 4, dim, None, BF16, DEVICE)
+    at = torch.arange(2500, device=DEVICE)
+    chosen = torch.rand(2500, device=DEVICE) < 0.02
+    asked = {"numerics": "invariant", **SEEN[seen]}
+    for size in (torch.exp(at / 500 - 2), 1 + 12 * chosen, torch.where(at % 128 < 64, 0.1, 1 + at / 180)):
+        larger = (k * size[:, None, None]).to(BF16)
+        plan = tilefold.attention_plan(q, larger, v, **asked)
+        got, one = (
+            tilefold.attention(q, larger, v, plan=p, return_lse=True, **asked) for p in (None, on_one_kernel(plan))
+        )
+        assert plan.block_n == 128
+        assert same(got, one)
+
+
 @pytest.mark.parametrize("kind", range(KINDS))
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_bits(way, kind):

@@ -18,7 +18,7 @@ from .product import add_product
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-GROWTH = tl.constexpr(8.0)  # by how much (base 2) a row's maximum may pass m in state_weights_slowly
+GROWTH = tl.constexpr(8.0)  # by how much (base 2) a row's maximum may pass m in next_maximum
 
 
 @triton.jit
@@ -58,16 +58,47 @@ def state_weights(m, l, s, scale):
 
 
 @triton.jit
+def next_maximum(m, top):
+    """What weights are relative to after a tile whose scores have the maxima top (base 2): m until a row's have grown by GROWTH,
+    then a whole number.  So factors are powers of two, and multiply without rounding."""
+    return tl.where(top - m > GROWTH, tl.ceil(top), m)
+
+
+@triton.jit
+def partial_sums(p):
+    """p [M, 16, 32 or 64] -> [M, 4]: of each thread of a quad, of the columns that it has in an accumulator.  Two numbers are
+    added at a time, so that one order is kept in any layout."""
+    M: tl.constexpr = p.shape[0]
+    GROUPS: tl.constexpr = p.shape[1] // 8
+    x = tl.sum(tl.reshape(p, (M, GROUPS, 4, 2)), 3)
+    if GROUPS > 4:
+        x = tl.sum(tl.reshape(x, (M, 2, 4, 4)), 1)
+    if GROUPS > 2:
+        x = tl.sum(tl.reshape(x, (M, 2, 2, 4)), 1)
+    return tl.sum(x, 1)
+
+
+@triton.jit
+def add_sums(l, alpha, sums):
+    """l [M, 4] times alpha [M, 1], and a tile's sums: in one rounding, which every kernel has."""
+    return tl.fma(l, tl.broadcast_to(alpha, l.shape), sums)
+
+
+@triton.jit
+def sum_of_quad(l):
+    """l [M, 4] -> [M], in one order whatever the layout."""
+    return tl.sum(tl.sum(tl.reshape(l, (l.shape[0], 2, 2)), 2), 1)
+
+
+@triton.jit
 def state_weights_slowly(m, l, s, scale):
-    """state_weights, where m follows a row's maximum only when that has grown by GROWTH: most factors alpha are 1, and weights
-    reach 2^GROWTH."""
-    top = tl.maximum(m, tl.max(s, 1) * scale)
-    m_new = tl.where(top - m > GROWTH, top, m)
+    """state_weights by next_maximum: most factors alpha are 1, and weights reach 2^GROWTH.  l [M, 4]: partial sums."""
+    m_new = next_maximum(m, tl.max(s, 1) * scale)
     anchor = state_anchor(m_new)
     alpha = tl.exp2(m - anchor)
     # [M, N]
     p = tl.exp2(s * scale - anchor[:, None])
-    return p, alpha, m_new, l * alpha + tl.sum(p, 1)
+    return p, alpha, m_new, add_sums(l, alpha[:, None], partial_sums(p))
 
 
 @triton.jit

@@ -43,7 +43,7 @@ LIKE_OTHERS = (*HOPPER_ONLY, "d64", "d64 causal", "d64 varlen prefix rules", "d1
 LIKE_OTHERS += ("d128 window", "d128 varlen causal", "d128 dropout", "d128 one query")
 EVERYWHERE = ("d128 causal fp16",)  # under the newest Triton for all targets, and for sm_90:
 D128 = ("every mod", "groups softcap", "causal all mods", "score_mod", "varlen mods", "mods that load")
-NEWEST = ("d96 odd", "d256 causal bias", *(f"d128 {name}" for name in D128))
+NEWEST = ("d128 causal invariant", "d96 odd", "d256 causal bias", *(f"d128 {name}" for name in D128))
 JOBS = {
     (name, target): job("dense.attention", target, problem=made, plan=plan_attention(made, device_named(device)))
     for name, made in PROBLEMS.items()
@@ -99,6 +99,12 @@ VERSIONS: dict[str, tuple[AttentionProblem, dict[str, object]]] = {
     "d128 window lazy": (problem(128, window=(4095, 0)), {"options": ("fence", "turns", "skip", "lazy")}),
     "d64 window lazy": (problem(64, window=(4095, 0)), {"block_m": 192, "options": ("turns", "skip", "lazy")}),
     "d64 window lazy pairs": (problem(64, window=(1024, 1024)), {"block_m": 64, "options": ("skip", "lazy")}),
+    "d128 causal invariant": (problem(128, causal=True), {"options": ("invariant", "late")}),
+    "d128 invariant fp16": (
+        problem(128, dtype="float16"),
+        {"block_n": 64, "num_stages": 4, "options": ("invariant", "late")},
+    ),
+    "d64 varlen invariant": (problem(64, varlen=True, causal=True), {"block_m": 128, "options": ("invariant",)}),
     "d128 score_mod": (problem(128, score_mods=("user",)), {}),
     "d64 mask_mod fp16": (problem(64, causal=True, mask_mods=("user",), dtype="float16"), {}),
     "d128 varlen mods": (problem(128, varlen=True, causal=True, **USER), {}),

@@ -14,7 +14,7 @@ from ...device.fold_cache import fold_cache_range
 from ...device.grid import let_next_kernel_start, wait_for_previous_kernel
 from ...device.queries import load_queries, rows_of_item, store_results
 from ...device.ranges import band_of_sequence, part_of_range, range_of_queries
-from ...device.state import LOG2E, merge_next, state_init
+from ...device.state import LOG2E, merge_next, state_init, sum_of_quad
 from ...device.tile import widen
 from ...device.work import extent_of_sequence
 
@@ -133,22 +133,22 @@ def attention_invariant(
     end = (c_1 - c_0) * (i_s + 1) // splits
     acc, m, l = first_state(Sinks, stride_sinks, head, BLOCK_M, BLOCK_V)
     for c in tl.range(c_0 + begin, c_0 + end, num_stages=1):
-        state = state_init(BLOCK_M, WIDTH)
-        if PAIRS:
-            state = (state[0], state[1], state[2], tl.zeros([BLOCK_M, WIDTH], tl.float32))
+        acc_c, m_c, _ = state_init(BLOCK_M, WIDTH)
+        l_c = tl.zeros([BLOCK_M, 4], tl.float32)
+        state = (acc_c, m_c, l_c, acc_c) if PAIRS else (acc_c, m_c, l_c)
         mine = part_of_range(tiles, tl.maximum(c * CHUNK - tiles[0], 0), (c + 1) * CHUNK - tiles[0])
         state = fold_cache_range(
             q, rest, state, mine, place, unit, source, k_side, r_side, v_side, score_mods, mask_mods, band,
             next_none if PAGE == 0 else (next_page if ONE else next_pages),
             locate_run if PAGE == 0 else (locate_in_page if ONE else locate_in_pages), KIND, EMULATE, QUANT, SHARED, PAIRS,
             BLOCK_N, DIM_K, DIM_REST, DIM_V, BLOCK_K, BLOCK_REST, BLOCK_V, True)  # fmt: skip
-        acc_c = state[0]
+        acc_c, m_c, l_c = state[0], state[1], sum_of_quad(state[2])
         if PAIRS:
             acc_c = tl.interleave(acc_c, state[3])
         if VScale is not None and not PER_PAGE:
             acc_c = acc_c * tl.load(VScale + i_c * stride_vsp + i_k * stride_vsh)
         if Part is None:
-            acc, m, l = merge_next(acc, m, l, acc_c, state[1], state[2])
+            acc, m, l = merge_next(acc, m, l, acc_c, m_c, l_c)
         else:
             o_d = tl.arange(0, BLOCK_V)
             row = (tl.cast(item, tl.int64) * chunks + c) * ROWS
@@ -157,8 +157,8 @@ def attention_invariant(
                 acc_c,
                 mask=inside[:, None] & (o_d < DIM_V)[None, :],
             )
-            tl.store(Stat + 2 * row + o_m, state[1], mask=inside)
-            tl.store(Stat + 2 * row + ROWS + o_m, state[2], mask=inside)
+            tl.store(Stat + 2 * row + o_m, m_c, mask=inside)
+            tl.store(Stat + 2 * row + ROWS + o_m, l_c, mask=inside)
     if Part is None:
         p_out = Out + b * stride_ob + first_q * stride_om
         p_lse = Lse + b * stride_lb + first_q

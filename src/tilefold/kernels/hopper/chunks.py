@@ -6,8 +6,11 @@ multiplied by 1 and adds 0.  docs/invariance.md.
 
 O of all chunks so far lies in shared memory, as registers hold that of the present one.  Each thread has elements of its own."""
 
-from ...device.state import LOG2E, merge_next, state_weights_slowly
-from .gluon import gl, jit
+from ...device.state import LOG2E, add_sums, merge_next, next_maximum, partial_sums, state_anchor, sum_of_quad
+from .config import accumulator
+from .gluon import constexpr_function, gl, jit, scale_unless_one
+
+TILE = gl.constexpr(64)  # keys of a tile of attention_invariant's
 
 
 @jit
@@ -17,11 +20,18 @@ def make_totals(config):
     return gl.allocate_shared_memory(gl.float32, [config.CONSUMERS, 64, config.DIM_V], LAYOUT)
 
 
+@constexpr_function
+def tile_layout(config):
+    """Of the scores of one tile [64, TILE], of which config.KEYS are one or two."""
+    return accumulator(min(config.KEYS, TILE))
+
+
 @jit
 def first_chunk(config):
-    """m, l [64] before a chunk's first key."""
-    ROW: gl.constexpr = gl.SliceLayout(1, config.SCORES)
-    return gl.full([64], float("-inf"), gl.float32, ROW), gl.zeros([64], gl.float32, ROW)
+    """m [64], l [64, 4] before a chunk's first key."""
+    LAYOUT: gl.constexpr = tile_layout(config)
+    none = gl.zeros([64, TILE], gl.float32, LAYOUT)
+    return gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT)), gl.zeros_like(partial_sums(none))
 
 
 @jit
@@ -39,9 +49,32 @@ def first_total(softmax, CID: gl.constexpr, acc, head):
 
 
 @jit
+def step_of_tile(s, m, l, scale):
+    """As state_weights_slowly, of one tile's scores -> p, alpha, m, l."""
+    m_new = next_maximum(m, gl.max(s, 1) * scale)
+    anchor = state_anchor(m_new)
+    alpha = gl.exp2(m - anchor)
+    p = gl.exp2(s * scale - gl.expand_dims(anchor, 1))
+    factor = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout)), 1)
+    return p, alpha, m_new, add_sums(l, factor, partial_sums(p))
+
+
+@jit
 def step_of_chunk(config, s, m, l, scale):
-    """As `Softmax.step`, of the chunk's own m and l [64]."""
-    p, alpha, m, l = state_weights_slowly(m, l, s, scale)
+    """As `Softmax.step`, of the chunk's own m [64] and l [64, 4].
+
+    Two tiles of attention_invariant's are one here.  The second one's factor is upon the first one's probabilities, not upon
+    their product: it is a power of two, so that both are the same to the bit (bfloat16 holds it, float16 does not)."""
+    if config.KEYS == TILE:
+        p, alpha, m, l = step_of_tile(s, m, l, scale)
+    else:
+        LAYOUT: gl.constexpr = tile_layout(config)
+        first, second = gl.split(s.reshape([64, 2, TILE]).permute((0, 2, 1)))
+        p_1, alpha_1, m, l = step_of_tile(gl.convert_layout(first, LAYOUT), m, l, scale)
+        p_2, alpha_2, m, l = step_of_tile(gl.convert_layout(second, LAYOUT), m, l, scale)
+        p_1 = scale_unless_one(p_1, gl.expand_dims(alpha_2, 1))
+        p = gl.convert_layout(gl.join(p_1, p_2).permute((0, 2, 1)).reshape([64, config.KEYS]), config.SCORES)
+        alpha = alpha_1 * alpha_2
     return gl.convert_layout(p.to(config.DTYPE), config.PROBS), m, l, alpha
 
 
@@ -51,7 +84,9 @@ def merge_chunk(softmax, CID: gl.constexpr, total, acc, m, l):
     OUT: gl.constexpr = softmax.config.OUT
     ROW: gl.constexpr = gl.SliceLayout(1, OUT)
     before = softmax.totals.index(CID).load(OUT)
-    return merge_next(before, total[0], total[1], acc[0], gl.convert_layout(m, ROW), gl.convert_layout(l, ROW))
+    return merge_next(
+        before, total[0], total[1], acc[0], gl.convert_layout(m, ROW), gl.convert_layout(sum_of_quad(l), ROW)
+    )
 
 
 @jit

@@ -211,10 +211,13 @@ def plan_invariant(problem: DecodeProblem, device: Device, splits: int = 0) -> I
     if splits:
         return _plan(problem, device, fixed, splits, f"The caller asked for {counted(splits, 'split')}.")
     held = made.items * made.chunks * made.held * (a.dim_v + 2) * 4
-    if made.chunks == 1 or made.items >= device.sms or held > MOST_PART_BYTES:
+    few = (
+        made.rows <= 64
+    )  # states of chunks are small beside keys, and a program without a sum of them has more registers
+    if made.chunks == 1 or (made.items >= device.sms and not few) or held > MOST_PART_BYTES:
         why = f"{counted(made.items, 'tile')} of rows for {device.sms} SMs, {counted(made.chunks, 'chunk')} of keys at most."
         return _plan(problem, device, fixed, 1, why)
-    shares = min(made.chunks, -(-2 * device.sms // made.items), MAX_SPLITS)
+    shares = min(made.chunks, MAX_SPLITS if few else -(-2 * device.sms // made.items))
     why = f"{counted(made.items, 'tile')} of rows leave SMs without work: {counted(shares, 'program')} share the chunks of each."
     return _plan(problem, device, fixed, shares, why)
 
