@@ -10,6 +10,7 @@ from typing import Any
 from tilefold.plan import AttentionProblem, device_named
 from tilefold.plan.backward import attention_backward_reduce as rules
 from tilefold.plan.backward.attention_backward import AttentionBackwardPlan, plan_attention_backward
+from tilefold.plan.device import Device
 
 __all__ = ["APART", "NAMES", "PEERS", "planned", "planned_packed", "rate", "record"]
 
@@ -36,17 +37,19 @@ def planned(device: str, case: Case, deterministic: bool) -> AttentionBackwardPl
     """The plan of a case on a device of the record."""
     batch, tokens, heads, kv_heads, dim, causal = case
     problem = AttentionProblem(batch, tokens, tokens, heads, kv_heads, dim, dim, causal=causal)
-    return plan_attention_backward(
-        problem, device_named("h200" if "H200" in device else "h100"), deterministic=deterministic
-    )
+    return plan_attention_backward(problem, _named(device), deterministic=deterministic)
 
 
-def planned_packed(case: Case, deterministic: bool) -> AttentionBackwardPlan:
-    """The plan of a packed batch on an H100, whose longest sequence is three times the mean."""
+def _named(device: str) -> Device:
+    return device_named("h200" if "H200" in device else "h100")
+
+
+def planned_packed(device: str, case: Case, deterministic: bool) -> AttentionBackwardPlan:
+    """The plan of a packed batch whose longest sequence is three times the mean."""
     batch, mean, heads, kv_heads, dim, causal = case
     shape = batch, 3 * mean, 3 * mean, heads, kv_heads, dim, dim
     problem = AttentionProblem(*shape, causal=causal, varlen=True, mean_q=mean)
-    return plan_attention_backward(problem, device_named("h100"), deterministic=deterministic)
+    return plan_attention_backward(problem, _named(device), deterministic=deterministic)
 
 
 def rate(case: Case, ms: float) -> float:

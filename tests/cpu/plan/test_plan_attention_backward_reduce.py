@@ -44,10 +44,10 @@ def free(problem: AttentionProblem, **fields: Any) -> AttentionBackwardPlan:
 def test_what_is_taken() -> None:
     """In order, so the same bits every run; for deterministic=False in any order, where that is faster."""
     short, groups = (replace(one, seq_q=16384, seq_k=16384) for one in (NARROW, GROUPS))
-    causal, few = replace(short, causal=True), replace(short, heads=1, kv_heads=1)
+    causal, few = replace(short, causal=True), replace(short, causal=True, heads=1, kv_heads=1)
     for problem, ordered in (
-        (LONG, True), (replace(LONG, causal=True), True), (groups, False), (replace(GROUPS, causal=True), False),
-        (short, True), (causal, False), (few, False), (replace(NARROW, causal=True), True),
+        (LONG, False), (replace(LONG, causal=True), True), (groups, False), (replace(GROUPS, causal=True), False),
+        (short, False), (causal, True), (few, False), (replace(NARROW, causal=True), True),
     ):  # fmt: skip
         plan, apart = free(problem), problem.causal and problem.group > 1
         options = rules.ReduceOptions(ordered, apart=apart)
@@ -164,7 +164,7 @@ def test_packed_batches(dim: int, mean: int, changes: dict[str, Any], ordered: b
     }
     problem = replace(LONG, **{**shape, "heads": 16, **changes})
     for deterministic, taken in ((True, ordered), (False, any_order)):
-        plan = plan_attention_backward(problem, H200, deterministic=deterministic)
+        plan = plan_attention_backward(problem, device_named("h100"), deterministic=deterministic)
         assert plan.kernel == (rules.KERNEL if taken else DETERMINISTIC)
         if taken:
             assert plan.options == rules.ReduceOptions(deterministic)
@@ -247,7 +247,7 @@ def test_refusals(changes: dict[str, Any], why: str) -> None:
 
 def test_other_chips_and_short_keys() -> None:
     for problem, least, why in (
-        (replace(GROUPS, seq_q=2048), 2048, "room for dS"),
+        (replace(LONG, heads=2, kv_heads=2, seq_q=8192), 8192, "room for dS"),
         (NARROW, 512, "fewer than 512 queries or keys"),
         (replace(NARROW, causal=True), 1024, "fewer than 1024 queries or keys"),
     ):
@@ -342,14 +342,14 @@ def test_what_is_taken_was_measured_to_be_the_fastest() -> None:
                 continue
             assert taken in versions and times[taken] <= 1.04 * times[best], (device, case, deterministic, taken, times)
     assert {case[4] for _, _, case in record()} == {64, 72, 80, 96, 128}
-    assert sum(times.keys() == {"dS kept"} for times in record().values()) == 20 < len(record()) / 4
+    assert sum(times.keys() == {"dS kept"} for times in record().values()) == 40 < len(record()) / 3
 
 
 def test_what_is_taken_of_packed_batches_was_measured_to_be_the_fastest() -> None:
     """As above, within 6 %: a plan knows the mean length only rounded up to a power of two."""
-    for (_, _, case), times in record("packed").items():
+    for (device, _, case), times in record("packed").items():
         for deterministic in (True, False):
-            plan = planned_packed(case, deterministic)
+            plan = planned_packed(device, case, deterministic)
             taken = NAMES[plan.options] if plan.kernel in (rules.KERNEL, DETERMINISTIC) else "portable"
             versions = times.keys() - {*PEERS} - ({"added", "added apart"} if deterministic else set())
             assert times[taken] <= 1.06 * min(times[name] for name in versions), (case, deterministic, taken, times)

@@ -28,15 +28,15 @@ LEAST_CHANGED = 512
 LEAST_NARROW = (512, 1024)
 """Queries and keys from which on it was faster than keeping dS at D=64, without and with a causal mask."""
 LEAST_ALONE, LEAST_OF_GROUPS = 8192, 2048
-"""The same of 128 columns, where each head has its own K and V, and without a mask where heads share them; else it is taken where
-there is no room for dS."""
-LEAST_TILES, ORDER_PAYS = (384, 1024), (8192, 32768)
+"""The same of 128 columns, where each head has its own K and V, and, where DRAM is slow, without a mask where heads share them;
+else it is taken where there is no room for dS."""
+LEAST_TILES = (384, 1024)
 """At D=64, without and with a causal mask: tiles of queries from which on an order is faster than keeping dS, since the last
-block of keys waits in the beginning for all others (the first where DRAM is slow); queries and keys from which on it is faster
-than any order, but never where DRAM is slow."""
-MANY = 32768
-"""Of 128 columns, where no heads share K and V: queries and keys from which on an order is faster under a causal mask, too;
-without one it never is where DRAM is slow."""
+block of keys waits in the beginning for all others (the first where DRAM is slow)."""
+ORDER_PAYS = {64: (16384, 1 << 19), 128: (32768, 0)}
+"""By the width of tiles, under a causal mask, where no heads share K and V: queries and keys, and queries of all heads, from which
+on an order is faster than any; without a mask it never is, nor with few heads of width 64 where DRAM is slow."""
+FEW_HEADS = 8
 LEAST_IN_PARTS = {80: (512, 1024), 96: (1024, 1024)}
 """By columns, without and with a causal mask: queries, keys or a window from which on an order is faster than keeping dS, whose
 tiles have 128 columns.  Without an order half of it is, and at least 512."""
@@ -45,10 +45,10 @@ APART_FROM = 4096
 NEVER = 1 << 62
 LEAST_PACKED = {64: ((512, 1024), (512, 1024)), 128: ((8192, NEVER), (8192, 4096))}
 """By the width of tiles, of packed batches: the mean length, and keys that a query sees at most, from which on an order, and any
-order, is faster than keeping dS, each without and with a causal mask."""
-LEAST_MEAN = {64: (128, 256), 128: (256, 256)}
-"""The same, without and with a causal mask, where the kernel that keeps dS does not serve the batch: below it portable ones are
-as fast."""
+order, is faster than keeping dS, each without and with a causal mask.  Of 128 columns without one never, where DRAM is fast."""
+LEAST_MEAN = {32: (512, 1024), 64: (128, 128), 80: (128, 128), 96: (128, 256), 128: (256, 256)}
+"""The same, by columns or 32, where the kernel that keeps dS does not serve the batch: below it portable ones are as
+fast."""
 SLOW_DRAM = 4e12
 SUMS_AT_ONCE = 16 << 20
 """Bytes of sums of dq that the programs of one batch of query heads add to: of 50 MiB of L2, each half of which keeps its own
@@ -142,7 +142,7 @@ def options_for(problem: AttentionProblem, device: Device, deterministic: bool) 
         lists = n.mask_by_place and n.seq_q * n.seq_k >= LISTS_FROM
         ordered = deterministic or not _any_order_pays(n, device)
         return ReduceOptions(ordered, is_late(n), lists, apart=_is_apart(n, ordered) and not lists)
-    causal, tokens = max(n.sides) >= 0, min(n.seq_q, n.seq_k)
+    causal, tokens, fast = max(n.sides) >= 0, min(n.seq_q, n.seq_k), device.dram_bytes_per_s >= SLOW_DRAM
     if width_of(n) == 64:
         least = LEAST_NARROW[causal]
         if tokens < least:
@@ -158,7 +158,7 @@ def options_for(problem: AttentionProblem, device: Device, deterministic: bool) 
         if deterministic and not causal and (waits := _order_refusal(n, causal, device)):
             return waits
     elif is_kept_well(n, device) and (
-        min(tokens, _window(n)) < LEAST_ALONE if n.group == 1 else causal or tokens < LEAST_OF_GROUPS
+        min(tokens, _window(n)) < LEAST_ALONE if n.group == 1 or fast else causal or tokens < LEAST_OF_GROUPS
     ):
         return "there is room for dS, and keeping it is faster"
     ordered = deterministic or not _any_order_pays(n, device)
@@ -169,10 +169,12 @@ def _packed_options(n: AttentionProblem, device: Device, deterministic: bool) ->
     """`options_for` of a packed batch."""
     causal, tokens = max(n.sides) >= 0, min(n.mean_q or n.seq_q, _window(n))
     if packed_refusal(n, device):
-        least = LEAST_MEAN[width_of(n)][causal]
+        least = LEAST_MEAN[32 if max(n.dim_qk, n.dim_v) <= 32 else columns_of(n)][causal]
         few = f"with fewer than {least} queries in the mean, or keys that one sees, portable kernels are faster"
         return few if tokens < least else ReduceOptions(ordered=deterministic)
     order, any_order = LEAST_PACKED[width_of(n)]
+    if width_of(n) == 128 and not causal and device.dram_bytes_per_s >= SLOW_DRAM:
+        order, any_order = (NEVER, NEVER), (NEVER, NEVER)
     if not deterministic and tokens >= any_order[causal]:
         return ANY_ORDER
     if tokens >= order[causal]:
@@ -209,13 +211,13 @@ def _window(n: AttentionProblem) -> int:
 
 def _any_order_pays(n: AttentionProblem, device: Device) -> bool:
     """Whether any order is faster than the keys'."""
-    tokens, causal = min(n.seq_q, n.seq_k), max(n.sides) >= 0
-    slow = device.dram_bytes_per_s < SLOW_DRAM
-    if columns_of(n) in LEAST_IN_PARTS or (slow and not (width_of(n) == 128 and causal)):
+    tokens, heads = min(n.seq_q, n.seq_k), n.batch * n.heads
+    if columns_of(n) in LEAST_IN_PARTS or max(n.sides) < 0 or n.group > 1:
         return True
-    if width_of(n) == 128:
-        return n.group > 1 or (causal and tokens < MANY)
-    return rows(n) - 1 < max(LEAST_TILES) or tokens < ORDER_PAYS[causal]
+    if width_of(n) == 64 and heads <= FEW_HEADS and device.dram_bytes_per_s < SLOW_DRAM:
+        return True
+    least, all_heads = ORDER_PAYS[width_of(n)]
+    return tokens < least or heads * tokens < all_heads
 
 
 def _order_refusal(n: AttentionProblem, causal: bool, device: Device) -> str | None:
