@@ -34,8 +34,8 @@ LEAST_TILES = (384, 1024)
 """At D=64, without and with a causal mask: tiles of queries from which on an order is faster than keeping dS, since the last
 block of keys waits in the beginning for all others (the first where DRAM is slow)."""
 ORDER_PAYS = {64: (16384, 1 << 19), 128: (32768, 0)}
-"""By the width of tiles, under a causal mask, where no heads share K and V: queries and keys, and queries of all heads, from which
-on an order is faster than any; without a mask it never is, nor with few heads of width 64 where DRAM is slow."""
+"""By width, under a causal mask, where no heads share K and V: queries and keys, and queries of all heads, from which on
+an order is faster than any; without a mask it never is, nor with few heads of width 64 where DRAM is slow."""
 FEW_HEADS = 8
 LEAST_IN_PARTS = {80: (512, 1024), 96: (1024, 1024)}
 """By columns, without and with a causal mask: queries, keys or a window from which on an order is faster than keeping dS, whose
