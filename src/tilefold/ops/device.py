@@ -66,6 +66,17 @@ def device_asked(device: "str | Device | None") -> "Device | None":
     return device
 
 
+def device_of_kernels(device: "str | Device | None", tensors: torch.device) -> "Device":
+    """The record of a device to plan kernels for; None: that of the tensors.  Unsupported for "cpu", which has none."""
+    from ..plan.limits import require_kernels
+
+    on = device_asked(device)
+    if on is None:
+        return device_of(tensors)
+    require_kernels(on)
+    return on
+
+
 # What drivers call the devices whose records hold exactly; every other model is probed and says whose rates it borrows.
 DRIVER_NAMES = {
     "NVIDIA B200": "b200",

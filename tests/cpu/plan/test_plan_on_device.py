@@ -8,13 +8,22 @@ import torch
 import tilefold
 from cases import rand
 from cases.refusals import refuses
+from tilefold.compat.flex_attention import create_block_mask, flex_attention_plan
 from tilefold.errors import DeviceError, DtypeError, PlanError, Unsupported
 from tilefold.ops import records
+from tilefold.ops.matrix.conv import conv_plan
+from tilefold.ops.matrix.eight import matmul_w8a8_plan
+from tilefold.ops.matrix.rms_norm import rms_norm_plan
 from tilefold.plan import TorchPlan, device_named, plan_attention_fp8, plan_forward
 from tilefold.plan.backward.attention_backward import plan_attention_backward
 from tilefold.plan.cache.decode import plan_decode
+from tilefold.plan.matrix.conv import plan_conv
+from tilefold.plan.matrix.eight import plan_eight
+from tilefold.plan.matrix.lowbit import plan_lowbit
+from tilefold.plan.matrix.rms_norm import plan_rms_norm
 from tilefold.plan.sparse.sparse import plan_sparse
 from tilefold.plan.sparse.sparse_backward import plan_sparse_backward
+from tilefold.quant import quantize_weight
 
 N = 1024
 
@@ -94,3 +103,38 @@ def test_what_is_no_device_and_no_plan_of_it_is_refused(device):
         eight,
         device="cpu",
     )
+
+
+ROWS = {
+    "lowbit": (
+        lambda x, **o: tilefold.lowbit_matmul_plan(x, quantize_weight(torch.ones(64, 256), bits=4, group=64), **o),
+        plan_lowbit,
+    ),
+    "eight": (lambda x, **o: matmul_w8a8_plan(x, torch.ones(64, 256, dtype=torch.int8), **o), plan_eight),
+    "rms_norm": (lambda x, **o: rms_norm_plan(x, x[0], x, **o), plan_rms_norm),
+    "conv": (lambda x, **o: conv_plan(x.view(1, 2, 16, 256), rand(8, 2, 3, 3, dtype=x.dtype), **o), plan_conv),
+}
+
+
+@pytest.mark.parametrize("of", ROWS)
+def test_matrix_plans(of, device):
+    plan_of, planner = ROWS[of]
+    x = rand(32, 256, dtype=torch.bfloat16, device=device)
+    here = plan_of(x)
+    for name in ("h100", "H200", "a100", "mi300x"):
+        made = plan_of(x, device=name)
+        assert made == planner(here.problem, device_named(name)) and made.device == device_named(name)
+    assert plan_of(x) == here
+    refuses(DeviceError, "device must be one of h200, h100, ", plan_of, x, device="here")
+    if of == "rms_norm":
+        assert isinstance(plan_of(x, device="cpu"), TorchPlan)
+    else:
+        refuses(Unsupported, "TRITON_INTERPRET=1", plan_of, x, device="cpu")
+
+
+def test_flex_attention(device):
+    t = rand(1, 2, 512, 64, dtype=torch.bfloat16, device=device)
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 512, 512, device=device)
+    for block_mask in (None, mask):
+        made = flex_attention_plan(t, t, t, block_mask=block_mask, device="h100")
+        assert made.device == device_named("h100")

@@ -31,6 +31,7 @@ from ...ops.masking import named_terms
 from ...ops.reads import reads
 from ...ops.sparse.classify import block_kinds
 from ...ops.sparse.listed import tiles_refusals
+from ...plan.device import Device
 from ...sparse import BlockIndex
 from ...sparse.lists import lists_to_map, padded
 from .translate import translated
@@ -124,16 +125,20 @@ def flex_attention_plan(
     block_mask: BlockMask | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    device: str | Device | None = None,
 ) -> Any:
     """The plan of the forward pass of `flex_attention` with these arguments, without running it; tilefold's own function.
 
     An `AttentionPlan` (with the option `lists` where tiles are left out by the tables of the BlockMask), or a `SparsePlan`, whose
-    reason says why the dense kernels over lists of tiles are not taken.  Raises what the call would raise."""
+    reason says why the dense kernels over lists of tiles are not taken.  Raises what the call would raise.
+
+    device: plans as on another one, as of `attention_plan`."""
     done = _planned(query, key, value, score_mod, block_mask, scale, enable_gqa)
     q, k, v = done.tensors
     if done.lists is None:
-        return attention_plan(q, k, v, **done.options)
-    plan = sparse_plan(q, k, v, done.lists, **done.options)
+        return attention_plan(q, k, v, device=device, **done.options)
+    plan = sparse_plan(q, k, v, done.lists, device=device, **done.options)
     return replace(plan, reason=f"{plan.reason} The dense kernels over lists of tiles are not taken: {done.why}.")
 
 

@@ -6,10 +6,11 @@ import torch
 
 from ...check import FLOATS, TensorSpec, bind
 from ...errors import DtypeError, PlanError, ShapeError, ValueRangeError
+from ...plan.device import Device
 from ...plan.matrix.conv import METHODS, PARTS, ConvPlan, ConvProblem, ConvTile, method_named, plan_conv
 from ..bound import Example
 from ..call import check_integer
-from ..device import device_of
+from ..device import device_of, device_of_kernels
 from ..operator import Gradient, Operation
 from ..records import recorded
 from ..watch import wants_gradient
@@ -71,11 +72,13 @@ def conv_plan(
     *,
     method: str = "auto",
     tf32: bool = False,
+    device: str | Device | None = None,
 ) -> ConvPlan:
-    """The plan that conv2d makes for this call: print it, or change a tile and pass it as plan=."""
+    """The plan that conv2d makes for this call: print it, or change a tile and pass it as plan=.  device: plans as on another
+    one, as of `attention_plan`."""
     batched = x[None] if isinstance(x, torch.Tensor) and x.dim() == 3 else x
     call = _call(batched, weight, None, stride, padding, dilation, groups, method, None, tf32, None)
-    return plan_conv(problem_of(batched, weight, call), device_of(x.device), method)
+    return plan_conv(problem_of(batched, weight, call), device_of_kernels(device, x.device), method)
 
 
 # ---------------------------------------------------------------- checks

@@ -8,7 +8,7 @@ from ...check import TensorSpec, bind
 from ...errors import DtypeError, ShapeError
 from ..bound import Bound, Example, meta
 from ..cache.decode_counters import counters
-from ..device import device_of, interpreting
+from ..device import device_of, device_of_kernels, interpreting
 from ..numerics import refuse_invariant
 from ..operator import Operation
 from ..records import recorded
@@ -16,6 +16,7 @@ from ..watch import refuse_at_once
 from .eight_hopper import GIVEN
 
 if TYPE_CHECKING:
+    from ...plan.device import Device
     from ...plan.matrix.eight import EightPlan
 
 KINDS = (torch.int8, torch.float8_e4m3fn)
@@ -203,9 +204,9 @@ def _meta_parts(plan: "EightPlan") -> tuple[torch.Tensor | None, torch.Tensor | 
     return meta(1, dtype=torch.int32 if plan.problem.kind == "int8" else torch.float32), meta(1, dtype=torch.int32)
 
 
-def matmul_w8a8_plan(x: torch.Tensor, weight: torch.Tensor) -> "EightPlan":
-    """The plan of `matmul_w8a8(x, weight, ...)`: print it."""
-    return _plan_of(x.numel() // weight.shape[1], weight, device_of(x.device))
+def matmul_w8a8_plan(x: torch.Tensor, weight: torch.Tensor, *, device: "str | Device | None" = None) -> "EightPlan":
+    """The plan of `matmul_w8a8(x, weight, ...)`: print it.  device: plans as on another one, as of `attention_plan`."""
+    return _plan_of(x.numel() // weight.shape[1], weight, device_of_kernels(device, x.device))
 
 
 def example_launch(plan: "EightPlan", part: str = "product", dtype: str = "bfloat16", biased: bool = False) -> Example:

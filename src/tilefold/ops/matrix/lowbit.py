@@ -7,12 +7,14 @@ import torch
 from ...errors import DtypeError, ValueRangeError
 from ...quant import QuantizedTensor
 from ...types import Numerics
+from ..device import device_of_kernels
 from ..numerics import check_numerics, is_invariant
 from ..operator import Gradient, Operation
 from ..watch import in_forward_mode, is_transformed, is_watched, refuse_gradients, refuse_tangents, wants_gradient
 from .lowbit_launch import call, check, dequantise, plain_product
 
 if TYPE_CHECKING:
+    from ...plan.device import Device
     from ...plan.matrix.lowbit import LowbitPlan
 
 Tensors = tuple[torch.Tensor | None, ...]
@@ -84,14 +86,22 @@ def check_options(weight: Any, deterministic: Any, plan: Any) -> None:
 
 def lowbit_matmul_plan(
     x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None = None, *, deterministic: bool = True,
-    numerics: Numerics | None = None,
+    numerics: Numerics | None = None, device: "str | Device | None" = None,
 ) -> "LowbitPlan":  # fmt: skip
-    """The plan that `lowbit_matmul` would use for this call: `print` it, change it with `dataclasses.replace`, give it back."""
+    """The plan that `lowbit_matmul` would use for this call: `print` it, change it with `dataclasses.replace`, give it back.
+
+    device: plans as on another one, as of `attention_plan`."""
     from .lowbit_launch import plan_of
 
     check_options(weight, deterministic, None)
     check(x, weight, bias)
-    return plan_of(x, weight, deterministic, is_invariant(check_numerics(numerics)))
+    return plan_of(
+        x,
+        weight,
+        deterministic,
+        is_invariant(check_numerics(numerics)),
+        None if device is None else device_of_kernels(device, x.device),
+    )
 
 
 def _record(tensors: Tensors, bits: int, group: int, n: int, k: int, dtype: torch.dtype) -> QuantizedTensor:

@@ -19,6 +19,7 @@ from ..source import facts_of
 from .product import Epilogue, product
 
 if TYPE_CHECKING:
+    from ...plan.device import Device
     from ...plan.matrix.lowbit import LowbitPlan, LowbitProblem
 
 PARTS = ("Packed", "High", "Scales", "Zeros", "Table")
@@ -122,12 +123,14 @@ def call(
     return made
 
 
-def plan_of(x: torch.Tensor, weight: QuantizedTensor, deterministic: bool, fixed: bool = False) -> "LowbitPlan":
-    """The planner's plan for a call; fixed: with numerics="invariant"."""
+def plan_of(
+    x: torch.Tensor, weight: QuantizedTensor, deterministic: bool, fixed: bool = False, on: "Device | None" = None
+) -> "LowbitPlan":
+    """The planner's plan for a call; fixed: with numerics="invariant"; on: as on that device."""
     from ...plan.matrix.lowbit import invariant_lowbit, plan_lowbit
     from ..hopper import disabled
 
-    problem, device = problem_of(x, weight, deterministic), device_of(x.device)
+    problem, device = problem_of(x, weight, deterministic), on or device_of(x.device)
     return invariant_lowbit(problem, device) if fixed else plan_lowbit(problem, device, disabled())
 
 

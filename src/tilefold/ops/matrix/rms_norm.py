@@ -7,10 +7,11 @@ import torch
 
 from ...check import FLOATS, TensorSpec, bind, check_number
 from ...errors import LayoutError
+from ...plan.device import Device
 from ...plan.matrix.rms_norm import RMSNormPlan, RMSNormProblem, plan_rms_norm
 from ...plan.torch_cpu import TorchPlan
 from ..bound import Bound, Example, Launched, meta
-from ..device import device_of, interpreting
+from ..device import device_asked, device_of, interpreting
 from ..operator import Gradient, Operation
 from ..records import recorded
 from ..serve import function_at
@@ -36,9 +37,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | Non
 
 
 def rms_norm_plan(
-    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None, *, device: str | Device | None = None
 ) -> RMSNormPlan | TorchPlan:
-    """The plan that `rms_norm(x, weight, residual)` follows; `print` it to read the decision."""
+    """The plan that `rms_norm(x, weight, residual)` follows; `print` it to read the decision.  device: plans as on another one,
+    as of `attention_plan`."""
+    if (on := device_asked(device)) is not None:
+        _check(x, weight, residual)
+        problem = _problem(x, residual)
+        return TorchPlan("rms_norm", problem, on) if on.name == "cpu" else plan_rms_norm(problem, on)
     plan: RMSNormPlan | TorchPlan = _prepare(x, weight, residual, 1e-6).more
     return plan
 
@@ -71,11 +77,15 @@ def _rows(name: str, t: torch.Tensor) -> torch.Tensor:
         ) from None
 
 
+def _problem(x: torch.Tensor, residual: torch.Tensor | None) -> RMSNormProblem:
+    rows, columns = _rows("x", x).shape
+    return RMSNormProblem(rows, columns, x.element_size(), residual is not None)
+
+
 @recorded("rms_norm")
 def _prepare(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float) -> Launched:
     _check(x, weight, residual)
-    rows = _rows("x", x)
-    problem = RMSNormProblem(rows.shape[0], rows.shape[1], x.element_size(), residual is not None)
+    problem = _problem(x, residual)
     if (own := function_at("rms_norm", x.device, eps)) is not None:
         plan = TorchPlan("rms_norm", problem, device_of(x.device, "rms_norm"))
         return Launched(1, own if x.numel() else None, plan, _run)
