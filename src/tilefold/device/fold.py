@@ -1,4 +1,4 @@
-"""The fold: take in KV tiles one after the other.  Sources, ranges, mods and state meet here and nowhere else."""
+"""The fold: take in KV tiles one after the other.  Sources, ranges, mods and state meet here; in fold_cache with few rows."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""KV sources: where tile i lies (LOCATE) and how it is brought (FETCH).  A new data layout is a new pair of functions here.
+"""KV sources: where tile i lies (LOCATE) and how it is brought (FETCH).  A new layout is a new pair here; of caches, in cache.py.
 
 LOCATE(i, source, BLOCK_N) -> rows, cols, live
     rows  where the tile's rows are stored, in the form its FETCH takes     cols [N] int32: index of each key in its sequence

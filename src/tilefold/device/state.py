@@ -1,4 +1,4 @@
-"""The state of the fold: (acc, m, l), and the only softmax update of the library.
+"""The state of the fold: (acc, m, l), and the softmax update of all portable kernels: state_weights, or state_weights_slowly.
 
 For one row and the keys seen so far, with scores s_j in base 2 (natural scores times log2 e):
 

@@ -1,8 +1,8 @@
 """What one rank computes: its queries against keys that it holds or has received, as states that are merged; and the gradients.
 
-A pair of shards is cut into pieces (plan/bands.py), each one call of the library.  Their results are merged into an fp32 state
-(out, lse).  Backward, each piece gets the lse and the output over *all* keys, with which its softmax weights and the row term
-are those of the whole attention, so its gradients are plain summands."""
+A pair of shards is cut into pieces (plan/parallel/pieces.py), each one call of the library.  Their results are merged into an
+fp32 state (out, lse).  Backward, each piece gets the lse and the output over *all* keys, with which its softmax weights and
+the row term are those of the whole attention, so its gradients are plain summands."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
@@ -14,7 +14,7 @@ from ..ops.backward import attention_backward
 from ..ops.call import Call
 from ..ops.dense import attention
 from ..ops.source import Packed
-from ..plan.bands import Chain, chains_of, pieces_of
+from ..plan.parallel.pieces import Chain, chains_of, pieces_of
 from ..plan.parallel.sharding import Spans
 from .sums import State, Sum
 

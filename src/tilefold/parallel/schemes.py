@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..plan.bands import turns_of
+from ..plan.parallel.pieces import turns_of
 from ..plan.parallel.sharding import Sharding, Spans, union
 from .exchange import Ring, pack, unpack
 from .group import Ranks

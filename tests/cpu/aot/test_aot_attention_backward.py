@@ -8,7 +8,7 @@ from tilefold.aot import Job
 from tilefold.plan import device_named, plan_attention
 from tilefold.plan.backward.attention_backward import AttentionBackwardPlan, plan_attention_backward
 from tilefold.plan.backward.attention_backward_hopper import KERNEL, width_of
-from tilefold.plan.backward.hopper_backward import PROGRAMS_PER_SM, backward_shared
+from tilefold.plan.backward.kept_backward import PROGRAMS_PER_SM, backward_shared
 
 PROBLEMS = {
     "d128 causal": problem(128, causal=True),

@@ -4,7 +4,7 @@ import pytest
 
 from aot_cases import DEVICES, Results, compiled, job, problem
 from tilefold.plan import device_named
-from tilefold.plan.backward.hopper_backward import PROGRAMS_PER_SM
+from tilefold.plan.backward.kept_backward import PROGRAMS_PER_SM
 from tilefold.plan.sparse.sparse import SparseProblem, plan_sparse
 from tilefold.plan.sparse.sparse_backward import plan_sparse_backward
 from tilefold.plan.sparse.sparse_backward_hopper import KERNEL, shared_bytes

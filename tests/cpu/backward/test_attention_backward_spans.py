@@ -23,7 +23,7 @@ from tilefold.plan import AttentionProblem, device_named, plan_attention
 from tilefold.plan.backward import attention_backward_hopper as rules
 from tilefold.plan.backward import attention_backward_spans as spans
 from tilefold.plan.backward.attention_backward import AttentionBackwardPlan, _hopper, plan_attention_backward
-from tilefold.plan.backward.hopper_backward import least_kept
+from tilefold.plan.backward.kept_backward import least_kept
 
 H200 = device_named("h200")
 LONG = AttentionProblem(1, 32768, 32768, 32, 8, 128, 128, causal=True)

@@ -26,7 +26,7 @@ from tilefold.plan import (
     plan_forward,
     plan_splits,
 )
-from tilefold.plan.dense.forward import FILLED_ROWS, LEAST_KEYS, STEP, cut_of, plan_holds
+from tilefold.plan.dense.forward import FILLED_ROWS, LEAST_SPLIT, STEP, cut_of, plan_holds
 
 H200 = device_named("h200")
 
@@ -59,7 +59,7 @@ def held(q, k, v, layout="bshd", **options):
     [("bshd", 1, 7, 1, 32, 32), ("bshd", 5, 8, 2, 17, 33), ("bhsd", 3, 4, 4, 40, 24)],
 )
 def test_options(layout, seq_q, heads, kv_heads, dim, dim_v):
-    keys = LEAST_KEYS + 37
+    keys = LEAST_SPLIT + 37
     q, k, v = qkv(2, seq_q, keys, heads, kv_heads, dim, dim_v)
     if layout == "bhsd":
         q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
@@ -95,8 +95,8 @@ def test_packed_sequences():
 
 def test_gradients_of_what_the_decode_kernel_made():
     """Its lse is as good as another's: the backward pass of the same problem."""
-    q, k, v = qkv(1, 2, LEAST_KEYS + 5, 4, 2, 16)
-    bias = torch.randn(1, 1, 2, LEAST_KEYS + 5)
+    q, k, v = qkv(1, 2, LEAST_SPLIT + 5, 4, 2, 16)
+    bias = torch.randn(1, 1, 2, LEAST_SPLIT + 5)
     assert isinstance(tilefold.attention_plan(q, k, v, bias=bias), DecodePlan)
     dout = torch.randn(1, 2, 4, 16)
 
@@ -116,7 +116,7 @@ def test_gradients_of_what_the_decode_kernel_made():
 @pytest.mark.no_poison  # dynamo would take the poisoned functions for torch's own, for good
 def test_compiled():
     """Through torch's dispatcher the same kernel runs."""
-    q, k, v = qkv(1, 1, LEAST_KEYS + 3, 4, 2, 16)
+    q, k, v = qkv(1, 1, LEAST_SPLIT + 3, 4, 2, 16)
     call = one_graph(lambda *x: tilefold.attention(*x, causal=True))
     assert torch.equal(call(q, k, v), tilefold.attention(q, k, v, causal=True))
 
@@ -151,7 +151,7 @@ def test_the_decision(batch, seq_q, keys, heads, dim, varlen):
     else:
         assert plan == dense
         full = seq_q * group >= FILLED_ROWS and batch * heads[0] >= H200.sms
-        assert seq_q * group > 128 or full or (seq_q > 1 and keys < LEAST_KEYS)
+        assert seq_q * group > 128 or full or (seq_q > 1 and keys < LEAST_SPLIT)
     decision = plan_splits(problem, H200, call="varlen" if varlen else "dense")
     assert decision.kernel == ("attention_decode" if isinstance(plan, DecodePlan) else dense.kernel)
     assert type(plan).from_json(plan.to_json()) == plan

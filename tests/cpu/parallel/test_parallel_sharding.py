@@ -6,7 +6,7 @@ import pytest
 
 from cases.refusals import refuses
 from tilefold.errors import DtypeError, ShapeError, ValueRangeError
-from tilefold.plan.bands import chains_of, pieces_of, turns_of
+from tilefold.plan.parallel.pieces import chains_of, pieces_of, turns_of
 from tilefold.plan.parallel.sharding import ordered, shard, union
 
 pytest.importorskip("hypothesis")

@@ -17,7 +17,7 @@ from tilefold.plan.backward import attention_backward_hopper as rules
 from tilefold.plan.backward import attention_backward_packed as packed
 from tilefold.plan.backward import attention_backward_spans as spans
 from tilefold.plan.backward.attention_backward import AttentionBackwardPlan, plan_attention_backward
-from tilefold.plan.backward.hopper_backward import MOST_KEPT, kept_limit
+from tilefold.plan.backward.kept_backward import MOST_KEPT, kept_limit
 from tilefold.plan.limits import Tile
 
 H200 = device_named("h200")

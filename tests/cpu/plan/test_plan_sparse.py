@@ -13,7 +13,7 @@ import tilefold
 from cases.refusals import refuses
 from tilefold.errors import PlanError, ShapeError, Unsupported, ValueRangeError
 from tilefold.plan import AttentionProblem, device_named
-from tilefold.plan.backward.hopper_backward import MOST_KEPT
+from tilefold.plan.backward.kept_backward import MOST_KEPT
 from tilefold.plan.cost import Cost, bound
 from tilefold.plan.limits import Tile
 from tilefold.plan.sparse.select import LONGEST_ROW, SelectProblem, kept_blocks, plan_select

@@ -2,7 +2,7 @@
 
 K and V come from memory once.  What the programs own is cut by tiles of keys (device.work), so that one long sequence among
 short ones is everybody's work; nothing is read on the host, and a CUDA graph may replay with other lengths.  The fold is
-device.fold's.  Stream-K: Osama et al. 2023 (arXiv:2301.03598); splitting the keys: Flash-Decoding (Dao et al. 2023).
+device.fold_cache's.  Stream-K: Osama et al. 2023 (arXiv:2301.03598); splitting the keys: Flash-Decoding (Dao et al. 2023).
 """
 
 import triton

@@ -125,7 +125,7 @@ def main_bound(
 def _kernel(plan: "AttentionBackwardPlan") -> tuple[Any, dict[str, Any], int]:
     """The kernel of the problem's width, its constants, and how many registers a thread has at launch."""
     from ...plan.backward import attention_backward_hopper as rules
-    from ...plan.backward.hopper_backward import REGISTERS, WIDE, WIDE_REGISTERS
+    from ...plan.backward.kept_backward import REGISTERS, WIDE, WIDE_REGISTERS
     from ...plan.hopper import PRODUCER_REGISTERS
 
     n, width = plan.problem, rules.width_of(plan.problem)

@@ -153,7 +153,7 @@ def _main(
 ) -> Bound:
     """The launch that makes the gradients."""
     from ...kernels.hopper.attention_backward_packed import attention_backward_packed
-    from ...plan.backward.hopper_backward import REGISTERS
+    from ...plan.backward.kept_backward import REGISTERS
     from ...plan.hopper import PRODUCER_REGISTERS
 
     n = plan.problem

@@ -108,7 +108,7 @@ def bound_launches(
     """Launches and sizes of scratch of this call under this plan."""
     from ...kernels.hopper.sparse_backward import sparse_backward_hopper
     from ...kernels.sparse.list_places import list_places
-    from ...plan.backward.hopper_backward import PROGRAMS_PER_SM, REGISTERS
+    from ...plan.backward.kept_backward import PROGRAMS_PER_SM, REGISTERS
     from ...plan.hopper import PRODUCER_REGISTERS
     from ...plan.sparse import sparse_backward_hopper as rules
 

@@ -5,7 +5,7 @@ head and so many keys of it that eight batches have."""
 
 from functools import lru_cache
 
-from tilefold.plan.backward.hopper_backward import (
+from tilefold.plan.backward.kept_backward import (
     PROGRAMS_PER_SM,
     UNIT,
     WIDE,

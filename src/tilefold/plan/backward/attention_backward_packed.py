@@ -16,7 +16,7 @@ from tilefold.plan.backward.attention_backward_hopper import (
     places,
     tiles,
 )
-from tilefold.plan.backward.hopper_backward import MOST_KEPT, SPARE, UNIT, backward_tile_fault
+from tilefold.plan.backward.kept_backward import MOST_KEPT, SPARE, UNIT, backward_tile_fault
 from tilefold.plan.device import Device
 from tilefold.plan.hopper import chip_refusal
 from tilefold.plan.limits import MAX_GRID, Tile

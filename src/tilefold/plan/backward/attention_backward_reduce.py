@@ -8,7 +8,7 @@ from typing import Any
 
 from tilefold.plan.backward.attention_backward_hopper import is_kept_well, width_of
 from tilefold.plan.backward.attention_backward_packed import packed_refusal
-from tilefold.plan.backward.hopper_backward import divisors
+from tilefold.plan.backward.kept_backward import divisors
 from tilefold.plan.dense.attention_hopper import LISTS_FROM
 from tilefold.plan.device import Device
 from tilefold.plan.hopper import tile_fault, type_refusal

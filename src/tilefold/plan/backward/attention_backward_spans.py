@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tilefold.plan.backward import attention_backward_hopper as dense
 from tilefold.plan.backward.attention_backward_hopper import KERNEL
-from tilefold.plan.backward.hopper_backward import UNIT, WIDE, backward_tile_fault, kept_limit, least_kept
+from tilefold.plan.backward.kept_backward import UNIT, WIDE, backward_tile_fault, kept_limit, least_kept
 from tilefold.plan.device import Device
 from tilefold.plan.limits import Tile
 from tilefold.plan.problem import AttentionProblem

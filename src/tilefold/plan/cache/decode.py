@@ -269,7 +269,7 @@ def rules_decode(problem: DecodeProblem, device: Device, splits: int = 0) -> Dec
     block_n, num_warps, stages, resident = _tile(problem, device, block_m)
     items = a.batch * a.kv_heads * -(-problem.rows // block_m)
     cut: dict[str, Any] = {"num_stages": stages, "programs": device.sms * resident, "least": 1, "splits": splits}
-    if not splits and _few_or_one(problem, device, block_n, items):
+    if not splits and _takes_fixed_shares(problem, device, block_n, items):
         cut["splits"] = _fixed_shares(problem, device, block_n, items)
         if num_warps == 4 and not problem.page_size and a.seq_k > SHORT_SHARE * cut["splits"] * block_n:
             cut["num_stages"] = MOST_STAGES  # measured; two programs of them fit an SM
@@ -298,7 +298,7 @@ def _seconds(problem: DecodeProblem, device: Device) -> float:
     return problem.cost.bytes / device.dram_rate
 
 
-def _few_or_one(problem: DecodeProblem, device: Device, block_n: int, items: int) -> bool:
+def _takes_fixed_shares(problem: DecodeProblem, device: Device, block_n: int, items: int) -> bool:
     """A full cache is read sooner than slices are found; or there is one sequence, unless a page number for each key has to be
     awaited for many keys, which two programs an SM hide from one another (131072 keys in pages of 16: 131.7 us, not 142)."""
     a, page = problem.attention, problem.page_size

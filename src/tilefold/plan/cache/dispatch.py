@@ -1,4 +1,5 @@
-"""Which kernel serves a call over keys, and in how many parts: flash-attention's decision and ours, with their reasons."""
+"""Explains which kernel serves a call over keys, in how many parts: flash-attention's decision, and ours of dense/forward.py and
+cache/decode.py."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache

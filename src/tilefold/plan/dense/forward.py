@@ -17,13 +17,13 @@ from tilefold.plan.limits import require_supported
 from tilefold.plan.problem import AttentionProblem, mean_of
 from tilefold.plan.table import in_use
 
-__all__ = ["FILLED_ROWS", "LEAST_KEYS", "MOST_ROWS", "STEP", "cut_of", "decode_refusal", "lengths_alike", "mean_of", "plan_alike",
-           "plan_forward", "plan_holds", "shared_by_tiles", "step_number"]  # fmt: skip
+__all__ = ["FILLED_ROWS", "LEAST_SPLIT", "MOST_ROWS", "STEP", "cut_of", "decode_refusal", "lengths_alike", "mean_of",
+           "plan_alike", "plan_forward", "plan_holds", "shared_by_tiles", "step_number"]  # fmt: skip
 
 FILLED_ROWS = 64  # query rows of a head, or of heads packed into one tile: with so many a dense kernel wastes little
 TILE_ROWS = 128  # that a dense kernel folds at once, at most
 STEP = 64  # keys by which a cache may grow before its plan is looked at again
-LEAST_KEYS = 256  # of several queries: below that one program a tile is as soon done as several and a merge
+LEAST_SPLIT = 256  # of several queries: below that one program a tile is as soon done as several and a merge
 
 
 @lru_cache(maxsize=4096)
@@ -111,8 +111,8 @@ def decode_refusal(problem: AttentionProblem, device: Device) -> str:
     if problem.seq_q * pack >= FILLED_ROWS and tiles >= device.sms:
         return f"{tiles} tiles of at least {FILLED_ROWS} rows fill {device.sms} SMs"
     interpreted = device.backend == "interpreter"  # where both kinds are to be run
-    if problem.seq_k < LEAST_KEYS and (interpreted or (problem.seq_q > 1 and tiles <= device.sms)):
-        return f"{problem.seq_k} keys are fewer than {LEAST_KEYS}: one program a tile is as soon done as several and a merge"
+    if problem.seq_k < LEAST_SPLIT and (interpreted or (problem.seq_q > 1 and tiles <= device.sms)):
+        return f"{problem.seq_k} keys are fewer than {LEAST_SPLIT}: one program a tile is as soon done as several and a merge"
     return ""
 
 

@@ -3,7 +3,7 @@
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from tilefold.plan.backward.hopper_backward import (
+from tilefold.plan.backward.kept_backward import (
     MOST_KEPT,
     PROGRAMS_PER_SM,
     UNIT,

@@ -53,7 +53,8 @@ def divisors(number: int) -> list[int]:
 
 
 def backward_tile(dim: int) -> Tile:
-    """64 x 64; num_stages is the number of buffers for q and dout, as many as there is room for."""
+    """64 x 64, what registers hold; num_stages: buffers for q and dout, as many as there is room for.  What is measured is which
+    kernel a problem takes: `options_for` of attention_backward_reduce.py."""
     return Tile(block_m=UNIT, block_n=UNIT, num_warps=4, num_stages=4 if dim == 64 else 2)
 
 
