@@ -66,7 +66,7 @@ def next_maximum(m, top):
 
 @triton.jit
 def partial_sums(p):
-    """p [M, 16, 32 or 64] -> [M, 4]: of each thread of a quad, of the columns that it has in an accumulator.  Two numbers are
+    """p [M, N], N to 64 -> [M, 4]: of each thread of a quad, of the columns that it has in an accumulator.  Two numbers are
     added at a time, so that one order is kept in any layout."""
     M: tl.constexpr = p.shape[0]
     GROUPS: tl.constexpr = p.shape[1] // 8

@@ -7,8 +7,8 @@ tile's share of dq over all 128 keys, which is added to fp32 sums in memory (`dq
 Against `attention_backward`, which keeps dS: each tile of q and dout comes once for 128 keys, and nothing goes to memory and back
 but the sums, which stay in L2 while the programs of a few heads run (heads_at_once).
 
-ORDERED: the blocks of keys add to a query tile in the order of their programs' numbers.  So whoever a program waits for was
-launched before it, and runs: nothing can lock up.
+ORDERED: the blocks of keys add to a query tile in ascending order, which is that of their programs' numbers.  So whoever a
+program waits for was launched before it, and runs: nothing can lock up.  A warp or two (`add`, `DqSums`) issue the additions.
 
 Source: the division of work is FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608; https://github.com/Dao-AILab/flash-attention).
 """

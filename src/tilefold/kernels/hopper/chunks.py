@@ -1,8 +1,8 @@
 """numerics="invariant": chunks of keys that are folded from nothing and merged in their order, as attention_invariant does.
 
 Both kernels have the same bits: softmax, merge and end are the same functions, on tiles of the same keys, counted from the
-sequence's first one, by the same wgmma, whose accumulators give a thread the same elements of a row.  What a row does not see is
-multiplied by 1 and adds 0.  docs/invariance.md.
+sequence's first one, by the same wgmma, whose accumulators give a thread the same elements of a row.  What a row does not see has
+the factor 1, or 0 of nothing, and adds 0.  docs/invariance.md.
 
 O of all chunks so far lies in shared memory, as registers hold that of the present one.  Each thread has elements of its own."""
 
@@ -63,8 +63,8 @@ def step_of_tile(s, m, l, scale):
 def step_of_chunk(config, s, m, l, scale):
     """As `Softmax.step`, of the chunk's own m [64] and l [64, 4].
 
-    Two tiles of attention_invariant's are one here.  The second one's factor is upon the first one's probabilities, not upon
-    their product: it is a power of two, so that both are the same to the bit (bfloat16 holds it, float16 does not)."""
+    attention_invariant has a_2 (a_1 O + P_1 V_1) + P_2 V_2, this a_1 a_2 O + [a_2 P_1, P_2] V.  Factors are powers of two, or 0
+    of nothing, and scale a wgmma's sum exactly.  bfloat16 has fp32's exponents; float16 has not: its KEYS are one tile."""
     if config.KEYS == TILE:
         p, alpha, m, l = step_of_tile(s, m, l, scale)
     else:

@@ -51,7 +51,7 @@ class Config:
     LATE: gl.constexpr  # is a tile's K released with its V, not as soon as S is there?
     BITS: gl.constexpr  # of an element of K and V
     OUTSIDE: gl.constexpr  # are sums over KV tiles made outside of wgmma?
-    CHUNK: gl.constexpr  # tiles that are folded from nothing and then merged; 0: one fold (see `chunks`)
+    CHUNK: gl.constexpr  # tiles of KEYS that are folded from nothing and then merged; 0: one fold (see `chunks`)
     RELOCATE: gl.constexpr  # is the work tile worked out again behind the main loop?
     SCORES: gl.constexpr  # layouts: of S [64, KEYS],
     OUT: gl.constexpr  # of the first part of O [64, DIM_V],

@@ -1,13 +1,13 @@
 """The consumers of the forward kernels: the main loop of a warpgroup that folds 64 rows of each query tile.
 
-What a consumer has in flight, tile by tile:   issue S'  |  issue O += P V  |  wait for S'  |  its softmax  |  wait for O
+Tile by tile:   issue S'  |  issue O += P V  |  wait for S', release K  |  mods, mask, softmax  |  wait for O, release V
 
 The exponentials of one tile run beside the products of the one before, and, as the warpgroups alternate (by themselves, or by
 ping-pong scheduling), beside the others' products.  e4m3 may add up outside of wgmma (config.OUTSIDE): P V of each tile but the
 last is then issued alone, and added to O when it has been waited for.
 
-KV tiles go from left to right: those that the diagonal cuts come last.  A consumer passes over tiles of which its rows see
-nothing.
+KV tiles go from left to right, in one loop: those that the diagonal cuts come last.  Tiles of which a consumer's rows see
+nothing are passed over.
 """
 
 from .chunks import first_chunk, first_total, keep_chunk, merge_chunk, step_of_chunk

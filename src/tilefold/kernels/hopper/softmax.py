@@ -3,8 +3,8 @@
 m [64] is what a row's sums are relative to (base 2), l [64, 4] are its partial sums, one for each thread of a quad.
 
 Lazy rescaling has two versions.  SKIP: m follows a row's maximum only when that has grown by GROWTH, so that most factors of O
-are 1.  LAZY, with SKIP: no maximum is looked for, and m is updated after a tile, from the tile's sums.  A tile whose sums exceed
-the limit may be infinite.  An overflow flag then has the query tile folded again, with the maxima of every tile checked.
+are 1, which warps leave out (VOTE).  LAZY, with SKIP: m is updated after a tile, by its sums; no maximum is looked for.  Where
+sums exceed a limit, which may be infinite, an overflow flag has the query tile folded again, with the maxima of every tile.
 """
 
 from .config import Config
