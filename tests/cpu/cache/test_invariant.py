@@ -279,6 +279,8 @@ def test_several_programs_share_the_chunks_of_few_rows():
 
     assert (planned(1, 1, 32768).splits, planned(1, 1, 1000).splits, planned(4, 4096, 4096).splits) == (32, 1, 1)
     assert planned(64, 1, 4096).splits == 4  # with a chunk each, though tiles alone would fill the SMs
+    lone = AttentionProblem(1, 32, 1 << 18, 4, 1, 128, 128, causal=True)
+    assert plan_invariant(DecodeProblem(lone), device_named("h200")).splits == 128  # at most
     assert planned(16, 1, 1 << 20).splits == 1  # the states of all chunks would take more memory than is given to them
 
 

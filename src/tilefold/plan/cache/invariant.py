@@ -30,6 +30,8 @@ from tilefold.plan.words import counted
 CHUNK = CHUNK_KEYS  # keys that are folded from nothing: what a program has at least while it decodes
 MOST_PART_BYTES = 1 << 28  # of the states of chunks; where they take more, a program has all chunks of its rows
 
+FEW_ROWS = 64  # of a KV head: so few have a program a chunk, whose states are small beside keys; measured with batches on an H200
+
 
 class Constants(NamedTuple):
     """What fixes bits: keys of a tile, keys of a chunk; rows of a tile, where there are few, which choose the instruction."""
@@ -211,14 +213,13 @@ def plan_invariant(problem: DecodeProblem, device: Device, splits: int = 0) -> I
     if splits:
         return _plan(problem, device, fixed, splits, f"The caller asked for {counted(splits, 'split')}.")
     held = made.items * made.chunks * made.held * (a.dim_v + 2) * 4
-    few = (
-        made.rows <= 64
-    )  # states of chunks are small beside keys, and a program without a sum of them has more registers
+    few = made.rows <= FEW_ROWS
     if made.chunks == 1 or (made.items >= device.sms and not few) or held > MOST_PART_BYTES:
         why = f"{counted(made.items, 'tile')} of rows for {device.sms} SMs, {counted(made.chunks, 'chunk')} of keys at most."
         return _plan(problem, device, fixed, 1, why)
-    shares = min(made.chunks, MAX_SPLITS if few else -(-2 * device.sms // made.items))
-    why = f"{counted(made.items, 'tile')} of rows leave SMs without work: {counted(shares, 'program')} share the chunks of each."
+    shares = min(made.chunks, MAX_SPLITS, made.chunks if few else -(-2 * device.sms // made.items))
+    left = f"{counted(made.items, 'tile')} of rows leave SMs without work"
+    why = f"{'Rows are few' if few else left}: {counted(shares, 'program')} share the chunks of each tile."
     return _plan(problem, device, fixed, shares, why)
 
 
