@@ -10,7 +10,7 @@ from .cache import fetch_cache, fetch_pairs
 from .fold import shape_scores
 from .product import add_product
 from .ranges import WINDOW
-from .state import LOG2E, state_step, state_weights, state_weights_slowly
+from .state import LOG2E, add_sums, partial_sums, state_step, state_weights, state_weights_slowly
 
 
 @triton.jit
@@ -23,7 +23,7 @@ def fold_cache_tiles(
 ):  # fmt: skip
     """Fold tiles lo..hi into state = (acc, m, l) -> (state, ahead of tile hi); q [M, BLOCK_K], rest [M, BLOCK_REST] q's columns
     past DIM_K (not read if BLOCK_REST = 0).  SHARED: V is K's first DIM_K columns, and they are loaded once.  PAIRS: V is bytes
-    in pairs; state = (acc of the even columns, m, l, acc of the odd ones).  SLOWLY: by state_weights_slowly."""
+    in pairs; state = (acc of the even columns, m, l, acc of the odd ones).  SLOWLY: by state_weights_slowly, l [M, 4]."""
     if PAIRS:
         acc, m, l, odd = state
     else:
@@ -46,7 +46,8 @@ def fold_cache_tiles(
             # [N, BLOCK_V / 2]
             v_even, v_odd = fetch_pairs(v_side, rows, live, q, EDGE, QUANT, DIM_V, BLOCK_V)
             if SLOWLY:
-                p, alpha, m, l = state_weights_slowly(m, l, s, unit)
+                p, alpha, m = state_weights_slowly(m, s, unit)
+                l = add_sums(l, alpha[:, None], partial_sums(p))
             else:
                 p, alpha, m, l = state_weights(m, l, s, unit)
             p = p.to(v_even.dtype)
@@ -59,7 +60,8 @@ def fold_cache_tiles(
             else:
                 v = fetch_cache(v_side, rows, live, q, EDGE, EMULATE, QUANT, DIM_V, BLOCK_V)
             if SLOWLY:
-                p, alpha, m, l = state_weights_slowly(m, l, s, unit)
+                p, alpha, m = state_weights_slowly(m, s, unit)
+                l = add_sums(l, alpha[:, None], partial_sums(p))
                 acc = add_product(p.to(v.dtype), v, acc * alpha[:, None])
             else:
                 acc, m, l = state_step(acc, m, l, s, v, unit, None)

@@ -91,14 +91,14 @@ def sum_of_quad(l):
 
 
 @triton.jit
-def state_weights_slowly(m, l, s, scale):
-    """state_weights by next_maximum: most factors alpha are 1, and weights reach 2^GROWTH.  l [M, 4]: partial sums."""
+def state_weights_slowly(m, s, scale):
+    """state_weights by next_maximum, without the sums (see add_sums): most factors alpha are 1, and weights reach 2^GROWTH."""
     m_new = next_maximum(m, tl.max(s, 1) * scale)
     anchor = state_anchor(m_new)
     alpha = tl.exp2(m - anchor)
     # [M, N]
     p = tl.exp2(s * scale - anchor[:, None])
-    return p, alpha, m_new, add_sums(l, alpha[:, None], partial_sums(p))
+    return p, alpha, m_new
 
 
 @triton.jit

@@ -49,6 +49,14 @@ def function_at(operation: str, device: torch.device, *options: Any) -> Any:
     return None if function is None else BoundFunction(function, options)
 
 
+def has_function(operation: str, device: "Device") -> bool:
+    """Whether a function serves the operation there, and no kernel."""
+    from ..plan.capabilities import function_of
+
+    function = function_of(operation, device.architecture)
+    return function is not None
+
+
 def plan_at(operation: str, problem: Any, device: "Device", call: Any, given: Any = None) -> Any:
     """The plan of a call on a device whose architecture has functions, or the given one if it is one for that; None where
     kernels are planned.

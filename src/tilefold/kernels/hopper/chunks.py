@@ -6,9 +6,9 @@ the factor 1, or 0 of nothing, and adds 0.  docs/invariance.md.
 
 O of all chunks so far lies in shared memory, as registers hold that of the present one.  Each thread has elements of its own."""
 
-from ...device.state import LOG2E, add_sums, merge_next, next_maximum, partial_sums, state_anchor, sum_of_quad
+from ...device.state import LOG2E, add_sums, merge_next, partial_sums, state_weights_slowly, sum_of_quad
 from .config import accumulator
-from .gluon import constexpr_function, gl, jit, scale_unless_one
+from .gluon import gl, jit, scale_unless_one
 
 TILE = gl.constexpr(64)  # keys of a tile of attention_invariant's
 
@@ -20,16 +20,10 @@ def make_totals(config):
     return gl.allocate_shared_memory(gl.float32, [config.CONSUMERS, 64, config.DIM_V], LAYOUT)
 
 
-@constexpr_function
-def tile_layout(config):
-    """Of the scores of one tile [64, TILE], of which config.KEYS are one or two."""
-    return accumulator(min(config.KEYS, TILE))
-
-
 @jit
-def first_chunk(config):
+def first_chunk():
     """m [64], l [64, 4] before a chunk's first key."""
-    LAYOUT: gl.constexpr = tile_layout(config)
+    LAYOUT: gl.constexpr = accumulator(TILE)
     none = gl.zeros([64, TILE], gl.float32, LAYOUT)
     return gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT)), gl.zeros_like(partial_sums(none))
 
@@ -50,13 +44,10 @@ def first_total(softmax, CID: gl.constexpr, acc, head):
 
 @jit
 def step_of_tile(s, m, l, scale):
-    """As state_weights_slowly, of one tile's scores -> p, alpha, m, l."""
-    m_new = next_maximum(m, gl.max(s, 1) * scale)
-    anchor = state_anchor(m_new)
-    alpha = gl.exp2(m - anchor)
-    p = gl.exp2(s * scale - gl.expand_dims(anchor, 1))
+    """One tile's scores -> p, alpha, m, l."""
+    p, alpha, m = state_weights_slowly(m, s, scale)
     factor = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout)), 1)
-    return p, alpha, m_new, add_sums(l, factor, partial_sums(p))
+    return p, alpha, m, add_sums(l, factor, partial_sums(p))
 
 
 @jit
@@ -68,7 +59,7 @@ def step_of_chunk(config, s, m, l, scale):
     if config.KEYS == TILE:
         p, alpha, m, l = step_of_tile(s, m, l, scale)
     else:
-        LAYOUT: gl.constexpr = tile_layout(config)
+        LAYOUT: gl.constexpr = accumulator(TILE)
         first, second = gl.split(s.reshape([64, 2, TILE]).permute((0, 2, 1)))
         p_1, alpha_1, m, l = step_of_tile(gl.convert_layout(first, LAYOUT), m, l, scale)
         p_2, alpha_2, m, l = step_of_tile(gl.convert_layout(second, LAYOUT), m, l, scale)

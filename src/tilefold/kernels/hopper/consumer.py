@@ -68,7 +68,7 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
         slope = mods.slope(nothing, work)
         acc = zero_output(config)
         if CHUNK:
-            m, l = first_chunk(config)
+            m, l = first_chunk()
             total = first_total(softmax, CID, acc, work.head)
         else:
             m, l = softmax.begin(nothing, work.head)

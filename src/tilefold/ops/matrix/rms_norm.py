@@ -14,7 +14,7 @@ from ..bound import Bound, Example, Launched, meta
 from ..device import device_asked, device_of, interpreting
 from ..operator import Gradient, Operation
 from ..records import recorded
-from ..serve import function_at
+from ..serve import function_at, has_function
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -44,7 +44,7 @@ def rms_norm_plan(
     if (on := device_asked(device)) is not None:
         _check(x, weight, residual)
         problem = _problem(x, residual)
-        return TorchPlan("rms_norm", problem, on) if on.name == "cpu" else plan_rms_norm(problem, on)
+        return TorchPlan("rms_norm", problem, on) if has_function("rms_norm", on) else plan_rms_norm(problem, on)
     plan: RMSNormPlan | TorchPlan = _prepare(x, weight, residual, 1e-6).more
     return plan
 

@@ -142,7 +142,7 @@ def options_for(problem: AttentionProblem, device: Device, deterministic: bool) 
         lists = n.mask_by_place and n.seq_q * n.seq_k >= LISTS_FROM
         ordered = deterministic or not _any_order_pays(n, device)
         return ReduceOptions(ordered, is_late(n), lists, apart=_is_apart(n, ordered) and not lists)
-    causal, tokens, fast = max(n.sides) >= 0, min(n.seq_q, n.seq_k), device.dram_bytes_per_s >= SLOW_DRAM
+    causal, tokens, fast = max(n.sides) >= 0, min(n.seq_q, n.seq_k), not _is_slow(device)
     if width_of(n) == 64:
         least = LEAST_NARROW[causal]
         if tokens < least:
@@ -173,7 +173,7 @@ def _packed_options(n: AttentionProblem, device: Device, deterministic: bool) ->
         few = f"with fewer than {least} queries in the mean, or keys that one sees, portable kernels are faster"
         return few if tokens < least else ReduceOptions(ordered=deterministic)
     order, any_order = LEAST_PACKED[width_of(n)]
-    if width_of(n) == 128 and not causal and device.dram_bytes_per_s >= SLOW_DRAM:
+    if width_of(n) == 128 and not causal and not _is_slow(device):
         order, any_order = (NEVER, NEVER), (NEVER, NEVER)
     if not deterministic and tokens >= any_order[causal]:
         return ANY_ORDER
@@ -209,12 +209,17 @@ def _window(n: AttentionProblem) -> int:
     return n.seq_k if min(n.sides) < 0 else sum(n.sides) + 1
 
 
+def _is_slow(device: Device) -> bool:
+    """Whether DRAM is slow."""
+    return device.dram_bytes_per_s < SLOW_DRAM
+
+
 def _any_order_pays(n: AttentionProblem, device: Device) -> bool:
     """Whether any order is faster than the keys'."""
     tokens, heads = min(n.seq_q, n.seq_k), n.batch * n.heads
     if columns_of(n) in LEAST_IN_PARTS or max(n.sides) < 0 or n.group > 1:
         return True
-    if width_of(n) == 64 and heads <= FEW_HEADS and device.dram_bytes_per_s < SLOW_DRAM:
+    if width_of(n) == 64 and heads <= FEW_HEADS and _is_slow(device):
         return True
     least, all_heads = ORDER_PAYS[width_of(n)]
     return tokens < least or heads * tokens < all_heads
@@ -222,7 +227,7 @@ def _any_order_pays(n: AttentionProblem, device: Device) -> bool:
 
 def _order_refusal(n: AttentionProblem, causal: bool, device: Device) -> str | None:
     """Why keeping dS is faster than the ordered version, by the tiles of queries that wait."""
-    least = LEAST_TILES[causal and device.dram_bytes_per_s >= SLOW_DRAM]
+    least = LEAST_TILES[causal and not _is_slow(device)]
     if rows(n) - 1 < least and is_kept_well(n, device):
         return f"with fewer than {least} tiles of queries waiting for one's turn takes too long"
     return None

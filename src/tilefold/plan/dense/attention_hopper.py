@@ -389,7 +389,7 @@ def _invariant_fault(problem: AttentionProblem, tile: Tile, options: tuple[str, 
     if why := invariant_unserved(problem):
         return f"invariant is not served: {why}"
     if tile.block_n not in (INVARIANT_KEYS, invariant_keys(problem)):
-        return f"invariant has {invariant_keys(problem)} keys a tile, got block_n={tile.block_n}"
+        return f"invariant has {INVARIANT_KEYS} keys a tile, in bfloat16 also twice as many, got block_n={tile.block_n}"
     others = {"skip", "lists", *POLYNOMIALS} & {*options}
     return f"invariant excludes {min(others)}" if others else None
 
