@@ -379,7 +379,7 @@ class Chunked(Run):
 
     def more(self):
         return {
-            "first_chunk": lambda config: (Anything(), Anything()),
+            "first_chunk": lambda: (Anything(), Anything()),
             "first_total": lambda *args: (Total(self.dims[1], []),),
             "step_of_chunk": lambda config, s, m, l, scale: (s, m, l, Anything()),
             "merge_chunk": self.merge,
