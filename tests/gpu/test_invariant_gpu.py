@@ -31,12 +31,12 @@ def on_one_kernel(plan):
 @SM_90
 @pytest.mark.parametrize("seen", SEEN)
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
-@pytest.mark.parametrize("dim", [48, 64, 128])
-def test_prompts_by_two_kernels(dim, dtype, seen):
+@pytest.mark.parametrize("dims", [(24, 24), (48, 48), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)])
+def test_prompts_by_two_kernels(dims, dtype, seen):
     """Blocks of 64, 128 and 192 rows, packed heads, sinks: the kernel for sm_90 has the bits of the portable one."""
     for i, (seq_q, seq_k) in enumerate(LENGTHS):
         for batch, heads, kv_heads in ((2, 16, 4), (9, 14, 2), (1, 64, 64)):
-            q, k, v = qkv(batch, seq_q, seq_k, heads, kv_heads, dim, None, dtype, DEVICE)
+            q, k, v = qkv(batch, seq_q, seq_k, heads, kv_heads, *dims, dtype, DEVICE)
             asked = {"numerics": "invariant", **SEEN[seen]}
             if i % 2:
                 asked["sinks"] = rand(heads, device=DEVICE)
@@ -47,12 +47,12 @@ def test_prompts_by_two_kernels(dim, dtype, seen):
             got, one = (
                 tilefold.attention(q, k, v, plan=p, return_lse=True, **asked) for p in (None, on_one_kernel(plan))
             )
-            assert same(got, one), (dim, dtype, seen, seq_q, seq_k, heads, plan.tile)
+            assert same(got, one), (dims, dtype, seen, seq_q, seq_k, heads, plan.tile)
 
 
 @SM_90
 @pytest.mark.parametrize("seen", SEEN)
-@pytest.mark.parametrize(("dim", "dtype"), [(64, torch.float16), (128, BF16)])
+@pytest.mark.parametrize(("dim", "dtype"), [(64, torch.float16), (80, BF16), (128, BF16), (256, BF16), (256, torch.float16)])
 def test_packed_prompts_by_two_kernels(dim, dtype, seen):
     """Each sequence of a packed batch alone, over a cache, by the other kernel."""
     each = [(1, 1), (64, 1024), (1000, 1000), (0, 5), (1025, 1025), (65, 3000), (2047, 2048), (700, 700)]
@@ -76,7 +76,7 @@ def test_packed_prompts_by_two_kernels(dim, dtype, seen):
 
 @SM_90
 @pytest.mark.parametrize("seen", SEEN)
-@pytest.mark.parametrize("dim", [48, 64, 128])
+@pytest.mark.parametrize("dim", [48, 64, 128, 192, 256])
 def test_maxima_that_grow_between_two_tiles(dim, seen):
     """The kernel for sm_90 folds two tiles at a time in bfloat16: the second one's scores are often much larger here."""
     q, k, v = qkv(2, 2500, 2500, 16, 4, dim, None, BF16, DEVICE)
@@ -89,7 +89,7 @@ def test_maxima_that_grow_between_two_tiles(dim, seen):
         got, one = (
             tilefold.attention(q, larger, v, plan=p, return_lse=True, **asked) for p in (None, on_one_kernel(plan))
         )
-        assert plan.block_n == 128
+        assert plan.block_n == (128 if dim <= 128 else 64)
         assert same(got, one)
 
 

@@ -104,6 +104,12 @@ VERSIONS: dict[str, tuple[AttentionProblem, dict[str, object]]] = {
         problem(128, dtype="float16"),
         {"block_n": 64, "num_stages": 4, "options": ("invariant", "late")},
     ),
+    "d256 causal invariant": (problem(256, causal=True), {"options": ("invariant", "late")}),
+    "d192 varlen invariant fp16": (
+        problem(192, varlen=True, dtype="float16"),
+        {"block_n": 32, "num_stages": 4, "options": ("invariant", "late")},
+    ),
+    "d96 invariant": (problem(96), {"num_stages": 3, "options": ("invariant", "late")}),
     "d64 varlen invariant": (problem(64, varlen=True, causal=True), {"block_m": 128, "options": ("invariant",)}),
     "d128 score_mod": (problem(128, score_mods=("user",)), {}),
     "d64 mask_mod fp16": (problem(64, causal=True, mask_mods=("user",), dtype="float16"), {}),

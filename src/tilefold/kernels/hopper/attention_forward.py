@@ -45,13 +45,13 @@ def attention_forward_hopper(
     scale, seq_q, seq_k, heads, group, q_blocks, items, left, right, stride_ob, stride_om, stride_oh,
     Sinks, stride_sinks, cap, CuQ, CuK, batch, total_q,
     bias_desc, bias_b, bias_h, mask_desc, mask_b, mask_h, Slopes, slope_b, slope_h, score_mods, mask_mods,
-    Lists, lists_b, lists_h, lists_q,
+    Lists, lists_b, lists_h, lists_q, Sums,
     KIND: gl.constexpr, DIM_QK: gl.constexpr, DIM_V: gl.constexpr, COLUMNS: gl.constexpr, KEYS: gl.constexpr,
     SLOTS: gl.constexpr, CONSUMERS: gl.constexpr, PACK: gl.constexpr, VARLEN: gl.constexpr, SOFTCAP: gl.constexpr,
     FENCE: gl.constexpr, LATE: gl.constexpr, PING_PONG: gl.constexpr, POLYNOMIAL: gl.constexpr,
     SKIP: gl.constexpr, LAZY: gl.constexpr, BIAS: gl.constexpr, MASK: gl.constexpr, BIAS_SLOTS: gl.constexpr,
     MASK_SLOTS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-    PREFETCH: gl.constexpr, CHUNK: gl.constexpr,
+    PREFETCH: gl.constexpr, CHUNK: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """q_desc [B, H, Sq, D] with boxes [1, 1, 64, panel], k_desc, v_desc [B, H/group, Sk, D] with boxes [1, 1, KEYS, panel]; a
     panel is 64 columns, or 32 where 64 do not divide the width.  Out [B, Sq, H, COLUMNS] by strides, Lse [B, H, Sq] natural.
@@ -75,7 +75,8 @@ def attention_forward_hopper(
     excludes a bias, a mask and mods.  Lists by their strides, or None: see `Mask`; not with VARLEN.
 
     FENCE holds the wait for O behind the softmax; LATE releases K's slot with V's; PING_PONG: see `PingPong`; POLYNOMIAL, SKIP,
-    LAZY (with SKIP, without POLYNOMIAL): see `softmax`; PREFETCH: Q of the next query tile is loaded beside the present one."""
+    LAZY (with SKIP, without POLYNOMIAL): see `softmax`; PREFETCH: Q of the next query tile is loaded beside the present one.
+    CHUNK, TILE: see `Config`; Sums: see `Totals`, or None."""
     gl.static_assert(KIND <= WINDOW, "the kernels for sm_90 have no other masks")
     USER: gl.constexpr = len(score_mods) + len(mask_mods) > 0
     gl.static_assert(PACK == 1 or (BIAS == 0 and MASK == 0 and not USER), "rows of a packed tile are not queries")
@@ -87,7 +88,7 @@ def attention_forward_hopper(
     k = make_pipeline(k_desc, SLOTS, KEYS, DIM_QK, CONSUMERS)
     v = make_pipeline(v_desc, SLOTS, KEYS, DIM_V, CONSUMERS)
     problem = Problem(seq_q, seq_k, heads, group, CuQ, CuK, batch, total_q)
-    config = Config(q_desc.dtype, DIM_V, KEYS, CONSUMERS, PACK, VARLEN, FENCE, LATE, CHUNK=CHUNK)
+    config = Config(q_desc.dtype, DIM_V, KEYS, CONSUMERS, PACK, VARLEN, FENCE, LATE, CHUNK=CHUNK, TILE=TILE)
     counter = WorkCounter(Counter, items)
     scheduler = TileScheduler(problem, counter, mailbox, overflow, q_blocks, CONSUMERS * 64, VARLEN, NUMBERED, PREFETCH)
     mask = Mask(left, right, KIND, CONSUMERS * 64, KEYS, PACK, Lists, lists_b, lists_h, lists_q)
@@ -96,7 +97,7 @@ def attention_forward_hopper(
     mods = ScoreMods(scale, cap, Slopes, slope_b, slope_h, bias_tiles, mask_tiles, SOFTCAP, mask, None,
                      (score_mods, mask_mods))  # fmt: skip
     if CHUNK:
-        softmax = Softmax(Sinks, stride_sinks, config, POLYNOMIAL, SKIP, LAZY, make_totals(config))
+        softmax = Softmax(Sinks, stride_sinks, config, POLYNOMIAL, SKIP, LAZY, make_totals(config, Sums))
     else:
         softmax = Softmax(Sinks, stride_sinks, config, POLYNOMIAL, SKIP, LAZY)
     epilogue = Epilogue(Out, Lse, stride_ob, stride_om, stride_oh, problem, config, COLUMNS)

@@ -4,27 +4,66 @@ Both kernels have the same bits: softmax, merge and end are the same functions, 
 sequence's first one, by the same wgmma, whose accumulators give a thread the same elements of a row.  What a row does not see has
 the factor 1, or 0 of nothing, and adds 0.  docs/invariance.md.
 
-O of all chunks so far lies in shared memory, as registers hold that of the present one.  Each thread has elements of its own."""
+O of all chunks so far lies in shared memory or, where that has no room, in L2: registers hold that of the present one.  Each
+thread has elements of its own."""
 
 from ...device.state import LOG2E, add_sums, merge_next, partial_sums, state_weights_slowly, sum_of_quad
-from .config import accumulator
-from .gluon import gl, jit, scale_unless_one
+from .config import accumulator, wide_of
+from .gluon import aggregate, constexpr_function, field, gl, jit, scale_unless_one
 
-TILE = gl.constexpr(64)  # keys of a tile of attention_invariant's
+
+@aggregate
+class Totals:
+    """Room for O [64, DIM_V] of each consumer: in shared memory, or Sums [programs, CONSUMERS, 64, DIM_V] fp32, else None."""
+
+    shared: gl.shared_memory_descriptor | gl.constexpr
+    Sums: gl.tensor | gl.constexpr
+
+    @constexpr_function
+    def __init__(self, shared, Sums):
+        self.shared, self.Sums = field(shared), field(Sums)
+
+    @jit
+    def load(self, config, CID: gl.constexpr, PART: gl.constexpr):
+        """A consumer's part 0 or 1 of O, as its accumulator lies."""
+        if self.Sums is None:
+            return self.shared.index(CID).load(config.OUT)
+        else:
+            return gl.load(self._places(config, CID, PART), cache_modifier=".cg")
+
+    @jit
+    def store(self, config, CID: gl.constexpr, PART: gl.constexpr, part):
+        """What `load` brings later."""
+        if self.Sums is None:
+            self.shared.index(CID).store(part)
+        else:
+            gl.store(self._places(config, CID, PART), part)
+
+    @jit
+    def _places(self, config, CID: gl.constexpr, PART: gl.constexpr):
+        WIDE: gl.constexpr = wide_of(config.DIM_V)
+        COLUMNS: gl.constexpr = WIDE if PART == 0 else config.DIM_V - WIDE
+        LAYOUT: gl.constexpr = config.OUT if PART == 0 else config.OUT_REST
+        rows = (gl.program_id(0) * config.CONSUMERS + CID) * 64 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+        columns = PART * WIDE + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+        return self.Sums + (gl.expand_dims(rows, 1) * config.DIM_V + gl.expand_dims(columns, 0))
 
 
 @jit
-def make_totals(config):
-    """Room for O [64, DIM_V] of each consumer.  The swizzle spreads a quad's rows over the banks."""
-    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
-    return gl.allocate_shared_memory(gl.float32, [config.CONSUMERS, 64, config.DIM_V], LAYOUT)
+def make_totals(config, Sums):
+    """Without Sums shared memory, whose swizzle spreads a quad's rows over the banks."""
+    if Sums is None:
+        LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
+        return Totals(gl.allocate_shared_memory(gl.float32, [config.CONSUMERS, 64, config.DIM_V], LAYOUT), None)
+    else:
+        return Totals(None, Sums)
 
 
 @jit
-def first_chunk():
+def first_chunk(config):
     """m [64], l [64, 4] before a chunk's first key."""
-    LAYOUT: gl.constexpr = accumulator(TILE)
-    none = gl.zeros([64, TILE], gl.float32, LAYOUT)
+    LAYOUT: gl.constexpr = accumulator(config.TILE)
+    none = gl.zeros([64, config.TILE], gl.float32, LAYOUT)
     return gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT)), gl.zeros_like(partial_sums(none))
 
 
@@ -33,7 +72,7 @@ def first_total(softmax, CID: gl.constexpr, acc, head):
     """m, l of the state before the first chunk: nothing, or the sink of each row's head.  acc: 0."""
     ROW: gl.constexpr = gl.SliceLayout(1, softmax.config.OUT)
     PACK: gl.constexpr = softmax.config.PACK
-    softmax.totals.index(CID).store(acc[0])
+    _store_parts(softmax, CID, acc)
     m, l = gl.full([64], float("-inf"), gl.float32, ROW), gl.zeros([64], gl.float32, ROW)
     if softmax.Sinks is not None:
         heads = head * PACK + gl.arange(0, 64, layout=ROW) % PACK
@@ -56,6 +95,7 @@ def step_of_chunk(config, s, m, l, scale):
 
     attention_invariant has a_2 (a_1 O + P_1 V_1) + P_2 V_2, this a_1 a_2 O + [a_2 P_1, P_2] V.  Factors are powers of two, or 0
     of nothing, and scale a wgmma's sum exactly.  bfloat16 has fp32's exponents; float16 has not: its KEYS are one tile."""
+    TILE: gl.constexpr = config.TILE
     if config.KEYS == TILE:
         p, alpha, m, l = step_of_tile(s, m, l, scale)
     else:
@@ -72,17 +112,32 @@ def step_of_chunk(config, s, m, l, scale):
 @jit
 def merge_chunk(softmax, CID: gl.constexpr, total, acc, m, l):
     """O, m, l of all chunks up to this one.  total: m and l of those before."""
-    OUT: gl.constexpr = softmax.config.OUT
-    ROW: gl.constexpr = gl.SliceLayout(1, OUT)
-    before = softmax.totals.index(CID).load(OUT)
-    return merge_next(
-        before, total[0], total[1], acc[0], gl.convert_layout(m, ROW), gl.convert_layout(sum_of_quad(l), ROW)
-    )
+    l = sum_of_quad(l)
+    first, m_new, l_new = _merge_part(softmax, CID, 0, total, acc[0], m, l)
+    if len(acc) == 1:
+        return (first,), m_new, l_new
+    else:
+        rest, _, _ = _merge_part(softmax, CID, 1, total, acc[1], m, l)
+        return (first, rest), m_new, l_new
 
 
 @jit
 def keep_chunk(softmax, CID: gl.constexpr, total, acc, m, l):
     """The same, with O left in memory -> m, l."""
     merged, m, l = merge_chunk(softmax, CID, total, acc, m, l)
-    softmax.totals.index(CID).store(merged)
+    _store_parts(softmax, CID, merged)
     return m, l
+
+
+@jit
+def _merge_part(softmax, CID: gl.constexpr, PART: gl.constexpr, total, acc, m, l):
+    ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    before = softmax.totals.load(softmax.config, CID, PART)
+    m_before, l_before = gl.convert_layout(total[0], ROW), gl.convert_layout(total[1], ROW)
+    return merge_next(before, m_before, l_before, acc, gl.convert_layout(m, ROW), gl.convert_layout(l, ROW))
+
+
+@jit
+def _store_parts(softmax, CID: gl.constexpr, acc):
+    for part in gl.static_range(len(acc)):
+        softmax.totals.store(softmax.config, CID, part, acc[part])

@@ -68,7 +68,7 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
         slope = mods.slope(nothing, work)
         acc = zero_output(config)
         if CHUNK:
-            m, l = first_chunk()
+            m, l = first_chunk(config)
             total = first_total(softmax, CID, acc, work.head)
         else:
             m, l = softmax.begin(nothing, work.head)
@@ -165,8 +165,8 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
             work = scheduler.work(opaque(item), i)
             row = work.block * (CONSUMERS * 64) + CID * 64
         if CHUNK:
-            acc_0, m, l = merge_chunk(softmax, CID, total, acc, m, l)
-            epilogue.store_total(acc_0, m, l, work, row)
+            acc, m, l = merge_chunk(softmax, CID, total, acc, m, l)
+            epilogue.store_total(acc, m, l, work, row)
         elif mods.scales is None:
             epilogue.store(acc, m, l, work, row)
         else:

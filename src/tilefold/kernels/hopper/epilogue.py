@@ -39,15 +39,17 @@ class Epilogue:
 
     @jit
     def store_total(self, acc, m, l, work, row):
-        """The same of numerics="invariant", by attention_invariant's own division; m, l [64] in acc's layout."""
+        """The same of numerics="invariant", by attention_invariant's own division; m, l [64] in acc[0]'s layout."""
         PACK: gl.constexpr = self.config.PACK
-        rows = work.seq_q * PACK - row
-        out, lse = state_finish(acc + 0.0, m, l)  # + 0.0: a zero has one sign
+        WIDE: gl.constexpr = acc[0].shape[1]
+        out, rows = self._out(work, row), work.seq_q * PACK - row
+        first, lse = state_finish(acc[0] + 0.0, m, l)  # + 0.0: a zero has one sign
         store_each(self._lse(work, row), lse, rows, rows, PACK, work.seq_q)
-        COLUMNS: gl.constexpr = None if self.COLUMNS >= acc.shape[1] else self.COLUMNS
-        store_accumulator(
-            self._out(work, row), out, rows, self.stride_m, self.config.DTYPE, COLUMNS, PACK, self.stride_h
-        )
+        self._store_left(out, first, rows, self.COLUMNS)
+        if len(acc) == 2:
+            ROW: gl.constexpr = gl.SliceLayout(1, acc[1].type.layout)
+            rest, _ = state_finish(acc[1] + 0.0, gl.convert_layout(m, ROW), gl.convert_layout(l, ROW))
+            self._store_left(out + WIDE, rest, rows, self.COLUMNS - WIDE)
 
     @jit
     def store_live(self, made, m, l, work, row, live):
@@ -82,6 +84,9 @@ class Epilogue:
         by = reciprocal(l, gl.SliceLayout(1, acc.type.layout))
         if factor is not None:
             by = by * factor
-        acc = acc * gl.expand_dims(by, 1)
-        COLUMNS: gl.constexpr = None if LEFT >= acc.shape[1] else LEFT
-        store_accumulator(out, acc, rows, self.stride_m, self.config.DTYPE, COLUMNS, self.config.PACK, self.stride_h)
+        self._store_left(out, acc * gl.expand_dims(by, 1), rows, LEFT)
+
+    @jit
+    def _store_left(self, out, made, rows, LEFT: gl.constexpr):
+        COLUMNS: gl.constexpr = None if LEFT >= made.shape[1] else LEFT
+        store_accumulator(out, made, rows, self.stride_m, self.config.DTYPE, COLUMNS, self.config.PACK, self.stride_h)

@@ -7,6 +7,7 @@ are 1, which warps leave out (VOTE).  LAZY, with SKIP: m is updated after a tile
 sums exceed a limit, which may be infinite, an overflow flag has the query tile folded again, with the maxima of every tile.
 """
 
+from .chunks import Totals
 from .config import Config
 from .fp8_parts import SHIFT, operand, packed
 from .gluon import KEEP_NAN, aggregate, constexpr_function, field, gl, jit, quick_log2
@@ -58,7 +59,7 @@ class Softmax:
     POLYNOMIAL: gl.constexpr
     SKIP: gl.constexpr
     LAZY: gl.constexpr
-    totals: gl.shared_memory_descriptor | gl.constexpr  # see `chunks`, or None
+    totals: Totals | gl.constexpr  # see `chunks`, or None
     VOTE: gl.constexpr  # are warps left out of rescaling O all of whose factors are 1?
 
     @constexpr_function

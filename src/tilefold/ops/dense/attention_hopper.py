@@ -50,6 +50,7 @@ def bind(
         "stride_sinks": None if call.sinks is None else call.sinks.stride(0),
         "cap": float(call.softcap) or None,
         "batch": None if call.packed is None else n.batch,
+        "Sums": _sums(plan),
     }
     constants = {"KIND": kind_of(window), **_constants(plan), **_tile_constants(call)}
     options = {"num_warps": plan.num_warps, "maxnreg": rules.REGISTERS[rules.consumers_of(plan.tile)][0]}
@@ -111,7 +112,17 @@ def _constants(plan: "AttentionPlan") -> dict[str, Any]:
         "CONSUMER_REGISTERS": rules.REGISTERS[consumers][1],
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
         "CHUNK": rules.CHUNK_KEYS // plan.block_n if rules.INVARIANT in plan.options else 0,
+        "TILE": rules.keys_of_tile(n) if rules.INVARIANT in plan.options else 0,
     }
+
+
+def _sums(plan: "AttentionPlan") -> Slot | None:
+    """Room for O of the chunks so far, where shared memory has none."""
+    if rules.INVARIANT not in plan.options or rules.sums_fit(plan.problem):
+        return None
+    programs = rules.hopper_programs(plan.problem, plan.tile, plan.device, plan.options)
+    size = programs * plan.block_m * rules.width_of(plan.problem.dim_v)
+    return Slot("q", lambda q: q.new_empty(size, dtype=torch.float32))
 
 
 def _tile_constants(call: Call) -> dict[str, Any]:

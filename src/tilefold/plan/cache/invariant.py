@@ -14,12 +14,12 @@ from tilefold.plan.cache.decode import CachePlan, DecodeProblem, require_dims
 from tilefold.plan.dense.attention import AttentionPlan, Rejected, plan_attention
 from tilefold.plan.dense.attention_hopper import (
     CHUNK_KEYS,
-    INVARIANT_KEYS,
     hopper_few,
     hopper_refusal,
     hopper_unmeasured,
     invariant_tile,
     invariant_unserved,
+    keys_of_tile,
 )
 from tilefold.plan.dense.attention_hopper import KERNEL as HOPPER
 from tilefold.plan.device import Device
@@ -172,7 +172,7 @@ def constants_of(problem: DecodeProblem, device: Device) -> Constants:
         return Constants(32, CHUNK, 16, 8)
     if problem.storage != "plain":  # products of 64 rows read shared memory, where bytes would have to be converted to
         return Constants(64 if width <= 128 else 32, CHUNK, 32, 4)
-    return Constants(INVARIANT_KEYS if width <= 128 else 32, CHUNK, 64, 4)
+    return Constants(keys_of_tile(problem.attention) if width <= 256 else 32, CHUNK, 64, 4)
 
 
 @lru_cache(maxsize=4096)
@@ -183,7 +183,7 @@ def plan_prompt(problem: AttentionProblem, device: Device) -> AttentionPlan | st
     why = hopper_refusal(problem, device) or invariant_unserved(problem) or hopper_unmeasured(problem)
     if why or (why := hopper_few(problem, device)):
         return why
-    assert (fixed.block_n, fixed.chunk, fixed.rows) == (INVARIANT_KEYS, CHUNK_KEYS, 64)
+    assert (fixed.block_n, fixed.chunk, fixed.rows) == (keys_of_tile(problem), CHUNK_KEYS, 64)
     tile, options = invariant_tile(problem, device)
     plan = plan_attention(problem, device).with_tile(
         kernel=HOPPER, block_m=tile.block_m, block_n=tile.block_n, num_warps=tile.num_warps, num_stages=tile.num_stages,

@@ -28,7 +28,8 @@ PREFETCH_BYTES = 128  # the same of the second query tile
 RESERVED_BYTES = 1024  # of an SM's shared memory, for each program
 MAX_PACKED = 64  # rows of a warpgroup
 MOD_SLOTS = {1: 2, 2: 2, 4: 1}  # buffers of a warpgroup for tiles of a bias or mask, by bytes an element
-INVARIANT_KEYS, CHUNK_KEYS = 64, 1024  # of a tile, of a chunk: numerics="invariant"
+INVARIANT_KEYS = {128: 64, 256: 32}  # of a tile, up to a width: numerics="invariant"
+CHUNK_KEYS = 1024  # of a chunk
 RING_BYTES = 256  # barriers of such a ring, and what its boxes leave free
 MOD_BYTES = {"bias": 4, "mask": 2}  # what an element of a tile takes in all of its buffers, at most
 
@@ -242,7 +243,7 @@ def hopper_shared_bytes(problem: AttentionProblem, tile: Tile, options: tuple[st
     ahead = "prefetch" in options
     queries = tile.block_m * (2 if ahead else 1)
     held = (queries * qk + tile.num_stages * tile.block_n * (qk + v)) * problem.itemsize
-    totals = tile.block_m * v * 4 if INVARIANT in options else 0
+    totals = tile.block_m * v * 4 if INVARIANT in options and sums_fit(problem) else 0
     rest = BARRIER_BYTES + (PREFETCH_BYTES if ahead else 0)
     return held + totals + _mod_bytes(problem, tile.block_m, tile.block_n) + rest
 
@@ -281,8 +282,9 @@ def hopper_violation(
         return "kernel", f"{KERNEL} cannot be used: {refusal}"
     if tile.block_m not in (64, 128, 192):
         return "block_m", f"must be 64, 128 or 192 with {KERNEL}, got {tile.block_m}"
-    if tile.block_n not in (64, 128):
-        return "block_n", f"must be 64 or 128 with {KERNEL}, got {tile.block_n}"
+    sizes = (32, 64, 128) if INVARIANT in options else (64, 128)
+    if tile.block_n not in sizes:
+        return "block_n", f"must be {' or '.join(map(str, sizes[-2:]))} with {KERNEL}, got {tile.block_n}"
     held, limit = _registers_held(problem, tile), HELD[consumers_of(tile)]
     if held > limit:
         have = REGISTERS[consumers_of(tile)][1]
@@ -351,14 +353,25 @@ def _lazy_fault(problem: AttentionProblem, options: tuple[str, ...]) -> str | No
     return None
 
 
+def keys_of_tile(problem: AttentionProblem) -> int:
+    """Keys of a tile with numerics="invariant", by the wider head dim."""
+    width = max(problem.dim_qk, problem.dim_v)
+    return next(keys for most, keys in INVARIANT_KEYS.items() if width <= most)
+
+
 def invariant_keys(problem: AttentionProblem) -> int:
     """Keys that the kernel folds at a time with numerics="invariant": two tiles, whose bits are those of one after the other as
     long as the first one's probabilities may be multiplied by powers of two, or one."""
-    return INVARIANT_KEYS * (2 if problem.dtype == "bfloat16" else 1)
+    return keys_of_tile(problem) * (2 if problem.dtype == "bfloat16" else 1)
+
+
+def sums_fit(problem: AttentionProblem) -> bool:
+    """Whether O of all chunks so far lies in shared memory, as one tile for each consumer; else L2 keeps it."""
+    return width_of(problem.dim_v) in (64, 128)
 
 
 def invariant_tile(problem: AttentionProblem, device: Device) -> tuple[Tile, tuple[str, ...]]:
-    """The tile and the versions for numerics="invariant": the rows that others have, in one or two tiles of INVARIANT_KEYS."""
+    """The tile and the versions for numerics="invariant": the rows that others have, in one or two tiles of `keys_of_tile`."""
     usual = hopper_tile(problem, device)
     pair = (
         usual.block_m == 64 and width_of(problem.dim_v) <= 64
@@ -380,16 +393,15 @@ def invariant_unserved(problem: AttentionProblem) -> str | None:
     n = problem
     if n.score_mods or n.mask_mods:
         return "it changes and masks scores in another order than attention_invariant"
-    if width_of(n.dim_qk) != n.block_qk or width_of(n.dim_v) != n.block_v or max(n.block_qk, n.block_v) > 128:
-        return "its tiles of these head dims have other widths or other keys than those of attention_invariant"
     return None
 
 
 def _invariant_fault(problem: AttentionProblem, tile: Tile, options: tuple[str, ...]) -> str | None:
     if why := invariant_unserved(problem):
         return f"invariant is not served: {why}"
-    if tile.block_n not in (INVARIANT_KEYS, invariant_keys(problem)):
-        return f"invariant has {INVARIANT_KEYS} keys a tile, in bfloat16 also twice as many, got block_n={tile.block_n}"
+    keys = keys_of_tile(problem)
+    if tile.block_n not in (keys, invariant_keys(problem)):
+        return f"invariant has {keys} keys a tile, in bfloat16 also twice as many, got block_n={tile.block_n}"
     others = {"skip", "lists", *POLYNOMIALS} & {*options}
     return f"invariant excludes {min(others)}" if others else None
 
