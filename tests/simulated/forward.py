@@ -379,11 +379,11 @@ class Chunked(Run):
 
     def more(self):
         return {
-            "first_chunk": lambda: (Anything(), Anything()),
+            "first_chunk": lambda config: (Anything(), Anything()),
             "first_total": lambda *args: (Total(self.dims[1], []),),
             "step_of_chunk": lambda config, s, m, l, scale: (s, m, l, Anything()),
             "merge_chunk": self.merge,
-            "keep_chunk": self.merge,
+            "keep_chunk": lambda *args: self.merge(*args)[0],
             "state_finish": lambda acc, m, l: (acc, Anything()),
             "store_each": lambda lse, value, rows, live, *rest: self.store_lse(lse, None, None, rows, live, None, *rest),
             "store_accumulator": self.store_total,
@@ -391,7 +391,7 @@ class Chunked(Run):
 
     def merge(self, softmax, consumer, total, acc, m, l):
         place = self.place(self.local.item)
-        return Total(self.dims[1], [*total[0].ends, self.kv_tile(*place, self.local.tiles["v", 0])]), m, l
+        return (Total(self.dims[1], [*total[0].ends, self.kv_tile(*place, self.local.tiles["v", 0])]),), m, l
 
     def store_total(self, out, acc, rows, *rest):
         first, end = self.kv_tile(*self.place(self.local.item), 0), acc.ends[-1]

@@ -104,10 +104,10 @@ VERSIONS: dict[str, tuple[AttentionProblem, dict[str, object]]] = {
         problem(128, dtype="float16"),
         {"block_n": 64, "num_stages": 4, "options": ("invariant", "late")},
     ),
-    "d256 causal invariant": (problem(256, causal=True), {"options": ("invariant", "late")}),
+    "d256 causal invariant": (problem(256, causal=True), {"options": ("invariant",)}),
     "d192 varlen invariant fp16": (
         problem(192, varlen=True, dtype="float16"),
-        {"block_n": 32, "num_stages": 4, "options": ("invariant", "late")},
+        {"block_n": 32, "num_stages": 4, "options": ("invariant",)},
     ),
     "d96 invariant": (problem(96), {"num_stages": 3, "options": ("invariant", "late")}),
     "d64 varlen invariant": (problem(64, varlen=True, causal=True), {"block_m": 128, "options": ("invariant",)}),

@@ -52,6 +52,7 @@ def attention_forward_hopper(
     SKIP: gl.constexpr, LAZY: gl.constexpr, BIAS: gl.constexpr, MASK: gl.constexpr, BIAS_SLOTS: gl.constexpr,
     MASK_SLOTS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     PREFETCH: gl.constexpr, CHUNK: gl.constexpr, TILE: gl.constexpr,
+    SHARED_SUMS: gl.constexpr,
 ):  # fmt: skip
     """q_desc [B, H, Sq, D] with boxes [1, 1, 64, panel], k_desc, v_desc [B, H/group, Sk, D] with boxes [1, 1, KEYS, panel]; a
     panel is 64 columns, or 32 where 64 do not divide the width.  Out [B, Sq, H, COLUMNS] by strides, Lse [B, H, Sq] natural.
@@ -76,7 +77,7 @@ def attention_forward_hopper(
 
     FENCE holds the wait for O behind the softmax; LATE releases K's slot with V's; PING_PONG: see `PingPong`; POLYNOMIAL, SKIP,
     LAZY (with SKIP, without POLYNOMIAL): see `softmax`; PREFETCH: Q of the next query tile is loaded beside the present one.
-    CHUNK, TILE: see `Config`; Sums: see `Totals`, or None."""
+    CHUNK, TILE: see `Config`; Sums, SHARED_SUMS: see `make_totals`."""
     gl.static_assert(KIND <= WINDOW, "the kernels for sm_90 have no other masks")
     USER: gl.constexpr = len(score_mods) + len(mask_mods) > 0
     gl.static_assert(PACK == 1 or (BIAS == 0 and MASK == 0 and not USER), "rows of a packed tile are not queries")
@@ -97,7 +98,7 @@ def attention_forward_hopper(
     mods = ScoreMods(scale, cap, Slopes, slope_b, slope_h, bias_tiles, mask_tiles, SOFTCAP, mask, None,
                      (score_mods, mask_mods))  # fmt: skip
     if CHUNK:
-        softmax = Softmax(Sinks, stride_sinks, config, POLYNOMIAL, SKIP, LAZY, make_totals(config, Sums))
+        softmax = Softmax(Sinks, stride_sinks, config, POLYNOMIAL, SKIP, LAZY, make_totals(config, Sums, SHARED_SUMS))
     else:
         softmax = Softmax(Sinks, stride_sinks, config, POLYNOMIAL, SKIP, LAZY)
     epilogue = Epilogue(Out, Lse, stride_ob, stride_om, stride_oh, problem, config, COLUMNS)

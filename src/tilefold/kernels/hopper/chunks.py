@@ -14,30 +14,35 @@ from .gluon import aggregate, constexpr_function, field, gl, jit, scale_unless_o
 
 @aggregate
 class Totals:
-    """Room for O [64, DIM_V] of each consumer: in shared memory, or Sums [programs, CONSUMERS, 64, DIM_V] fp32, else None."""
+    """Room for O [64, DIM_V] of each consumer: buffers for its first and its second part, or None; Sums [programs, CONSUMERS, 64,
+    DIM_V] fp32 for those without, or None."""
 
-    shared: gl.shared_memory_descriptor | gl.constexpr
+    first: gl.shared_memory_descriptor | gl.constexpr
+    rest: gl.shared_memory_descriptor | gl.constexpr
     Sums: gl.tensor | gl.constexpr
 
     @constexpr_function
-    def __init__(self, shared, Sums):
-        self.shared, self.Sums = field(shared), field(Sums)
+    def __init__(self, first, rest, Sums):
+        self.first, self.rest, self.Sums = field(first), field(rest), field(Sums)
 
     @jit
     def load(self, config, CID: gl.constexpr, PART: gl.constexpr):
         """A consumer's part 0 or 1 of O, as its accumulator lies."""
-        if self.Sums is None:
-            return self.shared.index(CID).load(config.OUT)
-        else:
+        LAYOUT: gl.constexpr = config.OUT if PART == 0 else config.OUT_REST
+        room = self.first if PART == 0 else self.rest
+        if room is None:
             return gl.load(self._places(config, CID, PART), cache_modifier=".cg")
+        else:
+            return room.index(CID).load(LAYOUT)
 
     @jit
     def store(self, config, CID: gl.constexpr, PART: gl.constexpr, part):
         """What `load` brings later."""
-        if self.Sums is None:
-            self.shared.index(CID).store(part)
-        else:
+        room = self.first if PART == 0 else self.rest
+        if room is None:
             gl.store(self._places(config, CID, PART), part)
+        else:
+            room.index(CID).store(part)
 
     @jit
     def _places(self, config, CID: gl.constexpr, PART: gl.constexpr):
@@ -50,13 +55,19 @@ class Totals:
 
 
 @jit
-def make_totals(config, Sums):
-    """Without Sums shared memory, whose swizzle spreads a quad's rows over the banks."""
-    if Sums is None:
-        LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
-        return Totals(gl.allocate_shared_memory(gl.float32, [config.CONSUMERS, 64, config.DIM_V], LAYOUT), None)
+def make_totals(config, Sums, SHARED: gl.constexpr):
+    """SHARED: columns of O that lie in shared memory: all, those of the first part, or 0.  See `Totals`."""
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])  # spreads a quad's rows over the banks
+    WIDE: gl.constexpr = wide_of(config.DIM_V)
+    if SHARED == 0:
+        return Totals(None, None, Sums)
     else:
-        return Totals(None, Sums)
+        first = gl.allocate_shared_memory(gl.float32, [config.CONSUMERS, 64, WIDE], LAYOUT)
+        if SHARED == WIDE:
+            return Totals(first, None, Sums)
+        else:
+            rest = gl.allocate_shared_memory(gl.float32, [config.CONSUMERS, 64, config.DIM_V - WIDE], LAYOUT)
+            return Totals(first, rest, Sums)
 
 
 @jit
@@ -124,16 +135,16 @@ def merge_chunk(softmax, CID: gl.constexpr, total, acc, m, l):
 @jit
 def keep_chunk(softmax, CID: gl.constexpr, total, acc, m, l):
     """The same, with O left in memory -> m, l."""
-    merged, m, l = merge_chunk(softmax, CID, total, acc, m, l)
-    _store_parts(softmax, CID, merged)
+    acc, m, l = merge_chunk(softmax, CID, total, acc, m, l)
+    _store_parts(softmax, CID, acc)
     return m, l
 
 
 @jit
 def _merge_part(softmax, CID: gl.constexpr, PART: gl.constexpr, total, acc, m, l):
     ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    before = softmax.totals.load(softmax.config, CID, PART)
     m_before, l_before = gl.convert_layout(total[0], ROW), gl.convert_layout(total[1], ROW)
+    before = softmax.totals.load(softmax.config, CID, PART)
     return merge_next(before, m_before, l_before, acc, gl.convert_layout(m, ROW), gl.convert_layout(l, ROW))
 
 

@@ -113,15 +113,16 @@ def _constants(plan: "AttentionPlan") -> dict[str, Any]:
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
         "CHUNK": rules.CHUNK_KEYS // plan.block_n if rules.INVARIANT in plan.options else 0,
         "TILE": rules.keys_of_tile(n) if rules.INVARIANT in plan.options else 0,
+        "SHARED_SUMS": rules.shared_sums(n) if rules.INVARIANT in plan.options else 0,
     }
 
 
 def _sums(plan: "AttentionPlan") -> Slot | None:
     """Room for O of the chunks so far, where shared memory has none."""
-    if rules.INVARIANT not in plan.options or rules.sums_fit(plan.problem):
+    width = rules.width_of(plan.problem.dim_v)
+    if rules.INVARIANT not in plan.options or rules.shared_sums(plan.problem) == width:
         return None
-    programs = rules.hopper_programs(plan.problem, plan.tile, plan.device, plan.options)
-    size = programs * plan.block_m * rules.width_of(plan.problem.dim_v)
+    size = rules.hopper_programs(plan.problem, plan.tile, plan.device, plan.options) * plan.block_m * width
     return Slot("q", lambda q: q.new_empty(size, dtype=torch.float32))
 
 

@@ -243,7 +243,7 @@ def hopper_shared_bytes(problem: AttentionProblem, tile: Tile, options: tuple[st
     ahead = "prefetch" in options
     queries = tile.block_m * (2 if ahead else 1)
     held = (queries * qk + tile.num_stages * tile.block_n * (qk + v)) * problem.itemsize
-    totals = tile.block_m * v * 4 if INVARIANT in options and sums_fit(problem) else 0
+    totals = tile.block_m * shared_sums(problem) * 4 if INVARIANT in options else 0
     rest = BARRIER_BYTES + (PREFETCH_BYTES if ahead else 0)
     return held + totals + _mod_bytes(problem, tile.block_m, tile.block_n) + rest
 
@@ -365,9 +365,9 @@ def invariant_keys(problem: AttentionProblem) -> int:
     return keys_of_tile(problem) * (2 if problem.dtype == "bfloat16" else 1)
 
 
-def sums_fit(problem: AttentionProblem) -> bool:
-    """Whether O of all chunks so far lies in shared memory, as one tile for each consumer; else L2 keeps it."""
-    return width_of(problem.dim_v) in (64, 128)
+def shared_sums(problem: AttentionProblem) -> int:
+    """Columns of O of all chunks so far that shared memory has room for; the others lie in L2."""
+    return {64: 64, 96: 96, 128: 128, 192: 128, 256: 0}[width_of(problem.dim_v)]
 
 
 def invariant_tile(problem: AttentionProblem, device: Device) -> tuple[Tile, tuple[str, ...]]:
@@ -383,9 +383,9 @@ def invariant_tile(problem: AttentionProblem, device: Device) -> tuple[Tile, tup
         tile = Tile(block_m=rows, block_n=keys, num_warps=usual.num_warps, num_stages=stages)
         if hopper_shared_bytes(problem, tile, (INVARIANT,)) <= room:
             break
-    wide = width_of(problem.dim_v) > 64
+    late = 64 < width_of(problem.dim_v) <= 128
     pack = "pack" in hopper_options(problem, tile, device)
-    return tile, (INVARIANT, *("late",) * wide, *("pack",) * pack)  # turns and fence cost 1 to 3 %
+    return tile, (INVARIANT, *("late",) * late, *("pack",) * pack)  # turns and fence cost 1 to 3 %
 
 
 def invariant_unserved(problem: AttentionProblem) -> str | None:
