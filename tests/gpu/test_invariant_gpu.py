@@ -31,7 +31,9 @@ def on_one_kernel(plan):
 @SM_90
 @pytest.mark.parametrize("seen", SEEN)
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
-@pytest.mark.parametrize("dims", [(24, 24), (48, 48), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)])
+@pytest.mark.parametrize(
+    "dims", [(24, 24), (48, 48), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
+)
 def test_prompts_by_two_kernels(dims, dtype, seen):
     """Blocks of 64, 128 and 192 rows, packed heads, sinks: the kernel for sm_90 has the bits of the portable one."""
     for i, (seq_q, seq_k) in enumerate(LENGTHS):
@@ -52,7 +54,9 @@ def test_prompts_by_two_kernels(dims, dtype, seen):
 
 @SM_90
 @pytest.mark.parametrize("seen", SEEN)
-@pytest.mark.parametrize(("dim", "dtype"), [(64, torch.float16), (80, BF16), (128, BF16), (256, BF16), (256, torch.float16)])
+@pytest.mark.parametrize(
+    ("dim", "dtype"), [(64, torch.float16), (80, BF16), (128, BF16), (256, BF16), (256, torch.float16)]
+)
 def test_packed_prompts_by_two_kernels(dim, dtype, seen):
     """Each sequence of a packed batch alone, over a cache, by the other kernel."""
     each = [(1, 1), (64, 1024), (1000, 1000), (0, 5), (1025, 1025), (65, 3000), (2047, 2048), (700, 700)]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..api import attention, attention_varlen
-from ..cache_api import attention_kvcache
+from ..cache_api import attention_kvcache, kvcache_append
 from ..errors import DtypeError, ShapeError, Unsupported
 from ..ops.cache import kvcache
 from ..ops.cache.decode import Step
@@ -25,7 +25,6 @@ _REFUSED = {
     "head_mask": "drop the head mask",
     "output_attentions": "attention weights are never written to memory: use attn_implementation='eager'",
     "cache": "of caches only continuous batching's, with cu_seq_lens_k by kind of layer, is served",
-    "block_table": "keys and values are read by index: set max_blocks_per_request=0",
     "indices": "attention over chosen keys is not served: use attn_implementation='eager'",
     "block_indices": "attention over chosen blocks is not served: use attn_implementation='eager'",
     "sinks": "sinks have to come as s_aux",
@@ -75,18 +74,21 @@ def attention_forward(
         s_aux: [heads] attention sinks.  position_bias: [batch or 1, heads or 1, queries or 1, keys], added to the score.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: packed sequences, as of `attention_varlen`, in a batch of one.
             With the `cache` of continuous batching the last of each pair is a dict by kind of layer: key and value are written to
-            the cache, and those of all sequences, old and new, are attended.
+            the cache, and those of all sequences, old and new, are attended; with its block_table where they lie.
         others: what transformers passes for other implementations; refused by name if it would change the result.
 
     Returns:
         ([batch, queries, heads, dim], None): there are no attention weights."""
     if isinstance(cu_seq_lens_k, dict):  # continuous batching: each kind of layer has its own lengths
         facts: dict[str, Any] = {"cu_seq_lens_k": cu_seq_lens_k, "max_length_k": max_length_k}
-        cache, facts["read_index"], facts["write_index"] = (
-            others.pop(name, None) for name in ("cache", "read_index", "write_index")
-        )
+        cache = others.pop("cache", None)
+        facts |= {name: others.pop(name, None) for name in ("read_index", "write_index", "block_table")}
+        facts["cu_seq_lens_q"] = cu_seq_lens_q
         _refuse(others)  # before the cache is written
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=facts)
+        if facts["block_table"] is not None:
+            changes = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
+            return _decoded(query, key, value, facts, sliding_window, changes), None
         cu_seq_lens_k, max_length_k, attention_mask = facts["cu_seq_lens_k"], facts["max_length_k"], None
     _refuse(others)
     again = attention_mask.again if isinstance(attention_mask, Visible) and not torch.compiler.is_compiling() else None
@@ -142,6 +144,35 @@ def attention_forward(
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     out = attention_varlen(q, k, v, *packed, **options)
     return out.view(query.shape[0], query.shape[2], *out.shape[1:]), None
+
+
+def _decoded(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, facts: dict[str, Any], window: int | None,
+    changes: dict[str, Any],
+) -> torch.Tensor:  # fmt: skip
+    """A token of each sequence, [1, heads, sequences, dim], over the pages of its cache, to which its key and value go.
+
+    Sequences that pad the batch have no keys and no pages: nothing is written, and their rows are 0."""
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [sequences, heads, dim]
+    offsets = facts["cu_seq_lens_k"]
+    lengths = offsets[1 : len(q) + 1] - offsets[: len(q)]  # the new token's included
+    pages = {"block_table": facts["block_table"]}
+    before = (lengths - 1).clamp_min(0)
+    kvcache_append(
+        k, v, facts["k_cache"], facts["v_cache"], cache_seqlens=before, cu_seqlens=facts["cu_seq_lens_q"], **pages
+    )
+    seen = None if window is None else (window - 1, 0)
+    out = attention_kvcache(
+        q[:, None],
+        facts["k_cache"],
+        facts["v_cache"],
+        cache_seqlens=lengths,
+        causal=True,
+        window=seen,
+        **pages,
+        **changes,
+    )
+    return out.view(1, *out.shape[::2], -1)  # type: ignore[no-any-return]
 
 
 class _Again(NamedTuple):

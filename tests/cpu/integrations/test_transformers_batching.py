@@ -9,10 +9,11 @@ pytest.importorskip(
 
 from transformers import AttentionInterface, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
-from transformers.generation.continuous_batching import ContinuousBatchingManager
+from transformers.generation.continuous_batching import ContinuousBatchingManager, initialization
 
 import tilefold
 from hf_models import make
+from tilefold import reference
 from tilefold.integrations import hf_attention
 
 PROMPTS = [[3, 4, 5], list(range(7, 20)), [9], list(range(30, 53)), [7, 8, 9, 10, 11]]
@@ -96,11 +97,67 @@ def test_the_prefix_of_the_name():
     assert found == tokens(model, "sdpa")
 
 
-def test_block_tables_are_refused_before_the_cache_is_written():
+@pytest.fixture
+def block_tables(monkeypatch):
+    """The manager's fast path, which it has on GPUs alone; how many sequences each call of it had."""
+    monkeypatch.setattr(initialization, "ensure_decode_fast_path_is_available", lambda *args: None)
+    seen = []
+    decode = hf_attention.attention_kvcache
+
+    def counted(q, *args, **options):
+        seen.append(len(q))
+        return decode(q, *args, **options)
+
+    monkeypatch.setattr(hf_attention, "attention_kvcache", counted)
+    return seen
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_steps_that_decode_read_pages(family, block_tables, lengths):
+    model = make(family, "cpu")
+    expected = tokens(model, "sdpa", max_blocks_per_request=0)
+    assert tokens(model, "tilefold", max_blocks_per_request=16) == expected
+    assert max(block_tables) == len(PROMPTS)
+    assert all(max(queries) > 1 for queries, _ in lengths)  # prefill goes by index
+
+
+@pytest.mark.parametrize("numerics", ["fast", "invariant"])
+def test_sequences_that_pad_a_batch(numerics):
+    """Their rows are 0, and no page is written for them."""
+    generator = torch.Generator().manual_seed(0)
+    k_cache, v_cache = (torch.randn(7, 4, 2, 16, generator=generator) for _ in range(2))
+    before = k_cache.clone()
+    table = torch.tensor([[1, 2], [3, -1], [5, 4], [-1, -1], [-1, -1]], dtype=torch.int32)
+    offsets = torch.tensor([0, 6, 9, 17, 17, 17], dtype=torch.int32)  # the new token of each sequence is counted
+    q, k, v = (torch.randn(1, h, 5, 16, generator=generator) for h in (4, 2, 2))
+
+    class Cache:
+        def update(self, key_states, value_states, layer_idx, kwargs):
+            kwargs |= {"cu_seq_lens_k": offsets, "k_cache": k_cache, "v_cache": v_cache}
+            return key_states, value_states
+
+    layer = torch.nn.Identity()
+    layer.layer_idx = 0
+    queries = torch.tensor([0, 1, 2, 3, 3, 3], dtype=torch.int32)
+    asked = {"cu_seq_lens_q": queries, "cu_seq_lens_k": {}, "max_length_k": {}, "cache": Cache(), "block_table": table}
+    with tilefold.numerics(numerics):
+        out, _ = AttentionInterface()["tilefold"](layer, q, k, v, None, scaling=0.25, **asked)
+    assert torch.equal(out[:, 3:], torch.zeros(1, 2, 4, 16))
+    for b, (page, row) in enumerate([(2, 1), (3, 2), (4, 3)]):
+        assert torch.equal(k_cache[page, row], k[0, :, b])
+        before[page, row] = k[0, :, b]
+        pages = table[b][table[b] >= 0]
+        keys, values = (cache[pages].flatten(0, 1)[: offsets[b + 1] - offsets[b]] for cache in (k_cache, v_cache))
+        alone = reference.attention(q[:, :, b : b + 1].transpose(1, 2), keys[None], values[None], scale=0.25)[0]
+        torch.testing.assert_close(out[:, b : b + 1], alone.to(out.dtype))
+    assert torch.equal(k_cache, before)
+
+
+def test_what_is_refused_is_refused_before_the_cache_is_written():
     q = torch.randn(1, 2, 5, 16)
-    with pytest.raises(tilefold.errors.Unsupported, match="does not take block_table"):
+    with pytest.raises(tilefold.errors.Unsupported, match="does not take block_indices"):
         AttentionInterface()["tilefold"](
-            torch.nn.Identity(), q, q, q, None, cu_seq_lens_k={}, max_length_k={}, cache=None, block_table=q
+            torch.nn.Identity(), q, q, q, None, cu_seq_lens_k={}, max_length_k={}, cache=None, block_indices=q
         )
 
 
@@ -108,6 +165,8 @@ def test_unregister_gives_the_manager_its_own_check_back():
     ours = ContinuousBatchingManager.switch_to_cb_friendly_attn
     tilefold.register()
     assert ContinuousBatchingManager.switch_to_cb_friendly_attn is ours
+    assert initialization.is_flash_attention_requested(make("llama", "cpu").config) is False
     tilefold.unregister()
     theirs = ContinuousBatchingManager.switch_to_cb_friendly_attn
     assert theirs is not ours and theirs.__module__ == ContinuousBatchingManager.__module__
+    assert initialization.is_flash_attention_requested.__module__ == "transformers.utils.generic"
