@@ -8,7 +8,7 @@ import pytest
 
 from aot_cases import DEVICES, Results, compiled, job, problem
 from tilefold.plan import AttentionPlan, AttentionProblem, device_named, plan_attention
-from tilefold.plan.dense.attention_hopper import KERNEL, PREFETCH_BYTES, consumers_of, hopper_tile
+from tilefold.plan.dense.attention_hopper import KERNEL, PREFETCH_BYTES, hopper_tile, warpgroups_of
 
 PROBLEMS = {
     "d64": problem(64),
@@ -165,7 +165,7 @@ def test_hopper(results: Results, name: str) -> None:
     plan = forced(name) if name in VERSIONS else plan_attention(PROBLEMS[name], device_named("h200"))
     assert plan.kernel == KERNEL
     assert report is not None
-    assert len(report.loops) == consumers_of(plan.tile)
+    assert len(report.loops) == warpgroups_of(plan.problem, plan.tile)
     few = (
         32 if plan.problem.dim_v <= 128 and name in HOPPER else 128 if "bias" in name else 160 if "mods" in name else 96
     )
