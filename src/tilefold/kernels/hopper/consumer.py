@@ -106,6 +106,7 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
                 acc = rescale_output(acc, alpha, VOTE)
             probs = softmax.operand(p, zero)  # before a product is in flight, which would be waited for
             turns.wait(CID)
+            q_tile = q.parts(q.query_stage(OWNER, i, CONSUMERS))
             s_flying = issue_scores(q_tile, k, ahead, nothing)
             if not (turns.ON or VOTE or OUTSIDE):
                 acc = rescale_output(acc, alpha, False)

@@ -15,6 +15,7 @@ from .gluon import (
     gl,
     jit,
     mbarrier,
+    opaque,
     reinterpret,
     tma_load,
 )
@@ -76,7 +77,16 @@ class Pipeline:
     @jit
     def stage(self, t):
         """Where tile number t of those that pass through the ring is read."""
-        return Stage(t % self.SLOTS, (t // self.SLOTS) & 1)
+        return Stage(self._hidden(t % self.SLOTS, t), (t // self.SLOTS) & 1)
+
+    @jit
+    def _hidden(self, slot, t):
+        """The slot, not to be seen through where a tile is wide and there is one: else the compiler holds the addresses of all
+        operands of products throughout the loop, in memory."""
+        if self.SLOTS == 1 and self.DIM > 256:
+            return slot + opaque(t - t)
+        else:
+            return slot
 
     @jit
     def write_stage(self, t):
@@ -87,7 +97,7 @@ class Pipeline:
     def query_stage(self, c: gl.constexpr, i, CONSUMERS: gl.constexpr):
         """Of Q: where consumer c reads its rows of the i-th query tile."""
         if self.SLOTS == CONSUMERS:
-            return Stage(c, i & 1)
+            return Stage(self._hidden(c, i), i & 1)
         else:
             return Stage((i & 1) * CONSUMERS + c, (i >> 1) & 1)
 
