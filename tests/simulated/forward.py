@@ -315,7 +315,7 @@ class Run(Launch):
         problem = names["Problem"](self.seq_q, self.seq_k, self.heads, self.group, *offsets, self.first[0][-1])
         config = types.SimpleNamespace(DTYPE=None, DIM_V=self.dims[1] // self.split, KEYS=self.keys, CONSUMERS=n, PACK=self.pack,
                                        VARLEN=self.varlen, FENCE=True, LATE=self.fold_late, SCORES=None,
-                                       PROBS_REST=None, OUTSIDE=self.outside, CHUNK=self.chunk, SPLIT=self.split,
+                                       PROBS_REST=None, OUTSIDE=self.outside, CHUNK=self.chunk,
                                        RELOCATE=not self.varlen)  # fmt: skip
         counter = names["WorkCounter"](None, self.items)
         tiles = names["TileScheduler"](

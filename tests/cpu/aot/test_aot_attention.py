@@ -43,7 +43,14 @@ LIKE_OTHERS = (*HOPPER_ONLY, "d64", "d64 causal", "d64 varlen prefix rules", "d1
 LIKE_OTHERS += ("d128 window", "d128 varlen causal", "d128 dropout", "d128 one query")
 EVERYWHERE = ("d128 causal fp16",)  # under the newest Triton for all targets, and for sm_90:
 D128 = ("every mod", "groups softcap", "causal all mods", "score_mod", "varlen mods", "mods that load")
-NEWEST = ("d128 causal invariant", "d512 causal halves", "d384 varlen", "d96 odd", "d256 causal bias", *(f"d128 {name}" for name in D128))
+NEWEST = (
+    "d128 causal invariant",
+    "d512 causal halves",
+    "d384 varlen",
+    "d96 odd",
+    "d256 causal bias",
+    *(f"d128 {name}" for name in D128),
+)
 JOBS = {
     (name, target): job("dense.attention", target, problem=made, plan=plan_attention(made, device_named(device)))
     for name, made in PROBLEMS.items()

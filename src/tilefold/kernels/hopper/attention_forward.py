@@ -94,7 +94,7 @@ def attention_forward_hopper(
     k = make_pipeline(k_desc, SLOTS, KEYS, DIM_QK, CONSUMERS)
     v = make_pipeline(v_desc, SLOTS * SPLIT, KEYS, DIM_V // SPLIT, CONSUMERS // SPLIT)
     problem = Problem(seq_q, seq_k, heads, group, CuQ, CuK, batch, total_q)
-    config = Config(q_desc.dtype, DIM_V // SPLIT, KEYS, CONSUMERS, PACK, VARLEN, FENCE, LATE, CHUNK=CHUNK, SPLIT=SPLIT)
+    config = Config(q_desc.dtype, DIM_V // SPLIT, KEYS, CONSUMERS, PACK, VARLEN, FENCE, LATE, CHUNK=CHUNK)
     counter = WorkCounter(Counter, items)
     scheduler = TileScheduler(problem, counter, mailbox, overflow, q_blocks, ROWS, VARLEN, NUMBERED, PREFETCH)
     mask = Mask(left, right, KIND, ROWS, KEYS, PACK, Lists, lists_b, lists_h, lists_q)

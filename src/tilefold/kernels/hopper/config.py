@@ -51,7 +51,6 @@ class Config:
     LATE: gl.constexpr  # is a tile's K released with its V, not as soon as S is there?
     BITS: gl.constexpr  # of an element of K and V
     OUTSIDE: gl.constexpr  # are sums over KV tiles made outside of wgmma?
-    SPLIT: gl.constexpr  # consumers that fold the same rows, each with columns of V of its own
     CHUNK: gl.constexpr  # tiles of KEYS that are folded from nothing and then merged; 0: one fold (see `chunks`)
     RELOCATE: gl.constexpr  # is the work tile worked out again behind the main loop?
     SCORES: gl.constexpr  # layouts: of S [64, KEYS],
@@ -61,13 +60,12 @@ class Config:
     PROBS_REST: gl.constexpr
 
     @constexpr_function
-    def __init__(self, DTYPE, DIM_V, KEYS, CONSUMERS, PACK, VARLEN, FENCE, LATE, BITS=16, OUTSIDE=False, CHUNK=0,
-                 SPLIT=1):  # fmt: skip
+    def __init__(self, DTYPE, DIM_V, KEYS, CONSUMERS, PACK, VARLEN, FENCE, LATE, BITS=16, OUTSIDE=False, CHUNK=0):
         self.DTYPE, self.DIM_V, self.KEYS = gl.constexpr(DTYPE), gl.constexpr(DIM_V), gl.constexpr(KEYS)
         self.CONSUMERS, self.PACK, self.VARLEN = gl.constexpr(CONSUMERS), gl.constexpr(PACK), gl.constexpr(VARLEN)
         self.FENCE, self.LATE = gl.constexpr(FENCE), gl.constexpr(LATE)
         self.BITS, self.OUTSIDE = gl.constexpr(BITS), gl.constexpr(OUTSIDE)
-        self.CHUNK, self.SPLIT = gl.constexpr(CHUNK), gl.constexpr(SPLIT)
+        self.CHUNK = gl.constexpr(CHUNK)
         # what lives across the main loop takes registers that are not there
         self.RELOCATE = gl.constexpr((DIM_V > 128 or BITS == 8) and not VARLEN)
         wide = wide_of(DIM_V)

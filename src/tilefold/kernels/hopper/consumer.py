@@ -40,7 +40,7 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
     OWN: gl.constexpr = mask.OWN and not (mods.bias.ROWS or mods.mask.ROWS)  # their tiles have rings of their own
     REST: gl.constexpr = config.PROBS_REST
     CHUNK: gl.constexpr = config.CHUNK
-    SPLIT: gl.constexpr = config.SPLIT
+    SPLIT: gl.constexpr = v.SLOTS // k.SLOTS  # consumers that fold the same rows, each with columns of V of its own
     CONSUMERS: gl.constexpr = config.CONSUMERS // SPLIT  # that have rows of their own
     OWNER: gl.constexpr = CID // SPLIT
     FIRST: gl.constexpr = CID % SPLIT * config.DIM_V
@@ -106,7 +106,7 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
                 acc = rescale_output(acc, alpha, VOTE)
             probs = softmax.operand(p, zero)  # before a product is in flight, which would be waited for
             turns.wait(CID)
-            q_tile = q.parts(q.query_stage(OWNER, i, CONSUMERS))
+            q_tile = q.parts(q.query_stage(OWNER, i, CONSUMERS))  # again, as it may be wide: see `Pipeline._hidden`
             s_flying = issue_scores(q_tile, k, ahead, nothing)
             if not (turns.ON or VOTE or OUTSIDE):
                 acc = rescale_output(acc, alpha, False)

@@ -26,7 +26,7 @@ def load_work(scheduler, q, k, v, mask, mods, work, now, item, i, t, programs):
 
     item: `now`, or, if that is folded again, the one that waits meanwhile."""
     CONSUMERS: gl.constexpr = scheduler.ROWS // 64
-    SPLIT: gl.constexpr = v.SLOTS // k.SLOTS
+    SPLIT: gl.constexpr = v.SLOTS // k.SLOTS  # see `consume`
     number = 0
     following = item
     walk = mask.walk(work)
