@@ -294,6 +294,36 @@ def test_tiles_for_sm_90(dims: tuple[int, int], keys: int, stages: int) -> None:
     plan.check(problem, H200)
 
 
+WIDE = replace(LONG, dim_qk=512, dim_v=512)
+
+
+@pytest.mark.parametrize(("dims", "stages"), [((512, 512), 2), ((320, 320), 3), ((512, 40), 4), ((64, 264), 4)])
+def test_wide_heads_for_sm_90(dims: tuple[int, int], stages: int) -> None:
+    """Two warpgroups fold the same 64 rows, where a plan asks for them."""
+    problem = replace(LONG, dim_qk=dims[0], dim_v=dims[1])
+    plan = forced(problem)
+    assert (plan.tile, plan.options) == (Tile(64, 32, 4, stages), ("fence", "turns", "skip"))
+    assert "two warpgroups fold" in str(plan)
+    assert plan.grid == (-(-problem.seq_q // 64) * problem.batch * problem.heads, 1, 1)
+    assert hopper_programs(problem, plan.tile, H200) == H200.sms
+    assert forced(problem, block_n=64, num_stages=1).block_n == 64
+    assert "ot measured yet with head dims above 256" in str(plan_attention(problem, H200).rejected)
+
+
+def test_what_wide_heads_have_not() -> None:
+    for change, why in (
+        ({"block_m": 128}, "block_m: must be 64 with attention_forward_hopper and head dims above 256"),
+        ({"block_n": 128}, "block_n: must be 32 or 64"),
+        ({"num_stages": 3}, "shared memory"),
+        ({"options": ("skip", "lazy")}, "lazy is not served with head dims above 256"),
+        ({"options": ("prefetch",)}, "prefetch is not served"),
+        ({"options": ("polynomial 2",)}, "polynomial 2 is not served"),
+    ):
+        refuses(PlanError, why, forced, WIDE, **change)
+    for changes in ({"score_mods": ("bias",), "bias_descriptors": "keys"}, {"mask_mods": ("user",)}):
+        refuses(PlanError, "with head dims above 256 it has no", forced, replace(WIDE, **changes))  # type: ignore[arg-type]
+
+
 NARROW = replace(LONG, dim_qk=64, dim_v=64)
 
 
