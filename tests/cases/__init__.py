@@ -11,7 +11,7 @@ import triton.language as tl
 import tilefold
 from tilefold import reference
 from tilefold.plan import AttentionPlan, DecodePlan, plan_attention
-from tilefold.plan.dense.attention_hopper import hopper_options, hopper_tile
+from tilefold.plan.dense.attention_hopper import hopper_options, hopper_tile, is_split
 from tilefold.plan.limits import Tile
 from tilefold.reference.rounding import stored
 
@@ -68,7 +68,7 @@ def hopper_plan(plan: AttentionPlan | DecodePlan, **changes: Any) -> AttentionPl
         name: changes.get(name, getattr(chosen, name)) for name in ("block_m", "block_n", "num_warps", "num_stages")
     }
     options = changes.get("options", hopper_options(dense.problem, Tile(**fields), dense.device))
-    if "turns" in options:  # two warpgroups take them
+    if "turns" in options and not is_split(dense.problem):  # two warpgroups take them
         fields["block_m"] = changes.get("block_m", max(fields["block_m"], 128))
     return dense.with_tile(kernel="attention_forward_hopper", **fields, options=options)
 

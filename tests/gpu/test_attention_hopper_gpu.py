@@ -16,7 +16,8 @@ from cases.hopper import held
 HOPPER = "attention_forward_hopper"
 pytestmark = [pytest.mark.no_poison, SM_90]
 DIMS = [(16, 16), (32, 32), (40, 40), (40, 64), (64, 128), (64, 256), (72, 72), (80, 80), (96, 96), (96, 192), (100, 100),
-        (128, 64), (160, 160), (192, 128), (192, 192), (256, 64), (256, 256)]  # fmt: skip
+        (128, 64), (160, 160), (192, 128), (192, 192), (256, 64), (256, 256), (264, 264), (320, 320),
+        (512, 512), (512, 128), (512, 40), (64, 384)]  # fmt: skip
 MASKS = [{}, {"causal": True}, {"window": (200, 50)}, {"window": (0, 0)}, {"window": (130, -1)}]
 
 
@@ -67,6 +68,10 @@ VERSIONS = [
     (192, {"options": ("fence", "turns")}),
     (256, {"options": ("fence", "turns", "skip")}),
     (256, {"options": ("fence", "pack", "skip")}),
+    (384, {"options": ("fence", "turns", "skip", "pack")}),
+    (512, {"options": ()}),
+    (512, {"options": ("fence", "turns", "skip", "pack")}),
+    (512, {"block_n": 64, "num_stages": 1, "options": ("fence", "turns", "skip", "late")}),
     (64, {"block_m": 64, "options": ("skip", "lazy")}),
     (64, {"block_m": 192, "options": ("turns", "skip", "lazy")}),
     (96, {"options": ("fence", "turns", "skip", "lazy")}),
@@ -179,7 +184,7 @@ def test_packed(options, changes):
     held_packed(*zip(*pairs, strict=True), changes, spoil=True, **options)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (192, 128), (256, 256)])
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (192, 128), (256, 256), (320, 320), (512, 512)])
 def test_packed_head_dims(dims):
     held_packed((100, 1, 517), (100, 300, 517), dims=dims, spoil=True, causal=True)
     held_packed([17] * 150, [17] * 150, heads=(2, 2), dims=dims)

@@ -226,7 +226,8 @@ def test_autocast():
     ("family", "peer"), [("llama", "sdpa"), ("qwen2", "sdpa"), ("gemma3", "sdpa"), ("gpt_oss", "paged|eager")]
 )
 def test_continuous_batching(family, peer):
-    """Prompts of odd lengths, in chunks of at most 128 beside decoding, windows of 100: tokens as those of transformers' own."""
+    """Prompts of odd lengths, in chunks of at most 128 beside decoding, windows of 100: tokens as those of transformers' own, by
+    index and, where no layer slides, by block tables, in CUDA graphs."""
     from transformers import GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -234,12 +235,12 @@ def test_continuous_batching(family, peer):
     prompts = [[2 + (7 * i * i + 3 * n) % 60 for i in range(n)] for n in (3, 301, 1, 129, 64)]
     generation = GenerationConfig(max_new_tokens=20, do_sample=False, eos_token_id=-1, pad_token_id=1)
     found = {}
-    for implementation in (peer, "tilefold"):
+    for implementation, graphs, blocks in ((peer, False, 0), ("tilefold", False, 0), ("tilefold", None, None)):
         model.set_attn_implementation(implementation)
-        config = ContinuousBatchingConfig(
-            page_size=16, num_blocks=256, max_batch_tokens=128, auto_switch_to_flash=False, use_cuda_graph=False
-        )
+        config = ContinuousBatchingConfig(page_size=16, num_blocks=256, max_batch_tokens=128, auto_switch_to_flash=False,
+                                          use_cuda_graph=graphs, max_blocks_per_request=blocks)  # fmt: skip
         outputs = model.generate_batch(prompts, generation_config=generation, continuous_batching_config=config)
-        found[implementation] = {name: one.generated_tokens for name, one in outputs.items()}
-    assert len(found[peer]) == len(prompts)
-    assert found["tilefold"] == found[peer]
+        found[implementation, graphs] = {name: one.generated_tokens for name, one in outputs.items()}
+    assert len(found[peer, False]) == len(prompts)
+    assert found["tilefold", False] == found[peer, False]
+    assert found["tilefold", None] == found[peer, False]

@@ -126,12 +126,12 @@ class Run(Launch):
     transposed: tuple[object, ...] = ()
 
     def __init__(self, seed, kind, lengths, heads, group, slots, dims=(128, 128), consumers=2, turns=False, late=False, keys=128,
-                 pack=1, lazy=False, prefetch=False):  # fmt: skip
+                 pack=1, lazy=False, prefetch=False, split=1):  # fmt: skip
         super().__init__(seed)
         self.kind, self.lengths, self.left, self.right = kind, lengths, 100, 30
         self.heads, self.group, self.slots, self.dims, self.keys = heads, group, slots, dims, keys
-        self.consumers, self.turns, self.fold_late, self.rows = consumers, turns, late, consumers * 64
-        self.prefetch = prefetch
+        self.consumers, self.turns, self.fold_late, self.rows = consumers, turns, late, consumers // split * 64
+        self.prefetch, self.split = prefetch, split  # consumers that share rows
         self.varlen, self.pack = len(lengths) > 1, pack  # heads that make one; `heads` and `group` are what is left
         self.first = [[sum(pair[side] for pair in lengths[:b]) for b in range(len(lengths) + 1)] for side in (0, 1)]
         (self.seq_q, self.seq_k), total = lengths[0], self.first[0][-1]
@@ -203,8 +203,16 @@ class Run(Launch):
         return (b, head, block) if block * self.rows < self.lengths[b][0] else None
 
     def begin(self, item):
-        self.local.item, self.local.open, self.local.tiles = item, [], {}
+        self.local.item, self.local.open, self.local.tiles, self.local.lse = item, [], {}, None
         return item
+
+    def row_of(self, block):
+        """The first of the rows of a block that the consumer folds."""
+        return block * self.rows + self.local.consumer // self.split * 64
+
+    def first_column(self):
+        """The first of the columns of V that the consumer folds."""
+        return self.local.consumer % self.split * (self.dims[1] // self.split)
 
     def lists(self):
         """The lists of KV tiles, and their strides: none."""
@@ -217,7 +225,7 @@ class Run(Launch):
         seen = self.mask_of()
         first, count = seen.tiles(work)
         if seen.OWN and not (self.bias or self.mask):
-            row = block * self.rows + self.local.consumer * 64
+            row = self.row_of(block)
             first += seen.own(work, row, types.SimpleNamespace(first=first, count=count))[0]
         return first + j
 
@@ -245,22 +253,24 @@ class Run(Launch):
     def store(self, out, acc, l, factor, rows, columns):
         """Where the query tile's rows go, worked out in another way; once for each part of O."""
         sequence, head, block = self.place(self.local.item)
-        row, n_q = block * self.rows + self.local.consumer * 64, self.lengths[sequence][0]
+        row, n_q = self.row_of(block), self.lengths[sequence][0]
         query, total, rest = row // self.pack, self.first[0][-1], n_q * self.pack - row
         if self.varlen:
             wanted = (self.first[0][sequence] + query) * STRIDES[1], head * total + self.first[0][sequence] + query
         else:
             wanted = query * STRIDES[1], head * self.pack * n_q + query
-        skipped = self.dims[1] - columns
-        wanted = head * self.pack * STRIDES[2] + wanted[0] + skipped, rest, (wanted[1], rest, rest, n_q)
+        skipped, first = self.dims[1] - columns, self.first_column()
+        lse = None if first else (wanted[1], rest, rest, n_q)
+        wanted = head * self.pack * STRIDES[2] + wanted[0] + skipped, rest, lse
         if (out, rows, self.local.lse) != wanted:
             self.wrong(f"stored at {out, rows, self.local.lse}, not {wanted}")
-        if not skipped:
+        if skipped == first:
             self.made.append((self.local.item, self.local.consumer))
 
     def check(self, tile, desc, head, row):
         packed = (row // self.pack, 0) if desc == "q" and self.pack > 1 else (row,)
-        wanted = [(desc, 0, head, *packed, column) for column in tile.buffers.columns]
+        first = self.first_column() if desc == "v" else 0
+        wanted = [(desc, 0, head, *packed, first + column) for column in tile.buffers.columns]
         if tile.held() != wanted:
             self.wrong(f"{desc} holds {tile.held()}, not {wanted}")
 
@@ -273,7 +283,7 @@ class Run(Launch):
         at = self.kv_tile(sequence, head, block, j)
         self.check(tile, side, head // self.group, self.first[1][sequence] + at * self.keys)
         if side == "k":
-            self.check(a, "q", head, self.first[0][sequence] + block * self.rows + self.local.consumer * 64)
+            self.check(a, "q", head, self.first[0][sequence] + self.row_of(block))
             if part == 0:
                 self.order.append(self.local.consumer)
         elif a != j:
@@ -297,12 +307,13 @@ class Run(Launch):
             bars = barriers(self.memory, **{f"{side}_full": (number, 1), f"{side}_empty": (number, readers)})
             return names["Pipeline"](side, self.buffers(side, number, dim), *bars, number, rows, dim, *rest)
 
-        q = pipe("q", 2 * n if self.prefetch else n, 64, self.dims[0], 1, self.pack)
+        own = n // self.split  # that have rows of their own
+        q = pipe("q", 2 * own if self.prefetch else own, 64, self.dims[0], self.split, self.pack)
         k = pipe("k", slots, self.keys, self.dims[0], n)
-        v = pipe("v", slots, *self.tile_of_values(), n, *self.transposed)
+        v = pipe("v", slots * self.split, *self.tile_of_values(), own, *self.transposed)
         offsets = (Offsets(self.first[0]), Offsets(self.first[1]), len(self.lengths)) if self.varlen else (None,) * 3
         problem = names["Problem"](self.seq_q, self.seq_k, self.heads, self.group, *offsets, self.first[0][-1])
-        config = types.SimpleNamespace(DTYPE=None, DIM_V=self.dims[1], KEYS=self.keys, CONSUMERS=n, PACK=self.pack,
+        config = types.SimpleNamespace(DTYPE=None, DIM_V=self.dims[1] // self.split, KEYS=self.keys, CONSUMERS=n, PACK=self.pack,
                                        VARLEN=self.varlen, FENCE=True, LATE=self.fold_late, SCORES=None,
                                        PROBS_REST=None, OUTSIDE=self.outside, CHUNK=self.chunk,
                                        RELOCATE=not self.varlen)  # fmt: skip
@@ -325,7 +336,7 @@ class Run(Launch):
         yield from (lambda c=c: consumer(c) for c in range(n))
 
     def tile_of_values(self):
-        return self.keys, self.dims[1]
+        return self.keys, self.dims[1] // self.split
 
     def __call__(self, programs):
         programs = min(programs, self.items)
@@ -490,7 +501,7 @@ class Changed(Run):
         """The tile in hand is the one of the scores that are made last, of this warpgroup's rows."""
         sequence, head, block = self.place(self.local.item)
         rows, desc = (self.bias, self.sources[0]) if tile.buffers.name == "bias" else (self.mask, self.sources[1])
-        row = block * self.rows + self.local.consumer * 64 if rows > 1 else 0
+        row = self.row_of(block) if rows > 1 else 0
         key = self.kv_tile(sequence, 0, block, self.local.tiles["k", 0] - 1) * self.keys
         place = desc, sequence * desc.steps[0], head * desc.steps[1], row
         wanted = [(*place, key + column) for column in tile.buffers.columns]

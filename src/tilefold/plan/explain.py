@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 
 from tilefold.plan.cost import live_pairs, visited_tiles
 from tilefold.plan.dense.attention_hopper import KERNEL as HOPPER
-from tilefold.plan.dense.attention_hopper import REGISTERS, consumers_of, hopper_programs, packed_heads, width_of
+from tilefold.plan.dense.attention_hopper import (
+    REGISTERS,
+    columns_of,
+    hopper_programs,
+    packed_heads,
+    warpgroups_of,
+    widths_of,
+)
 from tilefold.plan.dense.fp8_hopper import KERNEL as FP8
 from tilefold.plan.dense.fp8_hopper import fp8_consumers
 from tilefold.plan.limits import BOX, accumulator_registers, registers_estimate
@@ -119,7 +126,7 @@ def _mask(problem: AttentionProblem) -> list[str]:
 
 def _loads(plan: AttentionPlan) -> str:
     if plan.kernel == HOPPER:
-        return f"Q, K and V by descriptor boxes; {folders(consumers_of(plan.tile), plan.options)}"
+        return f"Q, K and V by descriptor boxes; {folders(warpgroups_of(plan.problem, plan.tile), plan.options)}"
     return "K and V by descriptor boxes" if plan.kernel == BOX else "K and V by pointers"
 
 
@@ -162,7 +169,7 @@ def _tiles(plan: AttentionPlan) -> str:
     problem = plan.problem
     rows = plan.block_m // packed_heads(problem, plan.options)  # queries of a block
     hopper = plan.kernel == HOPPER
-    padded = (width_of(problem.dim_qk), width_of(problem.dim_v)) if hopper else (plan.block_qk, plan.block_v)
+    padded = widths_of(problem) if hopper else (plan.block_qk, plan.block_v)
     dims = (problem.dim_qk + problem.dim_v) / sum(padded)
     return visited_text(problem, rows, plan.block_n, dims)
 
@@ -183,10 +190,10 @@ def _resources(plan: AttentionPlan) -> str:
     if plan.device.backend == "interpreter":
         return "The interpreter has no limits on shared memory or registers."
     if plan.kernel == HOPPER:
-        held = (width_of(plan.problem.dim_v) + plan.block_n) // 2
+        held = (columns_of(plan.problem) + plan.block_n) // 2
         return (
             f"{plan.shared_bytes / 1024:.0f} of {plan.device.smem_per_block / 1024:.0f} KiB shared memory, {held} of "
-            f"{REGISTERS[consumers_of(plan.tile)][1]} registers per folding thread for accumulators, "
+            f"{REGISTERS[warpgroups_of(plan.problem, plan.tile)][1]} registers per folding thread for accumulators, "
             f"{counted(plan.programs_per_sm, 'program')} per SM."
         )
     held = accumulator_registers(plan.problem, plan.device, plan.tile)

@@ -171,6 +171,23 @@ def test_what_overflowed_is_folded_again(version):
     assert 0 in made
 
 
+WIDE = {"split": 2, "keys": 32, "dims": (512, 512)}  # two consumers share rows, each with half of the columns of V
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "version",
+    [{}, {"turns": True}, {"turns": True, "late": True, "dims": (384, 384)}, {"keys": 64, "dims": (64, 512)}],
+    ids=str,
+)
+@pytest.mark.parametrize("slots", [1, 2])
+def test_wide_heads(kind, version, slots):
+    for seed, lengths in enumerate([[(400, 300)], [(70, 500)], PACKED]):
+        for programs in (1, 3):
+            Run(seed, kind, lengths, 4, 2, slots, **{**WIDE, **version})(programs)
+    Run(8, kind, [(21, 300)], 2, 1, slots, pack=8, **{**WIDE, **version})(2)
+
+
 def test_packed_heads():
     Run(8, CAUSAL, [(21, 700)], 2, 1, 2, pack=8)(2)
     Run(9, WINDOW, [(100, 300)], 3, 3, 2, pack=4, consumers=3)(1)
@@ -393,6 +410,10 @@ LAUNCHES = {  # what runs with a seed, and what is left out: a barrier, a turn, 
     "dense, Q ahead": (
         lambda seed, missing: Run(seed, CAUSAL, lengths_of(seed), 4, 1, 2, lazy=seed % 2 == 0, prefetch=True)(1),
         ["q_full", "q_empty"],
+    ),
+    "wide heads": (
+        lambda seed, missing: Run(seed, CAUSAL, lengths_of(seed), 4, 1, 2, turns=missing == "turn", **WIDE)(1),
+        ["q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty", "turn"],
     ),
     "e4m3": (
         lambda seed, missing: Eight(seed, CAUSAL, lengths_of(seed), 4, 1, 2, turns=missing == "turn")(1),

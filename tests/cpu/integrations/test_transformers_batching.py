@@ -42,7 +42,8 @@ def lengths(monkeypatch):
 
 def tokens(model, implementation, prompts=PROMPTS, **changes):
     model.set_attn_implementation(implementation)
-    options = {"page_size": 4, "num_blocks": 64, "max_batch_tokens": 16, "auto_switch_to_flash": False, **changes}
+    options = {"page_size": 4, "num_blocks": 64, "max_batch_tokens": 16, "auto_switch_to_flash": False,
+               "use_cuda_graph": False, **changes}  # fmt: skip
     generation = GenerationConfig(max_new_tokens=7, do_sample=False, eos_token_id=-1, pad_token_id=1)
     outputs = model.generate_batch(
         prompts, generation_config=generation, continuous_batching_config=ContinuousBatchingConfig(**options)

@@ -108,18 +108,15 @@ def test_every_head_dim_has_a_plan_everywhere(name: str, dtype: str, dim: int, s
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("dims", [(320, 320), (512, 512), (512, 64), (16, 384)])
 def test_head_dims_above_256_have_plans_where_tiles_fit(name: str, dtype: str, dims: tuple[int, int]) -> None:
-    """Forward and backward; by portable kernels, whatever is asked for."""
+    """Forward and backward; by portable kernels but for what two warpgroups of sm_90 fold."""
+    rules = {"h200": "sm90up-d512", "b200": "sm90up-d512", "a100": "ampere", "interpreter": "interpreter"}
     for changes in ({}, {"varlen": True}, {"causal": True, "dropout": True}, {"score_mods": ("bias", "user")}):
         problem = AttentionProblem(4, 4096, 4096, 32, 8, *dims, dtype, **changes)  # type: ignore[arg-type]
         plan = plan_attention(problem, device_named(name))
-        assert (
-            "hopper" not in plan.kernel and "hopper" not in plan_attention_backward(problem, device_named(name)).kernel
-        )
-        assert (
-            plan.rule
-            == {"h200": "sm90up-d512", "b200": "sm90up-d512", "a100": "ampere", "interpreter": "interpreter"}[name]
-            or dtype == "float32"
-        )
+        served = name == "h200" and dtype == "bfloat16" and not {"dropout", "score_mods"} & {*changes}
+        assert ("hopper" in plan.kernel) == served
+        assert "hopper" not in plan_attention_backward(problem, device_named(name)).kernel
+        assert plan.rule == ("hopper" if served else rules[name]) or dtype == "float32"
 
 
 @pytest.mark.parametrize("name", ["mi300x", "rtx4090"])
@@ -140,7 +137,7 @@ FIRES = {
     "sm90up-d64": (replace(LONG, dim_v=32, dim_qk=32, score_mods=("alibi",)), "h100"),
     "sm90up-d128": (replace(LONG, dim_v=32, score_mods=("alibi",)), "h200"),
     "sm90up-d256": (replace(LONG, dim_qk=192), "b200"),
-    "sm90up-d512": (replace(LONG, dim_v=320), "h100"),
+    "sm90up-d512": (replace(LONG, dim_v=320, dropout=True), "h100"),
     "ampere": (LONG, "rtx4090"),
     "cdna": (LONG, "mi300x"),
 }
@@ -292,6 +289,37 @@ def test_tiles_for_sm_90(dims: tuple[int, int], keys: int, stages: int) -> None:
     assert plan.kernel == HOPPER
     assert plan.tile == Tile(128, keys, 4, stages)
     plan.check(problem, H200)
+
+
+WIDE = replace(LONG, dim_qk=512, dim_v=512)
+
+
+@pytest.mark.parametrize(("dims", "stages"), [((512, 512), 2), ((320, 320), 3), ((512, 128), 4), ((64, 264), 4)])
+def test_wide_heads_for_sm_90(dims: tuple[int, int], stages: int) -> None:
+    """Two warpgroups fold the same 64 rows."""
+    problem = replace(LONG, dim_qk=dims[0], dim_v=dims[1])
+    plan = plan_attention(problem, H200)
+    pack = ("pack",) * (problem.group > 1)
+    assert plan.kernel == "attention_forward_hopper"
+    assert (plan.tile, plan.options) == (Tile(64, 32, 4, stages), ("fence", "turns", "skip", *pack))
+    assert "two warpgroups fold" in str(plan)
+    assert plan.grid == (-(-problem.seq_q // 64) * problem.batch * problem.heads, 1, 1)
+    assert hopper_programs(problem, plan.tile, H200) == H200.sms
+    assert forced(problem, block_n=64, num_stages=1).block_n == 64
+
+
+def test_what_wide_heads_have_not() -> None:
+    for change, why in (
+        ({"block_m": 128}, "block_m: must be 64 with attention_forward_hopper and head dims above 256"),
+        ({"block_n": 128}, "block_n: must be 32 or 64"),
+        ({"num_stages": 3}, "shared memory"),
+        ({"options": ("skip", "lazy")}, "lazy is not served with head dims above 256"),
+        ({"options": ("prefetch",)}, "prefetch is not served"),
+        ({"options": ("polynomial 2",)}, "polynomial 2 is not served"),
+    ):
+        refuses(PlanError, why, forced, WIDE, **change)
+    for changes in ({"score_mods": ("bias",), "bias_descriptors": "keys"}, {"mask_mods": ("user",)}):
+        refuses(PlanError, "with head dims above 256 it has no", forced, replace(WIDE, **changes))  # type: ignore[arg-type]
 
 
 NARROW = replace(LONG, dim_qk=64, dim_v=64)

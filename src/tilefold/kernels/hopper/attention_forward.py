@@ -51,12 +51,11 @@ def attention_forward_hopper(
     FENCE: gl.constexpr, LATE: gl.constexpr, PING_PONG: gl.constexpr, POLYNOMIAL: gl.constexpr,
     SKIP: gl.constexpr, LAZY: gl.constexpr, BIAS: gl.constexpr, MASK: gl.constexpr, BIAS_SLOTS: gl.constexpr,
     MASK_SLOTS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-    PREFETCH: gl.constexpr, CHUNK: gl.constexpr, TILE: gl.constexpr,
-    SHARED_SUMS: gl.constexpr,
+    PREFETCH: gl.constexpr, CHUNK: gl.constexpr, TILE: gl.constexpr, SHARED_SUMS: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """q_desc [B, H, Sq, D] with boxes [1, 1, 64, panel], k_desc, v_desc [B, H/group, Sk, D] with boxes [1, 1, KEYS, panel]; a
     panel is 64 columns, or 32 where 64 do not divide the width.  Out [B, Sq, H, COLUMNS] by strides, Lse [B, H, Sq] natural.
-    Counter [1] int32: 0.  scale > 0.  items = B * H * q_blocks, q_blocks of CONSUMERS * 64 queries.  KIND: FULL, CAUSAL or WINDOW
+    Counter [1] int32: 0.  scale > 0.  items = B * H * q_blocks, q_blocks of ROWS queries.  KIND: FULL, CAUSAL or WINDOW
     (left, right: keys on either side of a query's own place).  DIM_QK, DIM_V: widths of tiles, at least the head dims, of which
     COLUMNS is V's.  KEYS of a KV tile, SLOTS of the rings of K and of V.  Sinks [H] by its stride, or None.  SOFTCAP: see
     `ScoreMods`, with `cap`.  CONSUMER_REGISTERS, PRODUCER_REGISTERS: of a thread.  Grid (min(items, programs that fit),): one
@@ -66,7 +65,7 @@ def attention_forward_hopper(
     H/PACK, `group` what is left of it, and q_blocks are of Sq * PACK rows.
 
     VARLEN: tensors [1, H, Tq or Tk, D], Out [Tq, H, COLUMNS], Lse [H, Tq]; sequence b is queries CuQ[b] to CuQ[b+1] and keys
-    CuK[b] to CuK[b+1] (int32); q_blocks = Tq // (CONSUMERS * 64) + batch places, see `sequence_of_place`; seq_q and seq_k are the
+    CuK[b] to CuK[b+1] (int32); q_blocks = Tq // ROWS + batch places, see `sequence_of_place`; seq_q and seq_k are the
     longest, which nothing depends on; no PACK.
 
     BIAS, MASK: rows of a tile of the bias, of the mask: 64, 1 where one row serves all queries, or 0.  bias_desc (16 or 32 bits),
@@ -77,22 +76,29 @@ def attention_forward_hopper(
 
     FENCE holds the wait for O behind the softmax; LATE releases K's slot with V's; PING_PONG: see `PingPong`; POLYNOMIAL, SKIP,
     LAZY (with SKIP, without POLYNOMIAL): see `softmax`; PREFETCH: Q of the next query tile is loaded beside the present one.
-    CHUNK, TILE: see `Config`; Sums, SHARED_SUMS: see `make_totals`."""
+    CHUNK, TILE: see `Config`; Sums, SHARED_SUMS: see `make_totals`.
+
+    SPLIT, 2 for wide heads, else 1: so many consumers fold the same 64 rows, with the same scores and probabilities, each with
+    DIM_V / SPLIT columns of V and O.  ROWS of a query tile are CONSUMERS / SPLIT * 64.  SPLIT excludes BIAS, MASK, mods, LAZY,
+    POLYNOMIAL, PREFETCH and CHUNK."""
     gl.static_assert(KIND <= WINDOW, "the kernels for sm_90 have no other masks")
     USER: gl.constexpr = len(score_mods) + len(mask_mods) > 0
     gl.static_assert(PACK == 1 or (BIAS == 0 and MASK == 0 and not USER), "rows of a packed tile are not queries")
     gl.static_assert(not LAZY or (SKIP and POLYNOMIAL == 0), "LAZY is a version of SKIP")
+    PLAIN: gl.constexpr = BIAS + MASK + POLYNOMIAL + CHUNK == 0 and not (USER or LAZY or PREFETCH)
+    gl.static_assert(SPLIT == 1 or PLAIN, "wide heads have no other versions")
     NUMBERED: gl.constexpr = Slopes is not None or USER
+    ROWS: gl.constexpr = CONSUMERS // SPLIT * 64  # of a query tile
     mailbox = make_mailbox(VARLEN, NUMBERED, PREFETCH)
     overflow = make_overflow_flags(CONSUMERS, LAZY, PREFETCH)
-    q = make_pipeline(q_desc, 2 * CONSUMERS if PREFETCH else CONSUMERS, 64, DIM_QK, 1, PACK)
+    q = make_pipeline(q_desc, (2 if PREFETCH else 1) * ROWS // 64, 64, DIM_QK, SPLIT, PACK)
     k = make_pipeline(k_desc, SLOTS, KEYS, DIM_QK, CONSUMERS)
-    v = make_pipeline(v_desc, SLOTS, KEYS, DIM_V, CONSUMERS)
+    v = make_pipeline(v_desc, SLOTS * SPLIT, KEYS, DIM_V // SPLIT, CONSUMERS // SPLIT)
     problem = Problem(seq_q, seq_k, heads, group, CuQ, CuK, batch, total_q)
-    config = Config(q_desc.dtype, DIM_V, KEYS, CONSUMERS, PACK, VARLEN, FENCE, LATE, CHUNK=CHUNK, TILE=TILE)
+    config = Config(q_desc.dtype, DIM_V // SPLIT, KEYS, CONSUMERS, PACK, VARLEN, FENCE, LATE, CHUNK=CHUNK, TILE=TILE)
     counter = WorkCounter(Counter, items)
-    scheduler = TileScheduler(problem, counter, mailbox, overflow, q_blocks, CONSUMERS * 64, VARLEN, NUMBERED, PREFETCH)
-    mask = Mask(left, right, KIND, CONSUMERS * 64, KEYS, PACK, Lists, lists_b, lists_h, lists_q)
+    scheduler = TileScheduler(problem, counter, mailbox, overflow, q_blocks, ROWS, VARLEN, NUMBERED, PREFETCH)
+    mask = Mask(left, right, KIND, ROWS, KEYS, PACK, Lists, lists_b, lists_h, lists_q)
     bias_tiles = make_mod_pipeline(bias_desc, bias_b, bias_h, BIAS, KEYS, BIAS_SLOTS, CONSUMERS)
     mask_tiles = make_mod_pipeline(mask_desc, mask_b, mask_h, MASK, KEYS, MASK_SLOTS, CONSUMERS)
     mods = ScoreMods(scale, cap, Slopes, slope_b, slope_h, bias_tiles, mask_tiles, SOFTCAP, mask, None,

@@ -42,9 +42,9 @@ class Config:
     """Constants of the main loop, and the layouts of its tensors."""
 
     DTYPE: gl.constexpr  # of the result
-    DIM_V: gl.constexpr
+    DIM_V: gl.constexpr  # columns of V that a consumer folds
     KEYS: gl.constexpr  # of a tile
-    CONSUMERS: gl.constexpr  # warpgroups of 64 rows
+    CONSUMERS: gl.constexpr  # warpgroups that fold 64 rows
     PACK: gl.constexpr  # query heads that share a tile
     VARLEN: gl.constexpr
     FENCE: gl.constexpr  # does the wait for O stay behind the softmax (`schedule_fence`)?

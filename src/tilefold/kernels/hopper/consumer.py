@@ -33,14 +33,17 @@ def pass_over(CID: gl.constexpr, k, v, turns, t, tiles):
 
 @jit
 def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, epilogue, turns):
-    """Consumer number CID: rows CID * 64 on of each query tile of this program."""
+    """Consumer number CID: rows OWNER * 64 on of each query tile of this program, and columns FIRST on of V."""
     LAZY: gl.constexpr = softmax.LAZY
     VOTE: gl.constexpr = softmax.VOTE
     OUTSIDE: gl.constexpr = config.OUTSIDE
     OWN: gl.constexpr = mask.OWN and not (mods.bias.ROWS or mods.mask.ROWS)  # their tiles have rings of their own
     REST: gl.constexpr = config.PROBS_REST
     CHUNK: gl.constexpr = config.CHUNK
-    CONSUMERS: gl.constexpr = config.CONSUMERS
+    SPLIT: gl.constexpr = v.SLOTS // k.SLOTS  # consumers that fold the same rows, each with columns of V of its own
+    CONSUMERS: gl.constexpr = config.CONSUMERS // SPLIT  # that have rows of their own
+    OWNER: gl.constexpr = CID // SPLIT
+    FIRST: gl.constexpr = CID % SPLIT * config.DIM_V
     inner = mods.inner_scale()
     scale_of_all = mods.scale_of_softmax()
     nothing = gl.zeros([64, config.KEYS], gl.float32, config.SCORES)  # never read
@@ -49,14 +52,14 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
     i = 0  # times that Q's barriers were passed: query tiles, and IDLE
     t = 0  # KV tiles that were folded
     turns.begin(CID)
-    q.wait(q.query_stage(CID, i, CONSUMERS))  # Q's `full` barrier covers the mailbox, too
+    q.wait(q.query_stage(OWNER, i, CONSUMERS))  # Q's `full` barrier covers the mailbox, too
     item = scheduler.item(i)
     while item >= 0:
-        q_stage = q.query_stage(CID, i, CONSUMERS)
+        q_stage = q.query_stage(OWNER, i, CONSUMERS)
         q_tile = q.parts(q_stage)
         work = scheduler.work(item, i)
         walk = mask.walk(work)
-        row = work.block * (CONSUMERS * 64) + CID * 64
+        row = work.block * (CONSUMERS * 64) + OWNER * 64
         if OWN:
             begin, end = mask.own(work, row, walk)
             t = pass_over(CID, k, v, turns, t, begin)
@@ -72,13 +75,14 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
             total = first_total(softmax, CID, acc, work.head)
         else:
             m, l = softmax.begin(nothing, work.head)
-        stage = k.stage(t)  # of V, too: both rings have as many slots
-        k.wait(stage)
+        ahead = k.stage(t)
+        stage = v.share(ahead, CID, SPLIT)
+        k.wait(ahead)
         turns.wait(CID)
-        s = issue_scores(q_tile, k, stage, nothing)
+        s = issue_scores(q_tile, k, ahead, nothing)
         turns.pass_on(CID)
         s = wgmma_wait(0, deps=(s,))
-        k.release(stage)
+        k.release(ahead)
         s = mods.apply(s, inner, slope, t, work, row, key, walk.partial(entry), CID, True)
         s = mask.apply(s, work, row, key)
         if CHUNK:
@@ -102,6 +106,7 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
                 acc = rescale_output(acc, alpha, VOTE)
             probs = softmax.operand(p, zero)  # before a product is in flight, which would be waited for
             turns.wait(CID)
+            q_tile = q.parts(q.query_stage(OWNER, i, CONSUMERS))  # again, as it may be wide: see `Pipeline._hidden`
             s_flying = issue_scores(q_tile, k, ahead, nothing)
             if not (turns.ON or VOTE or OUTSIDE):
                 acc = rescale_output(acc, alpha, False)
@@ -147,7 +152,7 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
                 k.release(ahead)
             v.release(stage)
             p = p_next
-            stage = ahead
+            stage = v.share(ahead, CID, SPLIT)
         # every product of this query tile with Q has been waited for
         q.release(q_stage)
         acc = rescale_output(acc, alpha, False)
@@ -163,24 +168,24 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
             t = pass_over(CID, k, v, turns, t, walk.count - end)
         if config.RELOCATE:
             work = scheduler.work(opaque(item), i)
-            row = work.block * (CONSUMERS * 64) + CID * 64
+            row = work.block * (CONSUMERS * 64) + OWNER * 64
         if CHUNK:
             acc, m, l = merge_chunk(softmax, CID, total, acc, m, l)
             epilogue.store_total(acc, m, l, work, row)
         elif mods.scales is None:
-            epilogue.store(acc, m, l, work, row)
+            epilogue.store(acc, m, l, work, row, FIRST)
         else:
-            epilogue.store(acc, m, l, work, row, mods.scales.of_values(work))
+            epilogue.store(acc, m, l, work, row, FIRST, mods.scales.of_values(work))
         if LAZY:
             scheduler.overflow.write(i, CID, softmax.overflowed(worst, item))
         i += 1
-        q.wait(q.query_stage(CID, i, CONSUMERS))
+        q.wait(q.query_stage(OWNER, i, CONSUMERS))
         item = scheduler.item(i)
         if LAZY:
             for _ in gl.static_range(scheduler.overflow.TILES - 1):
                 if item == IDLE:
-                    q.release(q.query_stage(CID, i, CONSUMERS))
+                    q.release(q.query_stage(OWNER, i, CONSUMERS))
                     i += 1
-                    q.wait(q.query_stage(CID, i, CONSUMERS))
+                    q.wait(q.query_stage(OWNER, i, CONSUMERS))
                     item = scheduler.item(i)
     turns.end(CID)

@@ -26,16 +26,19 @@ class Epilogue:
         self.problem, self.config, self.COLUMNS = problem, config, gl.constexpr(COLUMNS)
 
     @jit
-    def store(self, acc, m, l, work, row, factor=None):
-        """64 rows from `row` on: acc / l, times a factor, and the natural lse, (m + log2 l) ln 2."""
+    def store(self, acc, m, l, work, row, FIRST: gl.constexpr = 0, factor=None):
+        """64 rows from `row` on, columns from FIRST on: acc / l, times a factor, and the natural lse, (m + log2 l) ln 2.
+
+        Consumers of the same rows have the same m and l: who has the first columns stores the lse."""
         PACK: gl.constexpr = self.config.PACK
         WIDE: gl.constexpr = acc[0].shape[1]
         ROW: gl.constexpr = gl.SliceLayout(1, self.config.SCORES)
         lse, out, rows = self._lse(work, row), self._out(work, row), work.seq_q * PACK - row
-        store_lse(lse, m, l, rows, rows, ROW, PACK, work.seq_q)
-        self._store_columns(out, acc[0], l, factor, rows, self.COLUMNS)
+        if FIRST == 0:
+            store_lse(lse, m, l, rows, rows, ROW, PACK, work.seq_q)
+        self._store_columns(out + FIRST, acc[0], l, factor, rows, self.COLUMNS - FIRST)
         if len(acc) == 2:
-            self._store_columns(out + WIDE, acc[1], l, factor, rows, self.COLUMNS - WIDE)
+            self._store_columns(out + FIRST + WIDE, acc[1], l, factor, rows, self.COLUMNS - FIRST - WIDE)
 
     @jit
     def store_total(self, acc, m, l, work, row):

@@ -77,7 +77,7 @@ class Mask:
         )
         self.KIND, self.ROWS = gl.constexpr(KIND), gl.constexpr(ROWS)
         self.KEYS, self.PACK = gl.constexpr(KEYS), gl.constexpr(PACK)
-        self.OWN = gl.constexpr(KIND != FULL and KEYS < ROWS and Lists is None)
+        self.OWN = gl.constexpr(KIND != FULL and max(KEYS, 64) < ROWS and Lists is None)
 
     @jit
     def tiles(self, work):

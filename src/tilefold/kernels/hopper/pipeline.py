@@ -15,6 +15,7 @@ from .gluon import (
     gl,
     jit,
     mbarrier,
+    opaque,
     reinterpret,
     tma_load,
 )
@@ -50,7 +51,7 @@ class Stage:
 @aggregate
 class Pipeline:
     """A ring of SLOTS tiles [ROWS, DIM], rows being tokens.  A slot has two barriers: `full`, which its TMA loads complete, and
-    `empty`, at which every consumer that reads it arrives.  A slot of Q is read by one consumer alone.  Each consumer has one, or
+    `empty`, at which every consumer that reads it arrives.  A slot of Q is read by the consumers of its rows.  They have one, or
     two, so that the next query tile is loaded while the present one is folded.
 
     The producer acquires a stage and loads; a consumer waits for it, reads the tile and releases it."""
@@ -76,7 +77,16 @@ class Pipeline:
     @jit
     def stage(self, t):
         """Where tile number t of those that pass through the ring is read."""
-        return Stage(t % self.SLOTS, (t // self.SLOTS) & 1)
+        return Stage(self._hidden(t % self.SLOTS, t), (t // self.SLOTS) & 1)
+
+    @jit
+    def _hidden(self, slot, t):
+        """The slot, not to be seen through where a tile is wide and there is one: else the compiler holds the addresses of all
+        operands of products throughout the loop, in memory."""
+        if self.SLOTS == 1 and self.DIM > 256:
+            return slot + opaque(t - t)
+        else:
+            return slot
 
     @jit
     def write_stage(self, t):
@@ -87,9 +97,18 @@ class Pipeline:
     def query_stage(self, c: gl.constexpr, i, CONSUMERS: gl.constexpr):
         """Of Q: where consumer c reads its rows of the i-th query tile."""
         if self.SLOTS == CONSUMERS:
-            return Stage(c, i & 1)
+            return Stage(self._hidden(c, i), i & 1)
         else:
             return Stage((i & 1) * CONSUMERS + c, (i >> 1) & 1)
+
+    @jit
+    def share(self, stage, c: gl.constexpr, SPLIT: gl.constexpr):
+        """Of V: where those columns of a tile lie that consumer c of SPLIT folds.  stage: of the ring of K, which has a tile for
+        SPLIT of this one."""
+        if SPLIT == 1:
+            return stage
+        else:
+            return Stage(stage.slot * SPLIT + c % SPLIT, stage.phase)
 
     @jit
     def acquire(self, stage):
@@ -97,8 +116,9 @@ class Pipeline:
         mbarrier.wait(self.empty.index(stage.slot), stage.phase)
 
     @jit
-    def load(self, stage, batch, head, token):
-        """Issue the TMA loads of the tile whose first token is `token`.  Columns past the tensor's own become zeros."""
+    def load(self, stage, batch, head, token, FIRST: gl.constexpr = 0):
+        """Issue the TMA loads of the tile whose first token is `token`, and column FIRST.  Columns past the tensor's own become
+        zeros."""
         DTYPE: gl.constexpr = self.panels[0].dtype
         PANEL: gl.constexpr = panel_of(self.DIM, DTYPE)
         WIDE: gl.constexpr = wide_of(self.DIM)
@@ -106,10 +126,10 @@ class Pipeline:
         mbarrier.expect(bar, self.ROWS * self.DIM * DTYPE.primitive_bitwidth // 8)
         for p in gl.static_range(WIDE // PANEL):
             panel = self.panels[0].index(stage.slot * (WIDE // PANEL) + p)
-            self._load_panel(batch, head, token, p * PANEL, bar, panel)
+            self._load_panel(batch, head, token, FIRST + p * PANEL, bar, panel)
         for p in gl.static_range((self.DIM - WIDE) // PANEL):
             panel = self.panels[1].index(stage.slot * ((self.DIM - WIDE) // PANEL) + p)
-            self._load_panel(batch, head, token, WIDE + p * PANEL, bar, panel)
+            self._load_panel(batch, head, token, FIRST + WIDE + p * PANEL, bar, panel)
 
     @jit
     def _load_panel(self, batch, head, token, column, bar, panel):

@@ -26,6 +26,7 @@ def load_work(scheduler, q, k, v, mask, mods, work, now, item, i, t, programs):
 
     item: `now`, or, if that is folded again, the one that waits meanwhile."""
     CONSUMERS: gl.constexpr = scheduler.ROWS // 64
+    SPLIT: gl.constexpr = v.SLOTS // k.SLOTS  # see `consume`
     number = 0
     following = item
     walk = mask.walk(work)
@@ -43,8 +44,10 @@ def load_work(scheduler, q, k, v, mask, mods, work, now, item, i, t, programs):
         k.acquire(stage)
         k.load(stage, work.batch, kv_head, work.first_k + key)
         mods.load(t, work, work.block * (CONSUMERS * 64), key)
-        v.acquire(stage)
-        v.load(stage, work.batch, kv_head, work.first_k + key)
+        for c in gl.static_range(SPLIT):
+            part = v.share(stage, c, SPLIT)
+            v.acquire(part)
+            v.load(part, work.batch, kv_head, work.first_k + key, c * v.DIM)
         t += 1
         # As late as hides the answers: who draws early may hold two long work tiles while others have none.
         if (j == gl.maximum(tiles - 4, 0)) & (item == now):

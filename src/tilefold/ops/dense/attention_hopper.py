@@ -53,7 +53,7 @@ def bind(
         "Sums": _sums(plan),
     }
     constants = {"KIND": kind_of(window), **_constants(plan), **_tile_constants(call)}
-    options = {"num_warps": plan.num_warps, "maxnreg": rules.REGISTERS[rules.consumers_of(plan.tile)][0]}
+    options = {"num_warps": plan.num_warps, "maxnreg": rules.REGISTERS[rules.warpgroups_of(n, plan.tile)][0]}
     bound = Bound.of(attention_forward_hopper, grid, GIVEN, values, constants, q.device, **options)
     return Prepared(plan, *shapes, bound, scale, hooks_of(call))
 
@@ -86,19 +86,22 @@ def values_of_lengths(
 def _boxes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, plan: "AttentionPlan") -> dict[str, Slot]:
     """The descriptors of q, k and v."""
     pack, made = rules.packed_heads(plan.problem, plan.options), {}
-    for name, t, rows, heads in (("q", q, 64, pack), ("k", k, plan.block_n, 1), ("v", v, plan.block_n, 1)):
-        columns = 64 if rules.width_of(t.shape[-1]) % 64 == 0 else 32
+    qk, wide = rules.widths_of(plan.problem)
+    each = (("q", q, 64, pack, qk), ("k", k, plan.block_n, 1, qk), ("v", v, plan.block_n, 1, wide))
+    for name, t, rows, heads, width in each:
+        columns = 64 if width % 64 == 0 else 32
         made[f"{name}_desc"] = Slot(name, box_of(t, call.layout, rows, columns, heads).over)
     return made
 
 
 def _constants(plan: "AttentionPlan") -> dict[str, Any]:
     """What the plan's tile and versions make of the kernel."""
-    n, consumers = plan.problem, rules.consumers_of(plan.tile)
+    n = plan.problem
+    consumers, widths = rules.warpgroups_of(n, plan.tile), rules.widths_of(n)
     softcap = 0 if "softcap" not in n.score_mods else 2 if "tanh" in plan.options else 1
     return {
-        "DIM_QK": rules.width_of(n.dim_qk),
-        "DIM_V": rules.width_of(n.dim_v),
+        "DIM_QK": widths[0],
+        "DIM_V": widths[1],
         "COLUMNS": n.dim_v,
         "KEYS": plan.block_n,
         "SLOTS": plan.num_stages,
@@ -111,6 +114,7 @@ def _constants(plan: "AttentionPlan") -> dict[str, Any]:
         "POLYNOMIAL": rules.polynomial_of(plan.options),
         "CONSUMER_REGISTERS": rules.REGISTERS[consumers][1],
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
+        "SPLIT": 2 if rules.is_split(n) else 1,
         "CHUNK": rules.CHUNK_KEYS // plan.block_n if rules.INVARIANT in plan.options else 0,
         "TILE": rules.keys_of_tile(n) if rules.INVARIANT in plan.options else 0,
         "SHARED_SUMS": rules.shared_sums(n) if rules.INVARIANT in plan.options else 0,

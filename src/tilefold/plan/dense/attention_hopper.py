@@ -20,9 +20,10 @@ from tilefold.plan.limits import MAX_GRID, Tile
 from tilefold.plan.problem import AttentionProblem
 
 KERNEL = "attention_forward_hopper"
-WIDTHS = (64, 96, 128, 192, 256)  # of a tile; TMA fills what a head dim leaves of it with zeros
+WIDTHS = (64, 96, 128, 192, 256, 384, 512)  # of a tile; TMA fills what a head dim leaves of it with zeros
 REGISTERS = {1: (128, 232), 2: (168, 240), 3: (128, 160)}  # by warpgroups: of a thread at launch, of a folding thread
 HELD = {1: 176, 2: 176, 3: 128}  # of a folding thread, by accumulators and probabilities: with more, compilers spill
+SPLIT_FROM = 257  # head dim from which on two warpgroups fold the same 64 rows, each with half of V's columns
 BARRIER_BYTES = 704  # barriers, the mailbox, overflow flags, and what the compiler keeps to start the partitions
 PREFETCH_BYTES = 128  # the same of the second query tile
 RESERVED_BYTES = 1024  # of an SM's shared memory, for each program
@@ -63,6 +64,7 @@ PAIRS_UNTIL = 640  # keys up to which pairs win at a head dim of 128 under a cau
 POLYNOMIALS = tuple(f"polynomial {n}" for n in range(1, 17))
 LISTS_FROM = 1 << 20  # scores of a head from which on the tiles of a mask_mod or a mask are listed
 INVARIANT = "invariant"
+SPLIT_OPTIONS = {"fence", "late", "turns", "skip", "tanh", "pack"}  # with head dims from SPLIT_FROM on
 OPTIONS = (
     "fence",
     "late",
@@ -100,6 +102,8 @@ def hopper_refusal(problem: AttentionProblem, device: Device) -> str | None:
             return f"the base or the strides of the {name} are not multiples of 16 bytes, or its keys do not lie side by side"
     if max(n.dim_qk, n.dim_v) > WIDTHS[-1]:
         return f"it has head dims to {WIDTHS[-1]}, not {n.dim_qk} and {n.dim_v}"
+    if is_split(n) and (changed := {*n.score_mods, *n.mask_mods} - {"softcap", "alibi"}):
+        return f"with head dims above {SPLIT_FROM - 1} it has no {min(changed)}"
     if n.dim_v % 4:
         return f"it stores 4 columns at a time, V has {n.dim_v}"
     if not n.query_descriptors:
@@ -127,15 +131,15 @@ def hopper_options(problem: AttentionProblem, tile: Tile, device: Device) -> tup
     n = problem
     chosen = {
         "fence": width_of(n.dim_v) >= 96,
-        "turns": consumers_of(tile) > 1,
+        "turns": warpgroups_of(n, tile) > 1,
         "skip": width_of(n.dim_v) <= 128 or not _mod_bytes(n, 64, 64),  # a number would spill in the loop
         "lazy": _lazy_pays(n),
         "prefetch": _prefetch_pays(n, tile, device),
-        "late": width_of(n.dim_qk) == 192 or (consumers_of(tile) == 1 and width_of(n.dim_qk) == 128),
+        "late": width_of(n.dim_qk) == 192 or (warpgroups_of(n, tile) == 1 and width_of(n.dim_qk) == 128),
         "tanh": "softcap" in n.score_mods
         and n.dtype == "bfloat16",  # fp16's own rounding is finer than the instruction's
         "pack": _pack_fault(n) is None
-        and (width_of(n.dim_v) <= 128 or n.seq_q < 128),  # beyond, its numbers spill in the loop
+        and (columns_of(n) <= 128 or n.seq_q < 128 or is_split(n)),  # else its numbers spill in the loop
         "lists": _lists_pay(n),
     }
     return tuple(name for name, taken in chosen.items() if taken)
@@ -168,9 +172,25 @@ def width_of(dim: int) -> int:
     return next(width for width in WIDTHS if width >= dim)
 
 
-def consumers_of(tile: Tile) -> int:
+def is_split(problem: AttentionProblem) -> bool:
+    """Whether two warpgroups fold the same 64 rows: one's registers have no room for O, or shared memory for Q of 128."""
+    return max(problem.dim_qk, problem.dim_v) >= SPLIT_FROM
+
+
+def widths_of(problem: AttentionProblem) -> tuple[int, int]:
+    """Widths of the tiles of K and of V; halves of V's are 64 columns or more."""
+    v = problem.dim_v
+    return width_of(problem.dim_qk), -(-v // 128) * 128 if is_split(problem) else width_of(v)
+
+
+def columns_of(problem: AttentionProblem) -> int:
+    """Columns of V that a warpgroup folds."""
+    return widths_of(problem)[1] // (2 if is_split(problem) else 1)
+
+
+def warpgroups_of(problem: AttentionProblem, tile: Tile) -> int:
     """Warpgroups that fold, 64 rows each."""
-    return tile.block_m // 64
+    return 2 if is_split(problem) else tile.block_m // 64
 
 
 def packable_heads(problem: AttentionProblem) -> int:
@@ -195,7 +215,10 @@ def hopper_tile(problem: AttentionProblem, device: Device) -> Tile:
 
     128 keys, or 64 where V is wider than 128 (its accumulator and 128 scores a row would fill the registers) or where there is
     no room for two buffers."""
-    widths = width_of(problem.dim_qk), width_of(problem.dim_v)
+    widths = widths_of(problem)
+    if is_split(problem):
+        made = [Tile(block_m=64, block_n=32, num_warps=4, num_stages=stages) for stages in (4, 3, 2, 1)]
+        return next(tile for tile in made if hopper_shared_bytes(problem, tile) <= device.smem_per_block)
     if (
         widths == (96, 96)
         and splits_sectors(problem)
@@ -239,7 +262,7 @@ def hopper_grid(problem: AttentionProblem, tile: Tile, options: tuple[str, ...])
 
 def hopper_shared_bytes(problem: AttentionProblem, tile: Tile, options: tuple[str, ...] = ()) -> int:
     """Shared memory of a program (bytes): Q, the rings of K and V, those of a bias and of a mask, barriers; sums of chunks."""
-    qk, v = width_of(problem.dim_qk), width_of(problem.dim_v)
+    qk, v = widths_of(problem)
     ahead = "prefetch" in options
     queries = tile.block_m * (2 if ahead else 1)
     held = (queries * qk + tile.num_stages * tile.block_n * (qk + v)) * problem.itemsize
@@ -251,7 +274,7 @@ def hopper_shared_bytes(problem: AttentionProblem, tile: Tile, options: tuple[st
 def hopper_programs(problem: AttentionProblem, tile: Tile, device: Device, options: tuple[str, ...] = ()) -> int:
     """Programs of a launch that draws its blocks, but for those without one: one an SM, or two of one warpgroup each where an
     SM's shared memory holds both (their registers, 128 of 256 threads at launch, fit)."""
-    pair = consumers_of(tile) == 1 and hopper_shared_bytes(problem, tile, options) <= _room_of_pair(device)
+    pair = warpgroups_of(problem, tile) == 1 and hopper_shared_bytes(problem, tile, options) <= _room_of_pair(device)
     return device.sms * (2 if pair else 1)
 
 
@@ -280,14 +303,15 @@ def hopper_violation(
     refusal = hopper_refusal(problem, device)
     if refusal:
         return "kernel", f"{KERNEL} cannot be used: {refusal}"
-    if tile.block_m not in (64, 128, 192):
-        return "block_m", f"must be 64, 128 or 192 with {KERNEL}, got {tile.block_m}"
-    sizes = (32, 64, 128) if INVARIANT in options else (64, 128)
-    if tile.block_n not in sizes:
-        return "block_n", f"must be {' or '.join(map(str, sizes[-2:]))} with {KERNEL}, got {tile.block_n}"
-    held, limit = _registers_held(problem, tile), HELD[consumers_of(tile)]
+    wide = f"{KERNEL} and head dims above {SPLIT_FROM - 1}"
+    what, rows, keys = (wide, (64,), (32, 64)) if is_split(problem) else (KERNEL, (64, 128, 192), (64, 128))
+    if tile.block_m not in rows:
+        return "block_m", f"must be {_either(rows)} with {what}, got {tile.block_m}"
+    if tile.block_n not in (*keys, 32 if INVARIANT in options else 64):
+        return "block_n", f"must be {_either(keys)} with {what}, got {tile.block_n}"
+    held, limit = _registers_held(problem, tile), HELD[warpgroups_of(problem, tile)]
     if held > limit:
-        have = REGISTERS[consumers_of(tile)][1]
+        have = REGISTERS[warpgroups_of(problem, tile)][1]
         return "block_n", f"accumulators and probabilities need {held} registers, of {have} a thread can spare {limit}"
     if fault := _option_fault(problem, tile, options):
         return "options", fault
@@ -296,6 +320,11 @@ def hopper_violation(
         return "grid", f"grid needs {blocks} blocks of queries, a launch counts at most {MAX_GRID}"
     fixed = {"num_warps": 4, "maxnreg": None}
     return tile_fault(KERNEL, tile, fixed, hopper_shared_bytes(problem, tile, options), device)
+
+
+def _either(numbers: tuple[int, ...]) -> str:
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _option_fault(problem: AttentionProblem, tile: Tile, options: tuple[str, ...]) -> str | None:
@@ -307,8 +336,10 @@ def _option_fault(problem: AttentionProblem, tile: Tile, options: tuple[str, ...
         return f"must name each version once, got {options!r}"
     if "tanh" in options and "softcap" not in problem.score_mods:
         return "tanh is a version of softcap, which the problem does not have"
-    if "turns" in options and consumers_of(tile) == 1:
+    if "turns" in options and warpgroups_of(problem, tile) == 1:
         return "turns need two warpgroups that fold, 64 queries a block make one"
+    if is_split(problem) and (others := {*options} - SPLIT_OPTIONS):
+        return f"{min(others)} is not served with head dims above {SPLIT_FROM - 1}"
     if "lazy" in options and (fault := _lazy_fault(problem, options)):
         return fault
     if INVARIANT in options and (fault := _invariant_fault(problem, tile, options)):
@@ -337,11 +368,11 @@ def _prefetch_pays(problem: AttentionProblem, tile: Tile, device: Device) -> boo
     """Whether a second buffer for Q makes the kernel faster: where there is room for it.  ALiBi and lists of tiles gain nothing,
     but for pairs; nor do packed batches of heads wider than 64."""
     n = problem
-    if consumers_of(tile) > 1 and ("alibi" in n.score_mods or _lists_pay(n)):
+    if warpgroups_of(n, tile) > 1 and ("alibi" in n.score_mods or _lists_pay(n)):
         return False
-    if n.varlen and width_of(max(n.dim_qk, n.dim_v)) > 64:
+    if is_split(n) or (n.varlen and width_of(max(n.dim_qk, n.dim_v)) > 64):
         return False
-    room = _room_of_pair(device) if consumers_of(tile) == 1 else device.smem_per_block
+    room = _room_of_pair(device) if warpgroups_of(n, tile) == 1 else device.smem_per_block
     return hopper_shared_bytes(n, tile, ("prefetch",)) <= room
 
 
@@ -393,6 +424,8 @@ def invariant_unserved(problem: AttentionProblem) -> str | None:
     n = problem
     if n.score_mods or n.mask_mods:
         return "it changes and masks scores in another order than attention_invariant"
+    if is_split(n):
+        return f"not with head dims above {SPLIT_FROM - 1}"
     return None
 
 
@@ -532,4 +565,4 @@ def _seconds(problem: AttentionProblem, rows: int, keys: int, programs: int) -> 
 
 def _registers_held(problem: AttentionProblem, tile: Tile) -> int:
     """Of a folding thread: the output's accumulator, the scores', and the probabilities in 16 bits."""
-    return width_of(problem.dim_v) // 2 + tile.block_n // 2 + tile.block_n // 4
+    return columns_of(problem) // 2 + tile.block_n // 2 + tile.block_n // 4
