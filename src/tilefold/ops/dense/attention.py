@@ -5,6 +5,7 @@ scalars) is worked out once, kept as a `Prepared` record and reused, so that a r
 """
 
 import functools
+import importlib
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -42,8 +43,6 @@ from .attention_tiles import tiles_of
 if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays light
     from ...plan import AttentionPlan, AttentionProblem, DecodePlan, InvariantPlan
     from ...plan.device import Device
-
-HOPPER_KERNEL = "attention_forward_hopper"
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,10 +118,11 @@ def _rules() -> Any:
 
 
 @functools.cache
-def _hopper() -> Any:
-    from . import attention_hopper
+def _binder(kernel: str) -> Any:
+    """The module that binds a specialised kernel; None for a portable one."""
+    from ...plan.dense.specialised import SPECIALISED
 
-    return attention_hopper
+    return importlib.import_module(SPECIALISED[kernel].binder) if kernel in SPECIALISED else None
 
 
 def _key_of_lengths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, key: Any) -> Any:
@@ -192,14 +192,15 @@ def _of_other_lengths(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch
 
 def _of_the_same_tiles(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
     """The record of a call from that of one whose lengths have the same `_key_of_tiles`: its plan is made when somebody asks."""
-    hopper, lengths, old = _hopper(), _lengths_of(q, k, call), cast("AttentionPlan", near.planned)
+    lengths, old = _lengths_of(q, k, call), cast("AttentionPlan", near.planned)
     shape, at = near.out_shape, 2 if call.layout == "bhsd" else 1
     if call.packed is not None:
         shapes: Any = (q.shape[0], *shape[1:]), (near.lse_shape[0], q.shape[0])
     else:
         shapes = (*shape[:at], lengths[0], *shape[at + 1 :]), (*near.lse_shape[:2], lengths[0])
-    values = hopper.values_of_lengths(q, call, old, shapes[0], lengths)
-    grid = None if call.packed is None else hopper.grid_of(old, values["items"])
+    own = _binder(old.kernel)
+    values = own.values_of_lengths(q, call, old, shapes[0], lengths)
+    grid = None if call.packed is None else own.grid_of(old, values["items"])
     bound = near.bound.with_values(values, grid, (q, k, v))
     plan = functools.partial(_rules().plan_alike, old, *lengths)
     return near.of_lengths(plan, shapes, bound, near.shared)
@@ -231,9 +232,9 @@ def _bind_again(
     n = plan.problem
     sizes = lengths_of(n)
     shapes = result_shapes(call, {**sizes, "dim_v": n.dim_v, "total_q": q.shape[0]})
-    if plan.kernel == HOPPER_KERNEL:
-        values = _hopper().values_of_lengths(q, call, plan, shapes[0], (n.seq_q, n.seq_k))
-        grid = _hopper().grid_of(plan, values["items"])
+    if own := _binder(plan.kernel):
+        values = own.values_of_lengths(q, call, plan, shapes[0], (n.seq_q, n.seq_k))
+        grid = own.grid_of(plan, values["items"])
     else:
         if near.bound.launch.keywords["WIDE"] != _is_wide(q, call, plan):
             return None
@@ -294,18 +295,16 @@ def prepare_anew(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, 
     if on is not None:
         return Prepared(plan, *shapes)
     bound_to = functools.partial(_bind, q, k, v, call, sizes, scale, shapes)
-    if call.plan is None and getattr(plan, "kernel", "") == HOPPER_KERNEL:
+    if call.plan is None and (own := _binder(getattr(plan, "kernel", ""))):
         faults: list[str] | None = None if call.score_mod is None and call.mask_mod is None else []
-        found = bound_or_none(
-            "dense", lambda: bound_to(plan), lambda p: _hopper().compile(p, q, k, v, call), faults=faults
-        )
+        found = bound_or_none("dense", lambda: bound_to(plan), lambda p: own.compile(p, q, k, v, call), faults=faults)
         if found is not None:
             return found
         if (fixed := invariant_or_none(call, rows, device, None)) is not None:
             return bound_to(fixed)
-        plan = plan_attention(problem, device, portable=True)
+        name, plan = plan.kernel, plan_attention(problem, device, portable=True)
         if faults:
-            plan = plan.refusing(HOPPER_KERNEL, f"It does not compile with this score_mod or mask_mod: {faults[0]}.")
+            plan = plan.refusing(name, f"It does not compile with this score_mod or mask_mod: {faults[0]}.")
     return bound_to(plan)
 
 
@@ -334,10 +333,8 @@ def _bind(
 
     if not isinstance(plan, AttentionPlan):  # k and v as they lie: a cache that is full
         bound: Any = bind_decode(q, k, v, call, {**sizes, "capacity": sizes["seq_k"]}, plan)
-    elif plan.kernel == HOPPER_KERNEL:
-        return _hopper().bind(  # type: ignore[no-any-return]
-            q, k, v, call, window_of(call.window, call.causal), scale, plan, shapes
-        )
+    elif own := _binder(plan.kernel):
+        return own.bind(q, k, v, call, window_of(call.window, call.causal), scale, plan, shapes)  # type: ignore[no-any-return]
     else:
         bound = _bind_portable(q, k, v, call, sizes, scale, shapes[0], plan)
     return Prepared(plan, *shapes, bound, scale, hooks_of(call))

@@ -6,20 +6,10 @@ from functools import lru_cache, partial
 from typing import Any
 
 from tilefold.errors import Unsupported
-from tilefold.plan.architecture import SM_90
 from tilefold.plan.base import Plan, changed, fields_of, require_derived, require_device, require_fit
+from tilefold.plan.capabilities import architecture_refusal
 from tilefold.plan.cost import Bound, Cost, attention_cost, bound
-from tilefold.plan.dense.attention_hopper import KERNEL as HOPPER
-from tilefold.plan.dense.attention_hopper import (
-    hopper_few,
-    hopper_grid,
-    hopper_options,
-    hopper_programs,
-    hopper_refusal,
-    hopper_shared_bytes,
-    hopper_unmeasured,
-    hopper_violation,
-)
+from tilefold.plan.dense.specialised import SPECIALISED
 from tilefold.plan.device import Device
 from tilefold.plan.explain import explain
 from tilefold.plan.limits import (
@@ -33,7 +23,7 @@ from tilefold.plan.limits import (
     tile_violation,
 )
 from tilefold.plan.problem import AttentionProblem
-from tilefold.plan.rules import HOPPER_RULE, RULES, Choice, Rule
+from tilefold.plan.rules import RULES, SPECIALISED_RULES, Choice, Rule
 from tilefold.plan.table import RULE, measured
 
 
@@ -173,7 +163,7 @@ def rules_attention(problem: AttentionProblem, device: Device, portable: bool = 
     require_supported(problem, device)
     rejected: list[Rejected] = []
     for rule in RULES:
-        if not rule.applies(problem, device) or (portable and rule.name == HOPPER_RULE):
+        if not rule.applies(problem, device) or (portable and rule in SPECIALISED_RULES):
             continue
         for choice in rule.choices(problem, device):
             options = _options(problem, device, choice)
@@ -200,15 +190,16 @@ def _alternatives(
 
 def _options(problem: AttentionProblem, device: Device, choice: Choice) -> tuple[str, ...]:
     """The versions of a kernel that are taken unless others are asked for."""
-    return hopper_options(problem, choice.tile, device) if choice.kernel == HOPPER else ()
+    own = SPECIALISED.get(choice.kernel)
+    return own.options(problem, choice.tile, device) if own else ()
 
 
 def _violation(
     problem: AttentionProblem, device: Device, choice: Choice, options: tuple[str, ...]
 ) -> tuple[str, str] | None:
     """(field, sentence) of the first limit that a tile of a kernel breaks, or None."""
-    if choice.kernel == HOPPER:
-        return hopper_violation(problem, device, choice.tile, options)
+    if own := SPECIALISED.get(choice.kernel):
+        return own.violation(problem, device, choice.tile, options)
     if options:
         return "options", f"{choice.kernel} has no versions, got {options!r}"
     return tile_violation(problem, device, choice.kernel, choice.tile)
@@ -237,12 +228,12 @@ def _why_behind(problem: AttentionProblem, device: Device, rule: Rule, proposer:
 
 
 def _other_kernels(problem: AttentionProblem, device: Device, choice: Choice) -> tuple[Rejected, ...]:
-    """Box loads, split-KV and packed heads, where they were not taken and could be expected."""
-    found = []
-    if choice.kernel != HOPPER and device.architecture is SM_90:
-        why = hopper_refusal(problem, device) or hopper_unmeasured(problem) or hopper_few(problem, device)
-        found.append(Rejected(HOPPER, _sentence(why or "portable kernels were asked for")))
-    if choice.kernel not in (BOX, HOPPER) and device.backend != "interpreter":
+    """Specialised ones, box loads, split-KV and packed heads, where they were not taken and could be expected."""
+    found, portable = [], choice.kernel not in SPECIALISED and device.backend != "interpreter"
+    for name, own in SPECIALISED.items():
+        if choice.kernel != name and not architecture_refusal(name, device):
+            found.append(Rejected(name, _sentence(own.unserved(problem, device) or "portable kernels were asked for")))
+    if portable and choice.kernel != BOX:
         refusal = box_refusal(problem, device)
         found.append(Rejected("box loads", _sentence(refusal or "this rule's tiles are chosen for pointer loads")))
     programs = _grid(problem, choice, _options(problem, device, choice))[0]
@@ -252,7 +243,6 @@ def _other_kernels(problem: AttentionProblem, device: Device, choice: Choice) ->
         if filled > programs:
             why = f"Would use {filled} of {device.sms} SMs, not {programs}; attention_decode splits the keys of few queries."
             found.append(Rejected("split-KV", why))
-    portable = choice.kernel != HOPPER and device.backend != "interpreter"
     if problem.group > 1 and 0 < problem.seq_q < choice.tile.block_m and portable:
         found.append(
             Rejected(
@@ -265,9 +255,8 @@ def _other_kernels(problem: AttentionProblem, device: Device, choice: Choice) ->
 
 
 def _grid(problem: AttentionProblem, choice: Choice, options: tuple[str, ...]) -> tuple[int, int, int]:
-    return (
-        hopper_grid(problem, choice.tile, options) if choice.kernel == HOPPER else grid_of(problem, choice.tile.block_m)
-    )
+    own = SPECIALISED.get(choice.kernel)
+    return own.grid(problem, choice.tile, options) if own else grid_of(problem, choice.tile.block_m)
 
 
 def _derived(problem: AttentionProblem, choice: Choice, options: tuple[str, ...]) -> dict[str, object]:
@@ -302,18 +291,16 @@ def _plan(
     rejected: Callable[[], tuple[Rejected, ...]],
 ) -> AttentionPlan:
     """The plan of a choice that breaks no limit; rejected: what its field of that name is."""
-    tile, hopper = choice.tile, choice.kernel == HOPPER
+    tile, own = choice.tile, SPECIALISED.get(choice.kernel)
     rule, reason, evidence = why
 
     def rest() -> dict[str, object]:
         cost = attention_cost(problem)
         return {
             "buffers": _buffers(problem),
-            "shared_bytes": hopper_shared_bytes(problem, tile, options)
-            if hopper
-            else shared_bytes(problem, device, tile),
-            "programs_per_sm": hopper_programs(problem, tile, device, options) // device.sms
-            if hopper
+            "shared_bytes": own.shared_bytes(problem, tile, options) if own else shared_bytes(problem, device, tile),
+            "programs_per_sm": own.programs(problem, tile, device, options) // device.sms
+            if own
             else programs_per_sm(problem, device, choice.kernel, tile),
             "cost": cost,
             "bound": bound(cost, device, problem.dtype),
