@@ -13,7 +13,15 @@ from ...errors import PlanError, Unsupported
 from .. import records
 from ..bound import Bound, Example, Slot, attribute, meta, new_results, strides_named
 from ..call import Call, scale_of, window_of
-from ..dense.attention_parts import band_of, head_strides, kind_of, option_values, problem_of, shared_values
+from ..dense.attention_parts import (
+    band_of,
+    head_strides,
+    kind_of,
+    option_values,
+    problem_of,
+    sequence_strides,
+    shared_values,
+)
 from ..device import interpreting
 from ..faults import WORDS, Watch, note_of
 from ..numerics import is_invariant
@@ -131,11 +139,12 @@ def remember_cut(family: Any, made: Any) -> None:
     """Keep a record with a decoder as the first of its family, calls that differ in the number of keys alone, and for those that
     are cut alike."""
     remember(records.CACHE, family, made)
-    remember(records.CACHE, (family, _rules().cut_of(made.bound.plan)), made)
+    remember(records.CACHE, (family, forward_rules().cut_of(made.bound.plan)), made)
 
 
 @functools.cache
-def _rules() -> Any:
+def forward_rules() -> Any:
+    """The module that says what calls of other lengths share."""
     from ...plan.dense import forward  # here: `import tilefold` stays light
 
     return forward
@@ -144,7 +153,7 @@ def _rules() -> Any:
 def cut_alike(family: Any, keys: int, plan_of: Callable[[Any, int], Any]) -> Any:
     """A record of the family that is cut as a call of so many keys is, None if there is none; plan_of(record, keys): a
     call's plan, from any record.  Where a plan holds for its STEP, lengths in it are not planned anew."""
-    rules = _rules()
+    rules = forward_rules()
     held = records.CACHE.get(step := (family, rules.step_number(keys)))
     if held:
         return held
@@ -282,7 +291,7 @@ def bind_decode(
     window = window_of(call.window, call.causal)
     if n["seq_q"] == 1 and window[1] >= 0:  # the only query is the last: it has every key before it
         window = (window[0], -1)
-    rows = [(0, *s) if len(s) == 2 else s for s in (head_strides(t, call.layout) for t in (q, k, v))]
+    rows = [sequence_strides(t, call.layout) for t in (q, k, v)]
     wide = n["seq_q"] * rows[0][1] + n["heads"] * rows[0][2] >= 1 << 31
     wide |= max(p.page_size, plan.block_n) * max(rows[1][1], rows[2][1]) >= 1 << 31
     pairs = _lies_in_pairs(v, plan.problem)
