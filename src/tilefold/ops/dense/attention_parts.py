@@ -33,8 +33,9 @@ def problem_of(
     sizes: dict[str, int],
     window: tuple[int, int],
     band: str = "",
+    dtype: str = "",
 ) -> "AttentionProblem":
-    """The problem of a call; band: of `band_of`, where the kernels have it."""
+    """The problem of a call; band: of `band_of`, where the kernels have it; dtype: of the output, if not q's."""
     from ...plan import AttentionProblem
     from ..reads import reads
 
@@ -53,7 +54,7 @@ def problem_of(
         sizes["kv_heads"],
         sizes["dim_qk"],
         sizes["dim_v"],
-        _name_of(q.dtype),
+        dtype or _name_of(q.dtype),
         causal=window == (-1, 0),
         window=(-1, -1) if window == (-1, 0) else window,
         varlen=call.packed is not None,
