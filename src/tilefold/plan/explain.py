@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tilefold.plan.cost import live_pairs, visited_tiles
-from tilefold.plan.dense.attention_hopper import packed_heads
+from tilefold.plan.dense.attention_hopper import consumers_of, packed_heads
 from tilefold.plan.dense.fp8_hopper import KERNEL as FP8
-from tilefold.plan.dense.fp8_hopper import fp8_consumers
 from tilefold.plan.dense.specialised import SPECIALISED, folders
 from tilefold.plan.limits import BOX, accumulator_registers, registers_estimate
 from tilefold.plan.words import counted
@@ -234,7 +233,7 @@ def _fp8_kernel(plan: AttentionFp8Plan) -> str:
     sums = "by the tensor cores" if "direct" in plan.options else "in fp32"
     return (
         f"transpose_values, then {plan.kernel} (Q, K and V^T by descriptor boxes; "
-        f"{folders(fp8_consumers(plan.tile), plan.options)}; tiles summed {sums}), tile {plan.tile}"
+        f"{folders(consumers_of(plan.tile), plan.options)}; tiles summed {sums}), tile {plan.tile}"
     )
 
 

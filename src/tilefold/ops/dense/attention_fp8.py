@@ -197,10 +197,10 @@ def _bind(
 def _constants(plan: "AttentionFp8Plan", kind: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Compile-time constants and launch options: what the plan's tile and versions make of the kernel."""
     from ...plan.dense import fp8_hopper as rules
-    from ...plan.dense.attention_hopper import polynomial_of
+    from ...plan.dense.attention_hopper import consumers_of, polynomial_of
     from ...plan.hopper import PRODUCER_REGISTERS
 
-    n, consumers = plan.problem, rules.fp8_consumers(plan.tile)
+    n, consumers = plan.problem, consumers_of(plan.tile)
     at_launch, folding = rules.REGISTERS[consumers]
     constants = {
         "KIND": kind,

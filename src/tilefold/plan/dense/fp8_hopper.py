@@ -1,7 +1,7 @@
 """When the Gluon kernel of bytes for sm_90 serves attention with e4m3 inputs: its tiles, its versions, what it refuses."""
 
 from tilefold.plan.capabilities import architecture_refusal
-from tilefold.plan.dense.attention_hopper import POLYNOMIALS
+from tilefold.plan.dense.attention_hopper import POLYNOMIALS, consumers_of
 from tilefold.plan.device import Device
 from tilefold.plan.hopper import tile_fault
 from tilefold.plan.limits import MAX_GRID, Tile
@@ -61,11 +61,6 @@ def places_of(seq_k: int) -> int:
     return -(-seq_k // 16) * 16
 
 
-def fp8_consumers(tile: Tile) -> int:
-    """Warpgroups that fold, 64 rows each."""
-    return tile.block_m // 64
-
-
 def fp8_tile(problem: AttentionProblem) -> Tile:
     """128 queries, 4 warps in each of two warpgroups; num_stages: buffers for K, and for V."""
     wide = fp8_width(problem.dim_v) > 128
@@ -99,9 +94,9 @@ def fp8_violation(
             return "options", f"must be among direct, fence, turns, polynomial 1 to 16, got {option!r}"
     if sum(option in POLYNOMIALS for option in options) > 1 or len(set(options)) < len(options):
         return "options", f"must name each version once, got {options!r}"
-    held, limit = _registers_held(problem, tile, "direct" in options), HELD[fp8_consumers(tile)]
+    held, limit = _registers_held(problem, tile, "direct" in options), HELD[consumers_of(tile)]
     if held > limit:
-        have = REGISTERS[fp8_consumers(tile)][1]
+        have = REGISTERS[consumers_of(tile)][1]
         return "block_n", f"accumulators and weights need {held} registers, of {have} a thread can spare {limit}"
     blocks = fp8_grid(problem, tile)[0]
     if blocks > MAX_GRID:
