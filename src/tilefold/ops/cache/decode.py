@@ -13,15 +13,7 @@ from ...errors import PlanError, Unsupported
 from .. import records
 from ..bound import Bound, Example, Slot, attribute, meta, new_results, strides_named
 from ..call import Call, scale_of, window_of
-from ..dense.attention_parts import (
-    band_of,
-    head_strides,
-    kind_of,
-    option_values,
-    problem_of,
-    sequence_strides,
-    shared_values,
-)
+from ..dense.attention_parts import band_of, kind_of, option_values, problem_of, sequence_strides, shared_values
 from ..device import interpreting
 from ..faults import WORDS, Watch, note_of
 from ..numerics import is_invariant
@@ -83,7 +75,7 @@ class Decoder:
             values["stride_tb"] = table.stride(0)
         else:
             for letter, t in (("k", k), ("v", v)):
-                values |= strides_named(letter, head_strides(t, call.layout), "bnh")
+                values |= strides_named(letter, sequence_strides(t, call.layout), "bnh")
         merge = None if self.merge is None else self.merge.with_values(values)
         return Decoder(self.plan, self.launch.with_values(values), merge, self.rows, self.counted, self.limit)
 
@@ -139,11 +131,11 @@ def remember_cut(family: Any, made: Any) -> None:
     """Keep a record with a decoder as the first of its family, calls that differ in the number of keys alone, and for those that
     are cut alike."""
     remember(records.CACHE, family, made)
-    remember(records.CACHE, (family, forward_rules().cut_of(made.bound.plan)), made)
+    remember(records.CACHE, (family, dense_rules().cut_of(made.bound.plan)), made)
 
 
 @functools.cache
-def forward_rules() -> Any:
+def dense_rules() -> Any:
     """The module that says what calls of other lengths share."""
     from ...plan.dense import forward  # here: `import tilefold` stays light
 
@@ -153,7 +145,7 @@ def forward_rules() -> Any:
 def cut_alike(family: Any, keys: int, plan_of: Callable[[Any, int], Any]) -> Any:
     """A record of the family that is cut as a call of so many keys is, None if there is none; plan_of(record, keys): a
     call's plan, from any record.  Where a plan holds for its STEP, lengths in it are not planned anew."""
-    rules = forward_rules()
+    rules = dense_rules()
     held = records.CACHE.get(step := (family, rules.step_number(keys)))
     if held:
         return held

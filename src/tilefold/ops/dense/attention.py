@@ -14,16 +14,7 @@ from ...errors import DtypeError
 from ...types import Rule, Rules
 from .. import records
 from ..bound import Bound, Example, Prepared, meta, run
-from ..cache.decode import (
-    Decoder,
-    Step,
-    bind_decode,
-    cut_alike,
-    forward_rules,
-    invariant_or_none,
-    remember_cut,
-    step_of,
-)
+from ..cache.decode import Decoder, Step, bind_decode, cut_alike, dense_rules, invariant_or_none, remember_cut, step_of
 from ..call import Call, check_hooks, check_options, result_shapes, scale_of, sizes_of, window_of
 from ..device import device_of, interpreting, on_host
 from ..hopper import disabled
@@ -91,7 +82,7 @@ def _share(made: Prepared, family: Any, alike: Any) -> Prepared:
     if isinstance(made.bound, Bound):
         if family is not None:
             remember(records.CACHE, family, made)
-        if alike is not None and forward_rules().shared_by_tiles(made.planned):
+        if alike is not None and dense_rules().shared_by_tiles(made.planned):
             made.shared = {}
             remember(records.CACHE, alike, made)
     return made
@@ -131,7 +122,7 @@ def _key_of_lengths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Cal
     """The key of calls that differ in the length of k, v and mask alone, within lengths that one plan may hold for; None for
     other calls.  key: of the call."""
     at = 1 if call.layout == "bshd" else 2
-    if key is None or k.dim() != 4 or q.numel() > forward_rules().MOST_ROWS * k.shape[0] * k.shape[3 - at] * k.shape[3]:
+    if key is None or k.dim() != 4 or q.numel() > dense_rules().MOST_ROWS * k.shape[0] * k.shape[3 - at] * k.shape[3]:
         return None  # not the decode kernel's
     mask, bare = call.mask, call if call.mask is None else call._replace(mask=None)
     if not is_plain(bare) or k.shape[:3] != v.shape[:3] or is_invariant(call.numerics):
@@ -168,7 +159,7 @@ def _key_of_tiles(family: Any, q: torch.Tensor, k: torch.Tensor, call: Call) -> 
     if family is None or disabled():
         return None
     heads = 1 if call.packed is not None or call.layout == "bhsd" else 2
-    tiles = forward_rules().lengths_alike(*_lengths_of(q, k, call), q.shape[heads] // max(1, k.shape[heads]))
+    tiles = dense_rules().lengths_alike(*_lengths_of(q, k, call), q.shape[heads] // max(1, k.shape[heads]))
     mean = 0 if call.packed is None else _mean_of(q, call, call.packed.cu_q.shape[0] - 1)
     return None if tiles is None else (family, tiles, mean)
 
@@ -181,7 +172,7 @@ def _lengths_of(q: torch.Tensor, k: torch.Tensor, call: Call) -> tuple[int, int]
 
 def _mean_of(q: torch.Tensor, call: Call, batch: int) -> int:
     """Of a packed batch, how long its sequences are in the mean, as plans ask."""
-    return 0 if call.packed is None else forward_rules().mean_of(q.shape[0], batch)
+    return 0 if call.packed is None else dense_rules().mean_of(q.shape[0], batch)
 
 
 def _of_other_lengths(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared | None:
@@ -204,14 +195,14 @@ def _of_the_same_tiles(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torc
     values = own.values_of_lengths(q, call, old, shapes[0], lengths)
     grid = None if call.packed is None else own.grid_of(old, values["items"])
     bound = near.bound.with_values(values, grid, (q, k, v))
-    plan = functools.partial(forward_rules().plan_alike, old, *lengths)
+    plan = functools.partial(dense_rules().plan_alike, old, *lengths)
     return near.of_lengths(plan, shapes, bound, near.shared)
 
 
 def _plan_of_lengths(near: Prepared, q: torch.Tensor, keys: int, call: Call) -> Any:
     """The plan of a call that differs from near's in its lengths alone; keys: of it."""
     problem = near.problem.of_lengths(_lengths_of(q, q, call)[0], keys, _mean_of(q, call, near.problem.batch))
-    return forward_rules().plan_forward(problem, near.plan.device, portable=disabled())
+    return dense_rules().plan_forward(problem, near.plan.device, portable=disabled())
 
 
 def remainders(strides: tuple[int, ...]) -> tuple[tuple[int, bool, bool], ...]:
@@ -222,7 +213,7 @@ def remainders(strides: tuple[int, ...]) -> tuple[tuple[int, bool, bool], ...]:
 def _grown(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
     """The record of a call from that of another length whose keys are cut alike."""
     problem = near.problem.of_lengths(*_lengths_of(q, k, call))
-    plan = functools.partial(forward_rules().plan_forward, problem, near.bound.plan.device)
+    plan = functools.partial(dense_rules().plan_forward, problem, near.bound.plan.device)
     return near.of_lengths(plan, (near.out_shape, near.lse_shape), near.bound.grown(k, v, call, problem.seq_k))
 
 
