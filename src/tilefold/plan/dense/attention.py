@@ -266,12 +266,13 @@ def _derived(problem: AttentionProblem, choice: Choice, options: tuple[str, ...]
         "block_v": problem.block_v,
         "splits": 1,
         "grid": _grid(problem, choice, options),
-        "buffers": _buffers(problem),
+        "buffers": result_buffers(problem),
         "cost": attention_cost(problem),
     }
 
 
-def _buffers(problem: AttentionProblem) -> tuple[Buffer, ...]:
+def result_buffers(problem: AttentionProblem) -> tuple[Buffer, Buffer]:
+    """Out and lse."""
     if problem.varlen:
         shapes: tuple[tuple[int, ...], ...] = ((-1, problem.heads, problem.dim_v), (problem.heads, -1))
     else:
@@ -297,7 +298,7 @@ def _plan(
     def rest() -> dict[str, object]:
         cost = attention_cost(problem)
         return {
-            "buffers": _buffers(problem),
+            "buffers": result_buffers(problem),
             "shared_bytes": own.shared_bytes(problem, tile, options) if own else shared_bytes(problem, device, tile),
             "programs_per_sm": own.programs(problem, tile, device, options) // device.sms
             if own

@@ -4,7 +4,7 @@ from tilefold.plan.capabilities import architecture_refusal
 from tilefold.plan.dense.attention_hopper import POLYNOMIALS, consumers_of
 from tilefold.plan.device import Device
 from tilefold.plan.hopper import tile_fault
-from tilefold.plan.limits import MAX_GRID, Tile
+from tilefold.plan.limits import MAX_GRID, Tile, grid_of
 from tilefold.plan.problem import AttentionProblem
 
 KERNEL = "attention_forward_fp8"
@@ -68,11 +68,6 @@ def fp8_tile(problem: AttentionProblem) -> Tile:
     return Tile(block_m=128, block_n=64 if wide else 128, num_warps=4, num_stages=stages)
 
 
-def fp8_grid(problem: AttentionProblem, tile: Tile) -> tuple[int, int, int]:
-    """Blocks of queries to draw."""
-    return (-(-problem.seq_q // tile.block_m) * problem.batch * problem.heads if tile.block_m else 0, 1, 1)
-
-
 def fp8_shared_bytes(problem: AttentionProblem, tile: Tile) -> int:
     """Shared memory of a program (bytes): Q, the rings of K and V, barriers."""
     qk, v = fp8_width(problem.dim_qk), fp8_width(problem.dim_v)
@@ -98,7 +93,7 @@ def fp8_violation(
     if held > limit:
         have = REGISTERS[consumers_of(tile)][1]
         return "block_n", f"accumulators and weights need {held} registers, of {have} a thread can spare {limit}"
-    blocks = fp8_grid(problem, tile)[0]
+    blocks = grid_of(problem, tile.block_m)[0]
     if blocks > MAX_GRID:
         return "grid", f"grid needs {blocks} blocks of queries, a launch counts at most {MAX_GRID}"
     fixed = {"num_warps": 4, "maxnreg": None}
