@@ -22,7 +22,7 @@ exponentials on the FMA units."""
 def fp8_refusal(problem: AttentionProblem, device: Device, options: tuple[str, ...]) -> str | None:
     """Why the kernel cannot serve this problem, as a sentence, or None if it can."""
     n = problem
-    if refusal := architecture_refusal("attention_fp8_hopper", device):
+    if refusal := architecture_refusal(KERNEL, device):
         return refusal
     if fp8_width(n.dim_v) > 128 and "direct" not in options:
         return (
