@@ -25,6 +25,7 @@ from tilefold.plan.limits import (
 from tilefold.plan.problem import AttentionProblem
 from tilefold.plan.rules import RULES, SPECIALISED_RULES, Choice, Rule
 from tilefold.plan.table import RULE, measured
+from tilefold.plan.words import sentence
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +175,7 @@ def rules_attention(problem: AttentionProblem, device: Device, portable: bool = 
                 return _plan(problem, device, choice, options, why, others)
             if fault[0] == "grid":
                 raise Unsupported(f"batch, heads and seq_q: {fault[1]}")
-            rejected.append(Rejected(f"tile {choice.tile}", _sentence(fault[1])))
+            rejected.append(Rejected(f"tile {choice.tile}", sentence(fault[1])))
     tried = "; ".join(f"{entry.what}: {entry.why}" for entry in rejected)
     raise Unsupported(
         f"no tile fits {device.name} for dim_qk={problem.dim_qk}, dim_v={problem.dim_v}, {problem.dtype} ({tried})"
@@ -232,10 +233,10 @@ def _other_kernels(problem: AttentionProblem, device: Device, choice: Choice) ->
     found, portable = [], choice.kernel not in SPECIALISED and device.backend != "interpreter"
     for name, own in SPECIALISED.items():
         if choice.kernel != name and not architecture_refusal(name, device):
-            found.append(Rejected(name, _sentence(own.unserved(problem, device) or "portable kernels were asked for")))
+            found.append(Rejected(name, sentence(own.unserved(problem, device) or "portable kernels were asked for")))
     if portable and choice.kernel != BOX:
         refusal = box_refusal(problem, device)
-        found.append(Rejected("box loads", _sentence(refusal or "this rule's tiles are chosen for pointer loads")))
+        found.append(Rejected("box loads", sentence(refusal or "this rule's tiles are chosen for pointer loads")))
     programs = _grid(problem, choice, _options(problem, device, choice))[0]
     if 0 < programs < device.sms:
         tiles = -(-problem.seq_k // choice.tile.block_n)
@@ -323,9 +324,3 @@ def _plan(
         evidence=evidence,
         options=options,
     )
-
-
-def _sentence(text: str) -> str:
-    """First letter large, full stop at the end; identifiers such as sm_90 stay as they are."""
-    start = text if any(c in "_0123456789" for c in text.split()[0]) else text[0].upper() + text[1:]
-    return start if start.endswith(".") else f"{start}."

@@ -20,6 +20,7 @@ from tilefold.plan.dense.fp8_hopper import (
 from tilefold.plan.device import Device
 from tilefold.plan.limits import Tile, grid_of, require_supported
 from tilefold.plan.problem import NARROW_HEAD_DIM, AttentionProblem
+from tilefold.plan.words import sentence
 
 EVIDENCE = "Measured on an H200 beside bfloat16's kernel; the figures are in docs/performance/attention_fp8.md."
 NO_TILE = Tile(0, 0, 0, 0)  # of tensors that are dequantised
@@ -129,7 +130,7 @@ def plan_attention_fp8(problem: AttentionProblem, device: Device, portable: bool
         refusal = fault[1]
     why = refusal or "portable kernels were asked for"
     reason = "q, k and v become bfloat16 tensors, as exact as they are, which the kernel of bfloat16 attention reads."
-    rejected = (Rejected(KERNEL, f"{why[0].upper()}{why[1:]}."),)
+    rejected = (Rejected(KERNEL, sentence(why)),)
     plan = _plan(problem, device, DEQUANTISE, NO_TILE, (), ("dequantise", reason, ""), rejected)
     return replace(plan, evidence=plan.portable.evidence)
 
