@@ -20,7 +20,7 @@ from ..numerics import is_invariant
 from ..records import remember
 from ..source import Cache, Scales, facts_of
 from ..watch import in_forward_mode, is_transformed, is_watched
-from .cached_call import cache_of, cache_values, cached_shapes
+from .cached_call import cache_of, cache_values, cached_shapes, scale_strides
 from .decode_counters import counters
 
 if TYPE_CHECKING:
@@ -309,8 +309,8 @@ def bind_decode(
         "programs": plan.grid,
         "chunks": 1 if shares else plan.chunks,  # type: ignore[union-attr]
         **strides_named("l", (0 if cache.cu_q is not None else n["heads"] * n["seq_q"], lse_shape[-1]), "bh"),
-        **strides_named("ks", _scale_strides(scales.k), "ph"),
-        **strides_named("vs", _scale_strides(scales.v), "ph"),
+        **strides_named("ks", scale_strides(scales.k), "ph"),
+        **strides_named("vs", scale_strides(scales.v), "ph"),
         **strides_named("v", rows[2], "bnh"),
     }
     options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages, "maxnreg": shares and shares.maxnreg}
@@ -359,13 +359,6 @@ def _lies_in_pairs(v: torch.Tensor, problem: "DecodeProblem") -> bool:
     if problem.storage == "plain" or problem.shared or v.shape[-1] % 2 or v.shape[-1] < 32:
         return False
     return all(stride % 2 == 0 for stride in v.stride()[:-1]) and v.storage_offset() % 2 == 0 and v.data_ptr() % 2 == 0
-
-
-def _scale_strides(scales: torch.Tensor | None) -> tuple[int, int]:
-    """(over pages or caches, over heads)."""
-    if scales is None:
-        return 0, 0
-    return (scales.stride(0) if scales.dim() == 2 else 0), scales.stride(-1)
 
 
 def _merge(
