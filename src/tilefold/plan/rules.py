@@ -63,7 +63,11 @@ def _interpreter(problem: AttentionProblem, device: Device) -> tuple[Choice, ...
 
 
 def _rule_of(name: str, kernel: SpecialisedKernel) -> Rule:
-    return Rule(*kernel.why, lambda *to: not kernel.unserved(*to), lambda *to: (Choice(name, kernel.tile(*to)),))
+    return Rule(
+        *kernel.why,
+        lambda problem, device: not kernel.unserved(problem, device),
+        lambda problem, device: (Choice(name, kernel.tile(problem, device)),),
+    )
 
 
 SPECIALISED_RULES = tuple(map(_rule_of, SPECIALISED, SPECIALISED.values()))

@@ -44,7 +44,9 @@ SPECIALISED = {
             "Warpgroups fold while one more warp loads, so the exponentials of one run beside the products of another.",
             "0.94 to 1.21 times FlashAttention-4 from 512 tokens on, 0.84 to 1.36 times cuDNN (H200, 2026-11-21, triton 3.6.0).",
         ),
-        unserved=lambda n, at: hopper.hopper_refusal(n, at) or hopper.hopper_unmeasured(n) or hopper.hopper_few(n, at),
+        unserved=lambda n, device: (
+            hopper.hopper_refusal(n, device) or hopper.hopper_unmeasured(n) or hopper.hopper_few(n, device)
+        ),
         tile=hopper.hopper_tile,
         options=hopper.hopper_options,
         violation=hopper.hopper_violation,
