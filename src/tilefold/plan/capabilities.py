@@ -49,7 +49,7 @@ def _torch(operation: str, function: str, **more: Any) -> Capability:
 
 CAPABILITIES = (
     Capability("attention", "attention_forward_hopper", SM_90, dtypes=HALVES, sources=("dense", "packed")),
-    Capability("attention", "attention_fp8_hopper", SM_90, dtypes=("float8_e4m3fn",)),
+    Capability("attention", "attention_forward_fp8", SM_90, dtypes=("float8_e4m3fn",)),
     Capability("attention_backward", "attention_backward_hopper", SM_90, dtypes=HALVES, sources=("dense", "packed")),
     Capability(
         "sparse_attention", "sparse_forward_hopper", SM_90, dtypes=HALVES, sources=("listed", "packed", "paged")

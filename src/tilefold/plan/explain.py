@@ -7,17 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tilefold.plan.cost import live_pairs, visited_tiles
-from tilefold.plan.dense.attention_hopper import KERNEL as HOPPER
-from tilefold.plan.dense.attention_hopper import (
-    REGISTERS,
-    columns_of,
-    hopper_programs,
-    packed_heads,
-    warpgroups_of,
-    widths_of,
-)
+from tilefold.plan.dense.attention_hopper import consumers_of, packed_heads
 from tilefold.plan.dense.fp8_hopper import KERNEL as FP8
-from tilefold.plan.dense.fp8_hopper import fp8_consumers
+from tilefold.plan.dense.specialised import SPECIALISED, folders
 from tilefold.plan.limits import BOX, accumulator_registers, registers_estimate
 from tilefold.plan.words import counted
 
@@ -125,16 +117,9 @@ def _mask(problem: AttentionProblem) -> list[str]:
 
 
 def _loads(plan: AttentionPlan) -> str:
-    if plan.kernel == HOPPER:
-        return f"Q, K and V by descriptor boxes; {folders(warpgroups_of(plan.problem, plan.tile), plan.options)}"
+    if own := SPECIALISED.get(plan.kernel):
+        return own.loads(plan.problem, plan.tile, plan.options)
     return "K and V by descriptor boxes" if plan.kernel == BOX else "K and V by pointers"
-
-
-def folders(consumers: int, options: tuple[str, ...]) -> str:
-    """Which warps of a program for sm_90 do what."""
-    number = ("one warpgroup folds", "two warpgroups fold", "three warpgroups fold")[consumers - 1]
-    versions = f" ({', '.join(options)})" if options else ""
-    return f"{number}{versions}, one warp loads"
 
 
 def _grid(plan: AttentionPlan) -> str:
@@ -147,13 +132,12 @@ def _grid(plan: AttentionPlan) -> str:
     made = f"{counted(programs, 'program')} = {counted(tiles, 'query tile')}{batch} x {counted(problem.heads // pack, 'head')}"
     if plan.device.backend == "interpreter":
         return f"{made}, run one after the other."
-    if plan.kernel == HOPPER:
-        resident = hopper_programs(problem, plan.tile, plan.device, plan.options)
-        running, sms = min(resident, programs), plan.device.sms
+    sms, slots = plan.device.sms, plan.device.sms * plan.programs_per_sm
+    if plan.kernel in SPECIALISED:
+        running = min(slots, programs)
         each = "one" if running <= sms else "two" if running == 2 * sms else "up to two"
         drawing = f"{counted(running, 'program')}, {each} per SM"
         return f"{drawing}, draw from a counter: {made.replace('program', 'block', 1)}."
-    sms, slots = plan.device.sms, plan.device.sms * plan.programs_per_sm
     unit = "CUs" if plan.device.backend == "hip" else "SMs"
     if programs < sms:
         return f"{made}: {programs} of {sms} {unit} have work ({programs / sms:.0%})."
@@ -168,8 +152,8 @@ def _grid(plan: AttentionPlan) -> str:
 def _tiles(plan: AttentionPlan) -> str:
     problem = plan.problem
     rows = plan.block_m // packed_heads(problem, plan.options)  # queries of a block
-    hopper = plan.kernel == HOPPER
-    padded = widths_of(problem) if hopper else (plan.block_qk, plan.block_v)
+    own = SPECIALISED.get(plan.kernel)
+    padded = own.widths(problem) if own else (plan.block_qk, plan.block_v)
     dims = (problem.dim_qk + problem.dim_v) / sum(padded)
     return visited_text(problem, rows, plan.block_n, dims)
 
@@ -189,23 +173,18 @@ def visited_text(problem: AttentionProblem, rows: int, columns: int, dims: float
 def _resources(plan: AttentionPlan) -> str:
     if plan.device.backend == "interpreter":
         return "The interpreter has no limits on shared memory or registers."
-    if plan.kernel == HOPPER:
-        held = (columns_of(plan.problem) + plan.block_n) // 2
-        return (
-            f"{plan.shared_bytes / 1024:.0f} of {plan.device.smem_per_block / 1024:.0f} KiB shared memory, {held} of "
-            f"{REGISTERS[warpgroups_of(plan.problem, plan.tile)][1]} registers per folding thread for accumulators, "
-            f"{counted(plan.programs_per_sm, 'program')} per SM."
-        )
+    shared = f"{plan.shared_bytes / 1024:.0f} of {plan.device.smem_per_block / 1024:.0f} KiB shared memory"
+    programs = counted(plan.programs_per_sm, "program")
+    if own := SPECIALISED.get(plan.kernel):
+        return f"{shared}, {own.registers(plan.problem, plan.tile)} for accumulators, {programs} per SM."
     held = accumulator_registers(plan.problem, plan.device, plan.tile)
-    have = plan.device.smem_per_block / 1024
     wanted = registers_estimate(plan.problem, plan.device, plan.kernel, plan.tile)
     limit = plan.maxnreg or plan.device.registers_per_thread
     spill = f" (with everything else about {wanted}: may spill)" if wanted > limit else ""
     unit = "CU" if plan.device.backend == "hip" else "SM"
     return (
-        f"about {plan.shared_bytes / 1024:.0f} of {have:.0f} KiB shared memory, {held} of "
-        f"{plan.device.registers_per_thread} registers per thread for accumulators{spill}, "
-        f"about {counted(plan.programs_per_sm, 'program')} per {unit}."
+        f"about {shared}, {held} of {plan.device.registers_per_thread} registers per thread for accumulators{spill}, "
+        f"about {programs} per {unit}."
     )
 
 
@@ -254,7 +233,7 @@ def _fp8_kernel(plan: AttentionFp8Plan) -> str:
     sums = "by the tensor cores" if "direct" in plan.options else "in fp32"
     return (
         f"transpose_values, then {plan.kernel} (Q, K and V^T by descriptor boxes; "
-        f"{folders(fp8_consumers(plan.tile), plan.options)}; tiles summed {sums}), tile {plan.tile}"
+        f"{folders(consumers_of(plan.tile), plan.options)}; tiles summed {sums}), tile {plan.tile}"
     )
 
 

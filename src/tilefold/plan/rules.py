@@ -4,14 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from tilefold.plan.dense.attention_hopper import KERNEL as HOPPER
-from tilefold.plan.dense.attention_hopper import hopper_few, hopper_refusal, hopper_tile, hopper_unmeasured
+from tilefold.plan.dense.specialised import SPECIALISED, SpecialisedKernel
 from tilefold.plan.device import Device
 from tilefold.plan.limits import BOX, POINTER, VARLEN, Tile, box_refusal, grid_of
 from tilefold.plan.problem import AttentionProblem, next_power_of_two
 from tilefold.plan.tuned import MANY_MODS, Tuned, tuned_tile
 
-HOPPER_RULE = "hopper"
 SHORT_QUERIES = 64  # below this a full tile of rows would be mostly padding
 
 
@@ -61,15 +59,18 @@ def _interpreter(problem: AttentionProblem, device: Device) -> tuple[Choice, ...
     return _with(_pointer_kernel(problem), Tile(block_m, block_n, 4, 1))
 
 
-# ---- sm_90 in Gluon
+# ---- kernels of one architecture
 
 
-def _fits_hopper(problem: AttentionProblem, device: Device) -> bool:
-    return not (hopper_refusal(problem, device) or hopper_unmeasured(problem) or hopper_few(problem, device))
+def _rule_of(name: str, kernel: SpecialisedKernel) -> Rule:
+    return Rule(
+        *kernel.why,
+        lambda problem, device: not kernel.unserved(problem, device),
+        lambda problem, device: (Choice(name, kernel.tile(problem, device)),),
+    )
 
 
-def _hopper(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
-    return (Choice(HOPPER, hopper_tile(problem, device)),)
+SPECIALISED_RULES = tuple(map(_rule_of, SPECIALISED, SPECIALISED.values()))
 
 
 # ---- fp32
@@ -265,13 +266,7 @@ RULES: tuple[Rule, ...] = (
         lambda problem, device: problem.dtype == "float32",
         _fp32,
     ),
-    Rule(
-        HOPPER_RULE,
-        "Warpgroups fold while one more warp loads, so the exponentials of one run beside the products of another.",
-        "0.94 to 1.21 times FlashAttention-4 from 512 tokens on, 0.84 to 1.36 times cuDNN (H200, 2026-11-21, triton 3.6.0).",
-        _fits_hopper,
-        _hopper,
-    ),
+    *SPECIALISED_RULES,
     Rule(
         "short-queries",
         "There are fewer queries than rows in a full tile, so the tile takes the next power of two of rows, at least 16.",

@@ -4,7 +4,8 @@ import pytest
 
 from aot_cases import Results, compiled, job, problem
 from tilefold.plan import AttentionFp8Plan, AttentionProblem, device_named, plan_attention_fp8
-from tilefold.plan.dense.fp8_hopper import KERNEL, fp8_consumers
+from tilefold.plan.dense.attention_hopper import consumers_of
+from tilefold.plan.dense.fp8_hopper import KERNEL
 
 MADE: dict[str, tuple[AttentionProblem, dict[str, object]]] = {
     "d128": (problem(128), {}),
@@ -43,7 +44,7 @@ def test_kernel(results: Results, name: str) -> None:
     assert result.problems(tensor="best", spills="outside loops") == ()
     report, plan = result.report, plan_of(name)
     assert report is not None
-    assert len(report.loops) == fp8_consumers(plan.tile)
+    assert len(report.loops) == consumers_of(plan.tile)
     assert all(loop.opcodes["QGMMA"] and not loop.hazards for loop in report.loops)
     # weights become operands of the next product by one instruction for four, without shuffles or trips through shared memory
     assert all(loop.opcodes.get("SHFL", 0) <= 4 for loop in report.loops)

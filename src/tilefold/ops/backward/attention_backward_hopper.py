@@ -17,7 +17,6 @@ from .hopper_backward import (
     boxed_sides,
     gradients_of,
     kept_box,
-    side_boxes,
     statistics_bound,
     statistics_box,
 )
@@ -96,7 +95,7 @@ def main_bound(
     items = batches * (heads * split_tiles + rules.query_items(n, device, heads))
     gradients = {letter: t.shape for letter, t in zip("gxy", tensors, strict=False)}
     values = {
-        **boxed_sides(side_boxes(q, dout, k, v, call.layout)),
+        **boxed_sides((q, dout, k, v), call.layout),
         "stat_desc": Slot("Statistics", statistics_box(sizes[0]).over),
         "Partial": Slot("Partial" if "Partial" in given else "Statistics"),
         "ds_desc": Slot("kept", kept_box(sizes[2], tensors[0].dtype).over),

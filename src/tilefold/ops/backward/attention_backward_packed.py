@@ -19,7 +19,6 @@ from .hopper_backward import (
     gradients_of,
     kept_box,
     packed_strides,
-    side_boxes,
     statistics_box,
     values_of_lengths,
 )
@@ -61,7 +60,7 @@ def bound_launches(
     n, order = plan.problem, _order_of(plan, tensors)
     values = {
         **lengths_of(n),
-        **boxed_sides(side_boxes(q, dout, k, v, call.layout)),
+        **boxed_sides((q, dout, k, v), call.layout),
         **values_of_lengths(tensors, dout, call),
         **_values(plan, order, q.dtype),
         "CuQ": attribute("call", "source.cu_q", call.packed),

@@ -10,7 +10,7 @@ from ..call import Call, window_of
 from ..dense.attention_hopper import slope_values
 from ..dense.attention_parts import kind_of, lengths_of, mask_mods_of, score_mods_of, sides_named
 from ..dense.attention_tiles import bytes_of, steps_of, tile_box, tiles_of
-from ..hopper import box_of, descriptor
+from ..hopper import descriptor
 from ..sparse.classify import QueryLists
 from .backward_parts import score_slope, side_strides
 from .hopper_backward import (
@@ -48,10 +48,9 @@ def bound_launches(
     q, k, v, out = tensors
     n, queries, options = plan.problem, rules.queries_of(plan.problem), plan.options
     assert options is not None  # of this kernel's plans
-    sides = zip((q, dout, k, v), (queries, queries, rules.KEYS, rules.KEYS), strict=True)
     tokens = _tokens_of(tensors, call)
     values = {
-        **boxed_sides(tuple(box_of(t, call.layout, size) for t, size in sides)),
+        **boxed_sides((q, dout, k, v), call.layout, queries, rules.KEYS),
         **_sizes(plan, tokens),
         "scale": scale,
         **lengths_of(n),

@@ -107,17 +107,11 @@ def gradients_of(tensors: Tensors, keys: torch.dtype | None = None) -> tuple[Scr
     return Scratch(q.shape, q.dtype), Scratch(k.shape, keys or k.dtype), Scratch(v.shape, keys or v.dtype)
 
 
-def boxed_sides(boxes: "tuple[Any, ...]") -> dict[str, Slot]:
-    """The descriptors of q, dout, k and v by the kernels' names."""
-    names = (("q", "Q"), ("do", "DOut"), ("k", "K"), ("v", "V"))
-    return {f"{name}_desc": Slot(of, box.over) for (name, of), box in zip(names, boxes, strict=True)}
-
-
-def side_boxes(
-    q: torch.Tensor, dout: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout
-) -> "tuple[Any, ...]":
-    """The descriptors of q, dout, k and v, in the kernels' order."""
-    return tuple(box_of(t, layout, UNIT) for t in (q, dout, k, v))
+def boxed_sides(sides: Tensors, layout: Layout, queries: int = UNIT, keys: int = UNIT) -> dict[str, Slot]:
+    """The descriptors of q, dout, k and v by the kernels' names; queries, keys: of a tile."""
+    named = (("q", "Q", queries), ("do", "DOut", queries), ("k", "K", keys), ("v", "V", keys))
+    boxes = zip(named, sides, strict=True)
+    return {f"{name}_desc": Slot(of, box_of(t, layout, rows).over) for (name, of, rows), t in boxes}
 
 
 def statistics_box(rows: int, numbers: int = STATISTICS) -> Any:

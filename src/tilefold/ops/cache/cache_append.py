@@ -11,6 +11,7 @@ from ...errors import DtypeError, ShapeError, Unsupported, ValueRangeError
 from ..bound import Bound, Example, Launched, meta, strides_named
 from ..call import check_integer
 from ..checked import checked_places
+from ..dense.attention_parts import sequence_strides
 from ..device import device_of, interpreting, on_host
 from ..faults import WORDS, Watch, note_of, require_kernels
 from ..places import check_side
@@ -18,7 +19,7 @@ from ..records import recorded
 from ..serve import function_at
 from ..source import Scales, facts_of_values
 from ..watch import is_watched
-from .cached_call import check_scales
+from .cached_call import check_scales, scale_strides
 from .rotary import ELEMENTS, angles_of
 
 LARGEST_DIM = 1024  # rows are copied whole, whatever the attention kernels take
@@ -290,14 +291,7 @@ def _values(call: Append, n: dict[str, int], heads: int, own: int) -> dict[str, 
     """What all calls of a key share, by the kernel's names."""
 
     def rows(t: torch.Tensor | None) -> tuple[int, ...]:
-        if t is None:
-            return 0, 0, 0
-        return (0, *t.stride()[:2]) if call.cu is not None else t.stride()[:3]
-
-    def factors(t: torch.Tensor | None) -> tuple[int, int]:
-        if t is None:
-            return 0, 0
-        return (0 if t.dim() == 1 else t.stride(0)), t.stride(-1)
+        return (0, 0, 0) if t is None else sequence_strides(t, "bshd")
 
     table, cos, sin = call.block_table, call.cos, call.sin
     return {
@@ -319,8 +313,8 @@ def _values(call: Append, n: dict[str, int], heads: int, own: int) -> dict[str, 
         **strides_named("y", call.v_cache.stride()[:3], "bnh"),
         "stride_c": 0 if cos is None else cos.stride(0),
         "stride_s": 0 if sin is None else sin.stride(0),
-        **strides_named("k", factors(call.k_scale), "pg"),
-        **strides_named("v", factors(call.v_scale), "pg"),
+        **strides_named("k", scale_strides(call.k_scale), "pg"),
+        **strides_named("v", scale_strides(call.v_scale), "pg"),
     }
 
 

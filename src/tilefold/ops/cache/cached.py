@@ -8,7 +8,7 @@ import torch
 from ...errors import Unsupported
 from ..bound import Bound, Example, Prepared, meta, run, strides_named
 from ..call import Call, check_options, scale_of, window_of
-from ..dense.attention_parts import head_strides, kind_of, option_values, problem_of, shared_values
+from ..dense.attention_parts import GIVEN, kind_of, option_values, problem_of, sequence_strides, shared_values
 from ..dense.split import Both, Split, bind_merge
 from ..device import device_of, interpreting, on_host
 from ..faults import Watch, require_kernels
@@ -28,7 +28,6 @@ from .cached_call import (
     watched_call,
 )
 
-GIVEN = ("q", "k", "v", "out", "lse", "call")
 BLOCK_SPLITS = 32  # partials that one step of the merge takes in
 LEAST_ROWS = 16  # of a tile of the decode kernel
 
@@ -156,7 +155,7 @@ def _bind(
     n, paged = sizes, cache.block_table is not None
     out_shape, lse_shape = cached_shapes(sizes, cache)
     window = window_of(call.window, call.causal)
-    rows = [(0, *s) if len(s) == 2 else s for s in (head_strides(t, "bshd") for t in (q, k, v))]
+    rows = [sequence_strides(t, "bshd") for t in (q, k, v)]
     block_v = padded_value_dim(n["dim_v"], n["dim_qk"])
     emulate = interpreting() and q.dtype == torch.bfloat16
     constants = {

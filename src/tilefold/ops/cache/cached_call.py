@@ -172,6 +172,13 @@ def check_scales(scales: Scales, used: set[int]) -> None:
                     raise ValueRangeError(f"{name}[{row}{i}] must be a number above 0, got {value}")
 
 
+def scale_strides(scales: torch.Tensor | None) -> tuple[int, int]:
+    """(over pages or caches, over heads)."""
+    if scales is None:
+        return 0, 0
+    return (scales.stride(0) if scales.dim() == 2 else 0), scales.stride(-1)
+
+
 def check_values(cache: Cache, sizes: dict[str, int]) -> None:
     """What the index tensors hold: in the interpreter only, where reading costs nothing and wrong ones end the process."""
     if cache.batch_index is not None:

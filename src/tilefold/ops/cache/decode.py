@@ -13,14 +13,14 @@ from ...errors import PlanError, Unsupported
 from .. import records
 from ..bound import Bound, Example, Slot, attribute, meta, new_results, strides_named
 from ..call import Call, scale_of, window_of
-from ..dense.attention_parts import band_of, head_strides, kind_of, option_values, problem_of, shared_values
+from ..dense.attention_parts import band_of, kind_of, option_values, problem_of, sequence_strides, shared_values
 from ..device import interpreting
 from ..faults import WORDS, Watch, note_of
 from ..numerics import is_invariant
 from ..records import remember
 from ..source import Cache, Scales, facts_of
 from ..watch import in_forward_mode, is_transformed, is_watched
-from .cached_call import cache_of, cache_values, cached_shapes
+from .cached_call import cache_of, cache_values, cached_shapes, scale_strides
 from .decode_counters import counters
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Decoder:
             values["stride_tb"] = table.stride(0)
         else:
             for letter, t in (("k", k), ("v", v)):
-                values |= strides_named(letter, head_strides(t, call.layout), "bnh")
+                values |= strides_named(letter, sequence_strides(t, call.layout), "bnh")
         merge = None if self.merge is None else self.merge.with_values(values)
         return Decoder(self.plan, self.launch.with_values(values), merge, self.rows, self.counted, self.limit)
 
@@ -131,11 +131,12 @@ def remember_cut(family: Any, made: Any) -> None:
     """Keep a record with a decoder as the first of its family, calls that differ in the number of keys alone, and for those that
     are cut alike."""
     remember(records.CACHE, family, made)
-    remember(records.CACHE, (family, _rules().cut_of(made.bound.plan)), made)
+    remember(records.CACHE, (family, dense_rules().cut_of(made.bound.plan)), made)
 
 
 @functools.cache
-def _rules() -> Any:
+def dense_rules() -> Any:
+    """The module that says what calls of other lengths share."""
     from ...plan.dense import forward  # here: `import tilefold` stays light
 
     return forward
@@ -144,7 +145,7 @@ def _rules() -> Any:
 def cut_alike(family: Any, keys: int, plan_of: Callable[[Any, int], Any]) -> Any:
     """A record of the family that is cut as a call of so many keys is, None if there is none; plan_of(record, keys): a
     call's plan, from any record.  Where a plan holds for its STEP, lengths in it are not planned anew."""
-    rules = _rules()
+    rules = dense_rules()
     held = records.CACHE.get(step := (family, rules.step_number(keys)))
     if held:
         return held
@@ -282,7 +283,7 @@ def bind_decode(
     window = window_of(call.window, call.causal)
     if n["seq_q"] == 1 and window[1] >= 0:  # the only query is the last: it has every key before it
         window = (window[0], -1)
-    rows = [(0, *s) if len(s) == 2 else s for s in (head_strides(t, call.layout) for t in (q, k, v))]
+    rows = [sequence_strides(t, call.layout) for t in (q, k, v)]
     wide = n["seq_q"] * rows[0][1] + n["heads"] * rows[0][2] >= 1 << 31
     wide |= max(p.page_size, plan.block_n) * max(rows[1][1], rows[2][1]) >= 1 << 31
     pairs = _lies_in_pairs(v, plan.problem)
@@ -308,8 +309,8 @@ def bind_decode(
         "programs": plan.grid,
         "chunks": 1 if shares else plan.chunks,  # type: ignore[union-attr]
         **strides_named("l", (0 if cache.cu_q is not None else n["heads"] * n["seq_q"], lse_shape[-1]), "bh"),
-        **strides_named("ks", _scale_strides(scales.k), "ph"),
-        **strides_named("vs", _scale_strides(scales.v), "ph"),
+        **strides_named("ks", scale_strides(scales.k), "ph"),
+        **strides_named("vs", scale_strides(scales.v), "ph"),
         **strides_named("v", rows[2], "bnh"),
     }
     options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages, "maxnreg": shares and shares.maxnreg}
@@ -358,13 +359,6 @@ def _lies_in_pairs(v: torch.Tensor, problem: "DecodeProblem") -> bool:
     if problem.storage == "plain" or problem.shared or v.shape[-1] % 2 or v.shape[-1] < 32:
         return False
     return all(stride % 2 == 0 for stride in v.stride()[:-1]) and v.storage_offset() % 2 == 0 and v.data_ptr() % 2 == 0
-
-
-def _scale_strides(scales: torch.Tensor | None) -> tuple[int, int]:
-    """(over pages or caches, over heads)."""
-    if scales is None:
-        return 0, 0
-    return (scales.stride(0) if scales.dim() == 2 else 0), scales.stride(-1)
 
 
 def _merge(

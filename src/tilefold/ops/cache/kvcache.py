@@ -3,7 +3,6 @@
 By the decode kernel, but for prompts (more rows a KV head than plan.decode's MOST_ROWS) over caches in the queries' dtype: those
 are attention_cached's, whose tiles have the rows of one head."""
 
-import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -131,19 +130,14 @@ def _capacity(k: torch.Tensor, call: Call) -> int:
     return k.shape[1] * (1 if table is None else table.shape[1])
 
 
-@functools.cache
-def _rules() -> Any:
-    from ...plan.cache import decode  # here: `import tilefold` stays light
-
-    return decode
-
-
 def _plan_again(near: Prepared, call: Call, capacity: int) -> "DecodePlan":
     """The plan of a call that differs from near's in the capacity alone."""
+    from ...plan.cache.decode import plan_decode
+
     old = near.bound.plan
     attention = old.problem.attention
     problem = replace(old.problem, attention=attention.of_lengths(attention.seq_q, capacity))
-    return _rules().plan_decode(problem, old.device, cache_of(call).splits)  # type: ignore[no-any-return]
+    return plan_decode(problem, old.device, cache_of(call).splits)
 
 
 def _prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: Check) -> Prepared:

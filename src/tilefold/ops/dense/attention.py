@@ -5,6 +5,7 @@ scalars) is worked out once, kept as a `Prepared` record and reused, so that a r
 """
 
 import functools
+import importlib
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -13,7 +14,7 @@ from ...errors import DtypeError
 from ...types import Rule, Rules
 from .. import records
 from ..bound import Bound, Example, Prepared, meta, run
-from ..cache.decode import Decoder, Step, bind_decode, cut_alike, invariant_or_none, remember_cut, step_of
+from ..cache.decode import Decoder, Step, bind_decode, cut_alike, dense_rules, invariant_or_none, remember_cut, step_of
 from ..call import Call, check_hooks, check_options, result_shapes, scale_of, sizes_of, window_of
 from ..device import device_of, interpreting, on_host
 from ..hopper import disabled
@@ -42,8 +43,6 @@ from .attention_tiles import tiles_of
 if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays light
     from ...plan import AttentionPlan, AttentionProblem, DecodePlan, InvariantPlan
     from ...plan.device import Device
-
-HOPPER_KERNEL = "attention_forward_hopper"
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,7 +82,7 @@ def _share(made: Prepared, family: Any, alike: Any) -> Prepared:
     if isinstance(made.bound, Bound):
         if family is not None:
             remember(records.CACHE, family, made)
-        if alike is not None and _rules().shared_by_tiles(made.planned):
+        if alike is not None and dense_rules().shared_by_tiles(made.planned):
             made.shared = {}
             remember(records.CACHE, alike, made)
     return made
@@ -112,24 +111,18 @@ def _keys_of_lengths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Ca
 
 
 @functools.cache
-def _rules() -> Any:
-    from ...plan.dense import forward  # here: `import tilefold` stays light
+def _binder(kernel: str) -> Any:
+    """The module that binds a specialised kernel; None for a portable one."""
+    from ...plan.dense.specialised import SPECIALISED
 
-    return forward
-
-
-@functools.cache
-def _hopper() -> Any:
-    from . import attention_hopper
-
-    return attention_hopper
+    return importlib.import_module(SPECIALISED[kernel].binder) if kernel in SPECIALISED else None
 
 
 def _key_of_lengths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, key: Any) -> Any:
     """The key of calls that differ in the length of k, v and mask alone, within lengths that one plan may hold for; None for
     other calls.  key: of the call."""
     at = 1 if call.layout == "bshd" else 2
-    if key is None or k.dim() != 4 or q.numel() > _rules().MOST_ROWS * k.shape[0] * k.shape[3 - at] * k.shape[3]:
+    if key is None or k.dim() != 4 or q.numel() > dense_rules().MOST_ROWS * k.shape[0] * k.shape[3 - at] * k.shape[3]:
         return None  # not the decode kernel's
     mask, bare = call.mask, call if call.mask is None else call._replace(mask=None)
     if not is_plain(bare) or k.shape[:3] != v.shape[:3] or is_invariant(call.numerics):
@@ -166,7 +159,7 @@ def _key_of_tiles(family: Any, q: torch.Tensor, k: torch.Tensor, call: Call) -> 
     if family is None or disabled():
         return None
     heads = 1 if call.packed is not None or call.layout == "bhsd" else 2
-    tiles = _rules().lengths_alike(*_lengths_of(q, k, call), q.shape[heads] // max(1, k.shape[heads]))
+    tiles = dense_rules().lengths_alike(*_lengths_of(q, k, call), q.shape[heads] // max(1, k.shape[heads]))
     mean = 0 if call.packed is None else _mean_of(q, call, call.packed.cu_q.shape[0] - 1)
     return None if tiles is None else (family, tiles, mean)
 
@@ -179,7 +172,7 @@ def _lengths_of(q: torch.Tensor, k: torch.Tensor, call: Call) -> tuple[int, int]
 
 def _mean_of(q: torch.Tensor, call: Call, batch: int) -> int:
     """Of a packed batch, how long its sequences are in the mean, as plans ask."""
-    return 0 if call.packed is None else _rules().mean_of(q.shape[0], batch)
+    return 0 if call.packed is None else dense_rules().mean_of(q.shape[0], batch)
 
 
 def _of_other_lengths(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared | None:
@@ -192,23 +185,24 @@ def _of_other_lengths(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch
 
 def _of_the_same_tiles(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
     """The record of a call from that of one whose lengths have the same `_key_of_tiles`: its plan is made when somebody asks."""
-    hopper, lengths, old = _hopper(), _lengths_of(q, k, call), cast("AttentionPlan", near.planned)
+    lengths, old = _lengths_of(q, k, call), cast("AttentionPlan", near.planned)
     shape, at = near.out_shape, 2 if call.layout == "bhsd" else 1
     if call.packed is not None:
         shapes: Any = (q.shape[0], *shape[1:]), (near.lse_shape[0], q.shape[0])
     else:
         shapes = (*shape[:at], lengths[0], *shape[at + 1 :]), (*near.lse_shape[:2], lengths[0])
-    values = hopper.values_of_lengths(q, call, old, shapes[0], lengths)
-    grid = None if call.packed is None else hopper.grid_of(old, values["items"])
+    own = _binder(old.kernel)
+    values = own.values_of_lengths(q, call, old, shapes[0], lengths)
+    grid = None if call.packed is None else own.grid_of(old, values["items"])
     bound = near.bound.with_values(values, grid, (q, k, v))
-    plan = functools.partial(_rules().plan_alike, old, *lengths)
+    plan = functools.partial(dense_rules().plan_alike, old, *lengths)
     return near.of_lengths(plan, shapes, bound, near.shared)
 
 
 def _plan_of_lengths(near: Prepared, q: torch.Tensor, keys: int, call: Call) -> Any:
     """The plan of a call that differs from near's in its lengths alone; keys: of it."""
     problem = near.problem.of_lengths(_lengths_of(q, q, call)[0], keys, _mean_of(q, call, near.problem.batch))
-    return _rules().plan_forward(problem, near.plan.device, portable=disabled())
+    return dense_rules().plan_forward(problem, near.plan.device, portable=disabled())
 
 
 def remainders(strides: tuple[int, ...]) -> tuple[tuple[int, bool, bool], ...]:
@@ -219,7 +213,7 @@ def remainders(strides: tuple[int, ...]) -> tuple[tuple[int, bool, bool], ...]:
 def _grown(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
     """The record of a call from that of another length whose keys are cut alike."""
     problem = near.problem.of_lengths(*_lengths_of(q, k, call))
-    plan = functools.partial(_rules().plan_forward, problem, near.bound.plan.device)
+    plan = functools.partial(dense_rules().plan_forward, problem, near.bound.plan.device)
     return near.of_lengths(plan, (near.out_shape, near.lse_shape), near.bound.grown(k, v, call, problem.seq_k))
 
 
@@ -231,9 +225,9 @@ def _bind_again(
     n = plan.problem
     sizes = lengths_of(n)
     shapes = result_shapes(call, {**sizes, "dim_v": n.dim_v, "total_q": q.shape[0]})
-    if plan.kernel == HOPPER_KERNEL:
-        values = _hopper().values_of_lengths(q, call, plan, shapes[0], (n.seq_q, n.seq_k))
-        grid = _hopper().grid_of(plan, values["items"])
+    if own := _binder(plan.kernel):
+        values = own.values_of_lengths(q, call, plan, shapes[0], (n.seq_q, n.seq_k))
+        grid = own.grid_of(plan, values["items"])
     else:
         if near.bound.launch.keywords["WIDE"] != _is_wide(q, call, plan):
             return None
@@ -294,18 +288,16 @@ def prepare_anew(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, 
     if on is not None:
         return Prepared(plan, *shapes)
     bound_to = functools.partial(_bind, q, k, v, call, sizes, scale, shapes)
-    if call.plan is None and getattr(plan, "kernel", "") == HOPPER_KERNEL:
+    if call.plan is None and (own := _binder(getattr(plan, "kernel", ""))):
         faults: list[str] | None = None if call.score_mod is None and call.mask_mod is None else []
-        found = bound_or_none(
-            "dense", lambda: bound_to(plan), lambda p: _hopper().compile(p, q, k, v, call), faults=faults
-        )
+        found = bound_or_none("dense", lambda: bound_to(plan), lambda p: own.compile(p, q, k, v, call), faults=faults)
         if found is not None:
             return found
         if (fixed := invariant_or_none(call, rows, device, None)) is not None:
             return bound_to(fixed)
-        plan = plan_attention(problem, device, portable=True)
+        name, plan = plan.kernel, plan_attention(problem, device, portable=True)
         if faults:
-            plan = plan.refusing(HOPPER_KERNEL, f"It does not compile with this score_mod or mask_mod: {faults[0]}.")
+            plan = plan.refusing(name, f"It does not compile with this score_mod or mask_mod: {faults[0]}.")
     return bound_to(plan)
 
 
@@ -334,10 +326,8 @@ def _bind(
 
     if not isinstance(plan, AttentionPlan):  # k and v as they lie: a cache that is full
         bound: Any = bind_decode(q, k, v, call, {**sizes, "capacity": sizes["seq_k"]}, plan)
-    elif plan.kernel == HOPPER_KERNEL:
-        return _hopper().bind(  # type: ignore[no-any-return]
-            q, k, v, call, window_of(call.window, call.causal), scale, plan, shapes
-        )
+    elif own := _binder(plan.kernel):
+        return own.bind(q, k, v, call, window_of(call.window, call.causal), scale, plan, shapes)  # type: ignore[no-any-return]
     else:
         bound = _bind_portable(q, k, v, call, sizes, scale, shapes[0], plan)
     return Prepared(plan, *shapes, bound, scale, hooks_of(call))

@@ -19,12 +19,12 @@ from ..records import recorded
 from ..source import UNSCALED, Scales, key_of
 from ..watch import is_transformed, refuse_at_once
 from .attention_parts import (
-    boxable,
     describe_box,
     head_strides,
     hooks_of,
     kind_of,
     lengths_of,
+    problem_of,
     shared_values,
     sides_named,
 )
@@ -125,7 +125,8 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, on: 
     device = on or device_of(q.device)
     if 0 in (*shapes[1], sizes["batch"], sizes["seq_q"]):
         return Prepared(None, *shapes, keep=hooks_of(call), run=_run)
-    problem = problem_of(q, k, call, sizes)
+    window = window_of(call.window, call.causal)
+    problem = problem_of(q, k, k, call, sizes, window, dtype="bfloat16")  # V's boxes are those of its transposed copy
     plan = call.plan or plan_attention_fp8(problem, device, portable=disabled())
     if call.plan is not None:
         plan.check(problem, device)
@@ -140,31 +141,13 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, on: 
     return _bind(q, k, v, call, plan, shapes)
 
 
-def problem_of(q: torch.Tensor, k: torch.Tensor, call: Call, sizes: dict[str, int]) -> "AttentionProblem":
-    from ...plan import AttentionProblem
-
-    window = window_of(call.window, call.causal)
-    return AttentionProblem(
-        batch=sizes["batch"],
-        seq_q=sizes["seq_q"],
-        seq_k=sizes["seq_k"],
-        heads=sizes["heads"],
-        kv_heads=sizes["kv_heads"],
-        dim_qk=sizes["dim_qk"],
-        dim_v=sizes["dim_v"],
-        causal=window == (-1, 0),
-        window=(-1, -1) if window == (-1, 0) else window,
-        descriptors=boxable(k),
-        query_descriptors=boxable(q),
-    )
-
-
 def _bind(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, plan: "AttentionFp8Plan",
     shapes: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> Prepared:  # fmt: skip
     """Kernels, descriptors, run-time scalars and compile-time constants of this call under this plan."""
     from ...plan.dense import fp8_hopper as rules
+    from ...plan.problem import padded_head_dim
 
     n = plan.problem
     scale = scale_of(call, n.dim_qk)
@@ -203,8 +186,7 @@ def _bind(
         "places": places,
         **strides_named("", head_strides(v, call.layout), "bnh"),
     }
-    block_d = max(16, 1 << (n.dim_v - 1).bit_length())
-    turning = {"DIM": n.dim_v, "BLOCK_D": block_d, "BLOCK_N": TRANSPOSED_AT_ONCE}
+    turning = {"DIM": n.dim_v, "BLOCK_D": padded_head_dim(n.dim_v), "BLOCK_N": TRANSPOSED_AT_ONCE}
     turn = Bound.of(transpose_values, n.batch * n.kv_heads * parts, GIVEN, transposition, turning, q.device)
     programs = min(plan.device.sms, items)
     main = Bound.of(attention_forward_fp8, programs, GIVEN, values, constants, q.device, **options)
@@ -215,10 +197,10 @@ def _bind(
 def _constants(plan: "AttentionFp8Plan", kind: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Compile-time constants and launch options: what the plan's tile and versions make of the kernel."""
     from ...plan.dense import fp8_hopper as rules
-    from ...plan.dense.attention_hopper import polynomial_of
+    from ...plan.dense.attention_hopper import consumers_of, polynomial_of
     from ...plan.hopper import PRODUCER_REGISTERS
 
-    n, consumers = plan.problem, rules.fp8_consumers(plan.tile)
+    n, consumers = plan.problem, consumers_of(plan.tile)
     at_launch, folding = rules.REGISTERS[consumers]
     constants = {
         "KIND": kind,

@@ -1,7 +1,8 @@
 """What launches of attention have in common, whichever kernel: strides, boxes, the band, mods, dropout."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,9 @@ if TYPE_CHECKING:  # imported where they are needed: `import tilefold` stays lig
 
 GIVEN = ("q", "k", "v", "out", "lse", "call")
 """What a call gives to a `Bound` of forward attention."""
+HOOKS = ("score_mod", "mask_mod", "plan", "score_grad", "backward_plan")
+hooks_of: Callable[[Call], tuple[Any, ...]] = attrgetter(*HOOKS)
+"""The objects whose ids are part of the call's key."""
 TENSORS = {name: Slot(name.lower()) for name in ("Q", "K", "V", "Out", "Lse")}
 
 
@@ -29,8 +33,9 @@ def problem_of(
     sizes: dict[str, int],
     window: tuple[int, int],
     band: str = "",
+    dtype: str = "",
 ) -> "AttentionProblem":
-    """The problem of a call; band: of `band_of`, where the kernels have it."""
+    """The problem of a call; band: of `band_of`, where the kernels have it; dtype: of the output, if not q's."""
     from ...plan import AttentionProblem
     from ..reads import reads
 
@@ -49,7 +54,7 @@ def problem_of(
         sizes["kv_heads"],
         sizes["dim_qk"],
         sizes["dim_v"],
-        _name_of(q.dtype),
+        dtype or _name_of(q.dtype),
         causal=window == (-1, 0),
         window=(-1, -1) if window == (-1, 0) else window,
         varlen=call.packed is not None,
@@ -98,11 +103,6 @@ def side_of(facts: tuple[Any, ...], at: int) -> tuple[Any, ...]:
     sizes = list(shape)
     sizes[at] = -1
     return kind, tuple(sizes), strides[-1], aligned and _boxable(shape, strides, dtype.itemsize), facts[3:]
-
-
-def hooks_of(call: Call) -> tuple[Any, ...]:
-    """The objects whose ids are part of the call's key."""
-    return call.score_mod, call.mask_mod, call.plan, call.score_grad, call.backward_plan
 
 
 def kind_of(window: tuple[int, int], band: str = "") -> int:

@@ -11,8 +11,8 @@ from ..flat import value_of
 from ..operator import Gradient, Operation
 from ..source import Packed
 from .attention import prepare
+from .attention_parts import HOOKS, hooks_of
 
-HOOKS = ("score_mod", "mask_mod", "plan", "score_grad", "backward_plan")
 NO_HOOKS = (None,) * len(HOOKS)
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -64,7 +64,7 @@ ATTENTION = Operation(
 
 def resolved(call: Call) -> Call:
     """The call with the objects that its `Constant`s name."""
-    hooks = (call.score_mod, call.mask_mod, call.plan, call.score_grad, call.backward_plan)
+    hooks = hooks_of(call)
     if hooks == NO_HOOKS or Constant not in map(type, hooks):
         return call
     return call._replace(**{name: value_of(getattr(call, name)) for name in HOOKS})

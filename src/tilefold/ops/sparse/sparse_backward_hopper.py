@@ -12,7 +12,6 @@ from ..backward.hopper_backward import (
     boxed_sides,
     gradients_of,
     kept_box,
-    side_boxes,
     statistics_bound,
     statistics_box,
     values_of_lengths,
@@ -155,7 +154,7 @@ def bound_launches(
     of_main = {
         **lists,
         **strides,
-        **boxed_sides(side_boxes(q, dout, k, v, layout)),
+        **boxed_sides((q, dout, k, v), layout),
         "stat_desc": Slot("Statistics", statistics_box(rows).over),
         "keep_desc": Slot("kept", kept_box(kept_rows, q.dtype).over),
         # counts stand for sizes that there are none of, and are not read as such

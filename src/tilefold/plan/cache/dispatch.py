@@ -29,8 +29,8 @@ from tilefold.plan.cache.flash_split import (
 )
 from tilefold.plan.cost import Bound, Cost, attention_cost, bound, live_keys, visited_tiles
 from tilefold.plan.dense.attention import Rejected
-from tilefold.plan.dense.attention_hopper import KERNEL as HOPPER
 from tilefold.plan.dense.forward import decode_refusal, plan_forward
+from tilefold.plan.dense.specialised import SPECIALISED
 from tilefold.plan.device import Device
 from tilefold.plan.explain_dispatch import explain_decision
 from tilefold.plan.limits import require_supported
@@ -306,7 +306,7 @@ def _ours(
     if isinstance(plan, DecodePlan):
         return SplitDecision(**same, **_decode_fields(problem, plan), rejected=plan.rejected)
     cost = plan.cost
-    if plan.kernel != HOPPER:
+    if plan.kernel not in SPECIALISED:
         cost = _cost(problem, problem.heads, _keys_drawn(problem, plan.block_m, plan.block_n), 1, problem.dim_v)
     reason = f"Not split, since {decode_refusal(plan.problem, device)}; {plan.rule}: {plan.reason}"
     return SplitDecision(

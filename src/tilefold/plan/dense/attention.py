@@ -6,20 +6,10 @@ from functools import lru_cache, partial
 from typing import Any
 
 from tilefold.errors import Unsupported
-from tilefold.plan.architecture import SM_90
 from tilefold.plan.base import Plan, changed, fields_of, require_derived, require_device, require_fit
+from tilefold.plan.capabilities import architecture_refusal
 from tilefold.plan.cost import Bound, Cost, attention_cost, bound
-from tilefold.plan.dense.attention_hopper import KERNEL as HOPPER
-from tilefold.plan.dense.attention_hopper import (
-    hopper_few,
-    hopper_grid,
-    hopper_options,
-    hopper_programs,
-    hopper_refusal,
-    hopper_shared_bytes,
-    hopper_unmeasured,
-    hopper_violation,
-)
+from tilefold.plan.dense.specialised import SPECIALISED
 from tilefold.plan.device import Device
 from tilefold.plan.explain import explain
 from tilefold.plan.limits import (
@@ -33,8 +23,9 @@ from tilefold.plan.limits import (
     tile_violation,
 )
 from tilefold.plan.problem import AttentionProblem
-from tilefold.plan.rules import HOPPER_RULE, RULES, Choice, Rule
+from tilefold.plan.rules import RULES, SPECIALISED_RULES, Choice, Rule
 from tilefold.plan.table import RULE, measured
+from tilefold.plan.words import sentence
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +164,7 @@ def rules_attention(problem: AttentionProblem, device: Device, portable: bool = 
     require_supported(problem, device)
     rejected: list[Rejected] = []
     for rule in RULES:
-        if not rule.applies(problem, device) or (portable and rule.name == HOPPER_RULE):
+        if not rule.applies(problem, device) or (portable and rule in SPECIALISED_RULES):
             continue
         for choice in rule.choices(problem, device):
             options = _options(problem, device, choice)
@@ -184,7 +175,7 @@ def rules_attention(problem: AttentionProblem, device: Device, portable: bool = 
                 return _plan(problem, device, choice, options, why, others)
             if fault[0] == "grid":
                 raise Unsupported(f"batch, heads and seq_q: {fault[1]}")
-            rejected.append(Rejected(f"tile {choice.tile}", _sentence(fault[1])))
+            rejected.append(Rejected(f"tile {choice.tile}", sentence(fault[1])))
     tried = "; ".join(f"{entry.what}: {entry.why}" for entry in rejected)
     raise Unsupported(
         f"no tile fits {device.name} for dim_qk={problem.dim_qk}, dim_v={problem.dim_v}, {problem.dtype} ({tried})"
@@ -200,15 +191,16 @@ def _alternatives(
 
 def _options(problem: AttentionProblem, device: Device, choice: Choice) -> tuple[str, ...]:
     """The versions of a kernel that are taken unless others are asked for."""
-    return hopper_options(problem, choice.tile, device) if choice.kernel == HOPPER else ()
+    own = SPECIALISED.get(choice.kernel)
+    return own.options(problem, choice.tile, device) if own else ()
 
 
 def _violation(
     problem: AttentionProblem, device: Device, choice: Choice, options: tuple[str, ...]
 ) -> tuple[str, str] | None:
     """(field, sentence) of the first limit that a tile of a kernel breaks, or None."""
-    if choice.kernel == HOPPER:
-        return hopper_violation(problem, device, choice.tile, options)
+    if own := SPECIALISED.get(choice.kernel):
+        return own.violation(problem, device, choice.tile, options)
     if options:
         return "options", f"{choice.kernel} has no versions, got {options!r}"
     return tile_violation(problem, device, choice.kernel, choice.tile)
@@ -237,14 +229,14 @@ def _why_behind(problem: AttentionProblem, device: Device, rule: Rule, proposer:
 
 
 def _other_kernels(problem: AttentionProblem, device: Device, choice: Choice) -> tuple[Rejected, ...]:
-    """Box loads, split-KV and packed heads, where they were not taken and could be expected."""
-    found = []
-    if choice.kernel != HOPPER and device.architecture is SM_90:
-        why = hopper_refusal(problem, device) or hopper_unmeasured(problem) or hopper_few(problem, device)
-        found.append(Rejected(HOPPER, _sentence(why or "portable kernels were asked for")))
-    if choice.kernel not in (BOX, HOPPER) and device.backend != "interpreter":
+    """Specialised ones, box loads, split-KV and packed heads, where they were not taken and could be expected."""
+    found, portable = [], choice.kernel not in SPECIALISED and device.backend != "interpreter"
+    for name, own in SPECIALISED.items():
+        if choice.kernel != name and not architecture_refusal(name, device):
+            found.append(Rejected(name, sentence(own.unserved(problem, device) or "portable kernels were asked for")))
+    if portable and choice.kernel != BOX:
         refusal = box_refusal(problem, device)
-        found.append(Rejected("box loads", _sentence(refusal or "this rule's tiles are chosen for pointer loads")))
+        found.append(Rejected("box loads", sentence(refusal or "this rule's tiles are chosen for pointer loads")))
     programs = _grid(problem, choice, _options(problem, device, choice))[0]
     if 0 < programs < device.sms:
         tiles = -(-problem.seq_k // choice.tile.block_n)
@@ -252,7 +244,6 @@ def _other_kernels(problem: AttentionProblem, device: Device, choice: Choice) ->
         if filled > programs:
             why = f"Would use {filled} of {device.sms} SMs, not {programs}; attention_decode splits the keys of few queries."
             found.append(Rejected("split-KV", why))
-    portable = choice.kernel != HOPPER and device.backend != "interpreter"
     if problem.group > 1 and 0 < problem.seq_q < choice.tile.block_m and portable:
         found.append(
             Rejected(
@@ -265,9 +256,8 @@ def _other_kernels(problem: AttentionProblem, device: Device, choice: Choice) ->
 
 
 def _grid(problem: AttentionProblem, choice: Choice, options: tuple[str, ...]) -> tuple[int, int, int]:
-    return (
-        hopper_grid(problem, choice.tile, options) if choice.kernel == HOPPER else grid_of(problem, choice.tile.block_m)
-    )
+    own = SPECIALISED.get(choice.kernel)
+    return own.grid(problem, choice.tile, options) if own else grid_of(problem, choice.tile.block_m)
 
 
 def _derived(problem: AttentionProblem, choice: Choice, options: tuple[str, ...]) -> dict[str, object]:
@@ -277,12 +267,13 @@ def _derived(problem: AttentionProblem, choice: Choice, options: tuple[str, ...]
         "block_v": problem.block_v,
         "splits": 1,
         "grid": _grid(problem, choice, options),
-        "buffers": _buffers(problem),
+        "buffers": result_buffers(problem),
         "cost": attention_cost(problem),
     }
 
 
-def _buffers(problem: AttentionProblem) -> tuple[Buffer, ...]:
+def result_buffers(problem: AttentionProblem) -> tuple[Buffer, Buffer]:
+    """Out and lse."""
     if problem.varlen:
         shapes: tuple[tuple[int, ...], ...] = ((-1, problem.heads, problem.dim_v), (problem.heads, -1))
     else:
@@ -302,18 +293,16 @@ def _plan(
     rejected: Callable[[], tuple[Rejected, ...]],
 ) -> AttentionPlan:
     """The plan of a choice that breaks no limit; rejected: what its field of that name is."""
-    tile, hopper = choice.tile, choice.kernel == HOPPER
+    tile, own = choice.tile, SPECIALISED.get(choice.kernel)
     rule, reason, evidence = why
 
     def rest() -> dict[str, object]:
         cost = attention_cost(problem)
         return {
-            "buffers": _buffers(problem),
-            "shared_bytes": hopper_shared_bytes(problem, tile, options)
-            if hopper
-            else shared_bytes(problem, device, tile),
-            "programs_per_sm": hopper_programs(problem, tile, device, options) // device.sms
-            if hopper
+            "buffers": result_buffers(problem),
+            "shared_bytes": own.shared_bytes(problem, tile, options) if own else shared_bytes(problem, device, tile),
+            "programs_per_sm": own.programs(problem, tile, device, options) // device.sms
+            if own
             else programs_per_sm(problem, device, choice.kernel, tile),
             "cost": cost,
             "bound": bound(cost, device, problem.dtype),
@@ -335,9 +324,3 @@ def _plan(
         evidence=evidence,
         options=options,
     )
-
-
-def _sentence(text: str) -> str:
-    """First letter large, full stop at the end; identifiers such as sm_90 stay as they are."""
-    start = text if any(c in "_0123456789" for c in text.split()[0]) else text[0].upper() + text[1:]
-    return start if start.endswith(".") else f"{start}."

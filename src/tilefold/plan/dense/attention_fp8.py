@@ -5,11 +5,10 @@ from functools import lru_cache
 
 from tilefold.plan.base import Plan, changed, require_derived, require_device, require_fit
 from tilefold.plan.cost import Bound, Cost, attention_cost, bound, live_keys
-from tilefold.plan.dense.attention import AttentionPlan, Buffer, Rejected, plan_attention
+from tilefold.plan.dense.attention import AttentionPlan, Buffer, Rejected, plan_attention, result_buffers
 from tilefold.plan.dense.fp8_hopper import (
     DEQUANTISE,
     KERNEL,
-    fp8_grid,
     fp8_options,
     fp8_refusal,
     fp8_shared_bytes,
@@ -19,8 +18,9 @@ from tilefold.plan.dense.fp8_hopper import (
     places_of,
 )
 from tilefold.plan.device import Device
-from tilefold.plan.limits import Tile, require_supported
+from tilefold.plan.limits import Tile, grid_of, require_supported
 from tilefold.plan.problem import NARROW_HEAD_DIM, AttentionProblem
+from tilefold.plan.words import sentence
 
 EVIDENCE = "Measured on an H200 beside bfloat16's kernel; the figures are in docs/performance/attention_fp8.md."
 NO_TILE = Tile(0, 0, 0, 0)  # of tensors that are dequantised
@@ -130,7 +130,7 @@ def plan_attention_fp8(problem: AttentionProblem, device: Device, portable: bool
         refusal = fault[1]
     why = refusal or "portable kernels were asked for"
     reason = "q, k and v become bfloat16 tensors, as exact as they are, which the kernel of bfloat16 attention reads."
-    rejected = (Rejected(KERNEL, f"{why[0].upper()}{why[1:]}."),)
+    rejected = (Rejected(KERNEL, sentence(why)),)
     plan = _plan(problem, device, DEQUANTISE, NO_TILE, (), ("dequantise", reason, ""), rejected)
     return replace(plan, evidence=plan.portable.evidence)
 
@@ -154,15 +154,12 @@ def _violation(
 
 def _derived(problem: AttentionProblem, kernel: str, tile: Tile) -> dict[str, object]:
     """The fields that follow exactly from problem and tile."""
-    grid = fp8_grid(problem, tile) if kernel == KERNEL else (0, 0, 0)
+    grid = grid_of(problem, tile.block_m) if kernel == KERNEL else (0, 0, 0)
     return {"grid": grid, "buffers": _buffers(problem, kernel), "cost": _cost(problem, kernel)}
 
 
 def _buffers(n: AttentionProblem, kernel: str) -> tuple[Buffer, ...]:
-    made = (
-        Buffer("out", (n.batch, n.seq_q, n.heads, n.dim_v), "bfloat16"),
-        Buffer("lse", (n.batch, n.heads, n.seq_q), "float32"),
-    )
+    made = result_buffers(n)
     if kernel == KERNEL:
         return (*made, Buffer("v_transposed", (n.batch, n.kv_heads, n.dim_v, places_of(n.seq_k)), "float8_e4m3fn"))
     rows_k = (n.batch, n.seq_k, n.kv_heads)

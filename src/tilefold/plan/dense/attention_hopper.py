@@ -188,9 +188,14 @@ def columns_of(problem: AttentionProblem) -> int:
     return widths_of(problem)[1] // (2 if is_split(problem) else 1)
 
 
+def consumers_of(tile: Tile) -> int:
+    """Warpgroups that fold rows of their own, 64 each."""
+    return tile.block_m // 64
+
+
 def warpgroups_of(problem: AttentionProblem, tile: Tile) -> int:
-    """Warpgroups that fold, 64 rows each."""
-    return 2 if is_split(problem) else tile.block_m // 64
+    """Warpgroups that fold."""
+    return 2 if is_split(problem) else consumers_of(tile)
 
 
 def packable_heads(problem: AttentionProblem) -> int:

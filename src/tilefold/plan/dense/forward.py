@@ -10,8 +10,8 @@ from functools import lru_cache
 from tilefold.plan.architecture import SM_90
 from tilefold.plan.cache.decode import MOST_ROWS, DecodePlan, DecodeProblem, decode_kernel_refusal, plan_decode
 from tilefold.plan.dense.attention import AttentionPlan, Rejected, plan_attention
-from tilefold.plan.dense.attention_hopper import KERNEL as HOPPER
 from tilefold.plan.dense.attention_hopper import packable_heads
+from tilefold.plan.dense.specialised import SPECIALISED
 from tilefold.plan.device import Device
 from tilefold.plan.limits import require_supported
 from tilefold.plan.problem import AttentionProblem, mean_of
@@ -60,8 +60,8 @@ DEFERRED = ("buffers", "shared_bytes", "programs_per_sm", "cost", "bound", "reje
 
 
 def shared_by_tiles(plan: AttentionPlan) -> bool:
-    """Whether `lengths_alike` holds for this plan: of the kernel for sm_90, and not of a table, which has single problems."""
-    return plan.kernel == HOPPER and not in_use(plan.device)
+    """Whether `lengths_alike` holds for this plan: of a specialised kernel, and not of a table, which has single problems."""
+    return plan.kernel in SPECIALISED and not in_use(plan.device)
 
 
 def _not_dense(problem: AttentionProblem, device: Device) -> Rejected:

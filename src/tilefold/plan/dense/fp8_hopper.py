@@ -1,10 +1,10 @@
 """When the Gluon kernel of bytes for sm_90 serves attention with e4m3 inputs: its tiles, its versions, what it refuses."""
 
 from tilefold.plan.capabilities import architecture_refusal
-from tilefold.plan.dense.attention_hopper import POLYNOMIALS
+from tilefold.plan.dense.attention_hopper import POLYNOMIALS, consumers_of
 from tilefold.plan.device import Device
 from tilefold.plan.hopper import tile_fault
-from tilefold.plan.limits import MAX_GRID, Tile
+from tilefold.plan.limits import MAX_GRID, Tile, grid_of
 from tilefold.plan.problem import AttentionProblem
 
 KERNEL = "attention_forward_fp8"
@@ -22,7 +22,7 @@ exponentials on the FMA units."""
 def fp8_refusal(problem: AttentionProblem, device: Device, options: tuple[str, ...]) -> str | None:
     """Why the kernel cannot serve this problem, as a sentence, or None if it can."""
     n = problem
-    if refusal := architecture_refusal("attention_fp8_hopper", device):
+    if refusal := architecture_refusal(KERNEL, device):
         return refusal
     if fp8_width(n.dim_v) > 128 and "direct" not in options:
         return (
@@ -61,21 +61,11 @@ def places_of(seq_k: int) -> int:
     return -(-seq_k // 16) * 16
 
 
-def fp8_consumers(tile: Tile) -> int:
-    """Warpgroups that fold, 64 rows each."""
-    return tile.block_m // 64
-
-
 def fp8_tile(problem: AttentionProblem) -> Tile:
     """128 queries, 4 warps in each of two warpgroups; num_stages: buffers for K, and for V."""
     wide = fp8_width(problem.dim_v) > 128
     stages = 3 if wide or fp8_width(problem.dim_qk) > 128 else 4
     return Tile(block_m=128, block_n=64 if wide else 128, num_warps=4, num_stages=stages)
-
-
-def fp8_grid(problem: AttentionProblem, tile: Tile) -> tuple[int, int, int]:
-    """Blocks of queries to draw."""
-    return (-(-problem.seq_q // tile.block_m) * problem.batch * problem.heads if tile.block_m else 0, 1, 1)
 
 
 def fp8_shared_bytes(problem: AttentionProblem, tile: Tile) -> int:
@@ -99,11 +89,11 @@ def fp8_violation(
             return "options", f"must be among direct, fence, turns, polynomial 1 to 16, got {option!r}"
     if sum(option in POLYNOMIALS for option in options) > 1 or len(set(options)) < len(options):
         return "options", f"must name each version once, got {options!r}"
-    held, limit = _registers_held(problem, tile, "direct" in options), HELD[fp8_consumers(tile)]
+    held, limit = _registers_held(problem, tile, "direct" in options), HELD[consumers_of(tile)]
     if held > limit:
-        have = REGISTERS[fp8_consumers(tile)][1]
+        have = REGISTERS[consumers_of(tile)][1]
         return "block_n", f"accumulators and weights need {held} registers, of {have} a thread can spare {limit}"
-    blocks = fp8_grid(problem, tile)[0]
+    blocks = grid_of(problem, tile.block_m)[0]
     if blocks > MAX_GRID:
         return "grid", f"grid needs {blocks} blocks of queries, a launch counts at most {MAX_GRID}"
     fixed = {"num_warps": 4, "maxnreg": None}

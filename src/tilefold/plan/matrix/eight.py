@@ -9,6 +9,7 @@ from tilefold.plan.base import Shown
 from tilefold.plan.capabilities import architecture_refusal
 from tilefold.plan.dense.attention import Rejected
 from tilefold.plan.device import Device
+from tilefold.plan.words import sentence
 
 PORTABLE, ROWS, HOPPER = "matmul_eight", "matmul_eight_rows", "matmul_eight_hopper"
 BYTES = 128  # of a row of either factor that lie together in shared memory
@@ -150,7 +151,7 @@ def plan_eight(problem: EightProblem, device: Device, portable: bool = False) ->
     refusal = "portable kernels were asked for" if portable else hopper_refusal(problem, device)
     if refusal is None:
         return _plan_hopper(problem, device)
-    why = f"{refusal[0].upper()}{refusal[1:]}."
+    why = sentence(refusal)
     return replace(_plan_portable(problem, device), rejected=(Rejected(ROWS, why), Rejected(HOPPER, why)))
 
 

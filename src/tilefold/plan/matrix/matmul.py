@@ -25,6 +25,7 @@ from tilefold.plan.matrix.tiles import (
     traffic,
 )
 from tilefold.plan.table import RULE, measured
+from tilefold.plan.words import sentence
 
 ORDERS = ("grouped", "plain")
 
@@ -181,7 +182,7 @@ def rules_matmul(problem: MatmulProblem, device: Device, order: str = "grouped",
         return _plan(problem, device, HOPPER, tile, order, _rule(problem, device, tile), reason, (other,))
     tile = choose_portable(problem, device, order)
     reason = _portable_reason(problem, device, tile)
-    rejected = (Rejected(HOPPER, f"{refusal[0].upper()}{refusal[1:]}."),)
+    rejected = (Rejected(HOPPER, sentence(refusal)),)
     return _plan(problem, device, PORTABLE, tile, order, _rule(problem, device, tile), reason, rejected)
 
 
