@@ -390,9 +390,9 @@ class Chunked(Run):
 
     def more(self):
         return {
-            "first_chunk": lambda config: (Anything(), Anything()),
+            "first_chunk": lambda softmax: (Anything(), Anything()),
             "first_total": lambda *args: (Total(self.dims[1], []),),
-            "step_of_chunk": lambda config, s, m, l, scale: (s, m, l, Anything()),
+            "step_of_chunk": lambda softmax, s, m, l, scale: (s, m, l, Anything()),
             "merge_chunk": self.merge,
             "keep_chunk": lambda *args: self.merge(*args)[0],
             "state_finish": lambda acc, m, l: (acc, Anything()),

@@ -76,7 +76,7 @@ def attention_forward_hopper(
 
     FENCE holds the wait for O behind the softmax; LATE releases K's slot with V's; PING_PONG: see `PingPong`; POLYNOMIAL, SKIP,
     LAZY (with SKIP, without POLYNOMIAL): see `softmax`; PREFETCH: Q of the next query tile is loaded beside the present one.
-    CHUNK, TILE: see `Config`; Sums, SHARED_SUMS: see `make_totals`.
+    CHUNK: see `Config`; Sums, SHARED_SUMS, TILE: see `make_totals`.
 
     SPLIT, 2 for wide heads, else 1: so many consumers fold the same 64 rows, with the same scores and probabilities, each with
     DIM_V / SPLIT columns of V and O.  ROWS of a query tile are CONSUMERS / SPLIT * 64.  SPLIT excludes BIAS, MASK, mods, LAZY,
@@ -95,7 +95,7 @@ def attention_forward_hopper(
     k = make_pipeline(k_desc, SLOTS, KEYS, DIM_QK, CONSUMERS)
     v = make_pipeline(v_desc, SLOTS * SPLIT, KEYS, DIM_V // SPLIT, CONSUMERS // SPLIT)
     problem = Problem(seq_q, seq_k, heads, group, CuQ, CuK, batch, total_q)
-    config = Config(q_desc.dtype, DIM_V // SPLIT, KEYS, CONSUMERS, PACK, VARLEN, FENCE, LATE, CHUNK=CHUNK, TILE=TILE)
+    config = Config(q_desc.dtype, DIM_V // SPLIT, KEYS, CONSUMERS, PACK, VARLEN, FENCE, LATE, CHUNK=CHUNK)
     counter = WorkCounter(Counter, items)
     scheduler = TileScheduler(problem, counter, mailbox, overflow, q_blocks, ROWS, VARLEN, NUMBERED, PREFETCH)
     mask = Mask(left, right, KIND, ROWS, KEYS, PACK, Lists, lists_b, lists_h, lists_q)
@@ -104,7 +104,9 @@ def attention_forward_hopper(
     mods = ScoreMods(scale, cap, Slopes, slope_b, slope_h, bias_tiles, mask_tiles, SOFTCAP, mask, None,
                      (score_mods, mask_mods))  # fmt: skip
     if CHUNK:
-        softmax = Softmax(Sinks, stride_sinks, config, POLYNOMIAL, SKIP, LAZY, make_totals(config, Sums, SHARED_SUMS))
+        softmax = Softmax(
+            Sinks, stride_sinks, config, POLYNOMIAL, SKIP, LAZY, make_totals(config, Sums, SHARED_SUMS, TILE)
+        )
     else:
         softmax = Softmax(Sinks, stride_sinks, config, POLYNOMIAL, SKIP, LAZY)
     epilogue = Epilogue(Out, Lse, stride_ob, stride_om, stride_oh, problem, config, COLUMNS)

@@ -15,15 +15,17 @@ from .gluon import aggregate, constexpr_function, field, gl, jit, scale_unless_o
 @aggregate
 class Totals:
     """Room for O [64, DIM_V] of each consumer: buffers for its first and its second part, or None; Sums [programs, CONSUMERS, 64,
-    DIM_V] fp32 for those without, or None."""
+    DIM_V] fp32 for those without, or None.  TILE: keys of attention_invariant's tiles."""
 
     first: gl.shared_memory_descriptor | gl.constexpr
     rest: gl.shared_memory_descriptor | gl.constexpr
     Sums: gl.tensor | gl.constexpr
+    TILE: gl.constexpr
 
     @constexpr_function
-    def __init__(self, first, rest, Sums):
+    def __init__(self, first, rest, Sums, TILE):
         self.first, self.rest, self.Sums = field(first), field(rest), field(Sums)
+        self.TILE = gl.constexpr(TILE)
 
     @jit
     def load(self, config, CID: gl.constexpr, PART: gl.constexpr):
@@ -55,26 +57,27 @@ class Totals:
 
 
 @jit
-def make_totals(config, Sums, SHARED: gl.constexpr):
+def make_totals(config, Sums, SHARED: gl.constexpr, TILE: gl.constexpr):
     """SHARED: columns of O that lie in shared memory: all, those of the first part, or 0.  See `Totals`."""
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])  # spreads a quad's rows over the banks
     WIDE: gl.constexpr = wide_of(config.DIM_V)
     if SHARED == 0:
-        return Totals(None, None, Sums)
+        return Totals(None, None, Sums, TILE)
     else:
         first = gl.allocate_shared_memory(gl.float32, [config.CONSUMERS, 64, WIDE], LAYOUT)
         if SHARED == WIDE:
-            return Totals(first, None, Sums)
+            return Totals(first, None, Sums, TILE)
         else:
             rest = gl.allocate_shared_memory(gl.float32, [config.CONSUMERS, 64, config.DIM_V - WIDE], LAYOUT)
-            return Totals(first, rest, Sums)
+            return Totals(first, rest, Sums, TILE)
 
 
 @jit
-def first_chunk(config):
+def first_chunk(softmax):
     """m [64], l [64, 4] before a chunk's first key."""
-    LAYOUT: gl.constexpr = accumulator(config.TILE)
-    none = gl.zeros([64, config.TILE], gl.float32, LAYOUT)
+    TILE: gl.constexpr = softmax.totals.TILE
+    LAYOUT: gl.constexpr = accumulator(TILE)
+    none = gl.zeros([64, TILE], gl.float32, LAYOUT)
     return gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT)), gl.zeros_like(partial_sums(none))
 
 
@@ -101,12 +104,13 @@ def step_of_tile(s, m, l, scale):
 
 
 @jit
-def step_of_chunk(config, s, m, l, scale):
+def step_of_chunk(softmax, s, m, l, scale):
     """As `Softmax.step`, of the chunk's own m [64] and l [64, 4].
 
     attention_invariant has a_2 (a_1 O + P_1 V_1) + P_2 V_2, this a_1 a_2 O + [a_2 P_1, P_2] V.  Factors are powers of two, or 0
     of nothing, and scale a wgmma's sum exactly.  bfloat16 has fp32's exponents; float16 has not: its KEYS are one tile."""
-    TILE: gl.constexpr = config.TILE
+    config = softmax.config
+    TILE: gl.constexpr = softmax.totals.TILE
     if config.KEYS == TILE:
         p, alpha, m, l = step_of_tile(s, m, l, scale)
     else:

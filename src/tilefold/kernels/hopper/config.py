@@ -52,7 +52,6 @@ class Config:
     BITS: gl.constexpr  # of an element of K and V
     OUTSIDE: gl.constexpr  # are sums over KV tiles made outside of wgmma?
     CHUNK: gl.constexpr  # tiles of KEYS that are folded from nothing and then merged; 0: one fold (see `chunks`)
-    TILE: gl.constexpr  # keys of attention_invariant's tiles
     RELOCATE: gl.constexpr  # is the work tile worked out again behind the main loop?
     SCORES: gl.constexpr  # layouts: of S [64, KEYS],
     OUT: gl.constexpr  # of the first part of O [64, DIM_V],
@@ -61,13 +60,12 @@ class Config:
     PROBS_REST: gl.constexpr
 
     @constexpr_function
-    def __init__(self, DTYPE, DIM_V, KEYS, CONSUMERS, PACK, VARLEN, FENCE, LATE, BITS=16, OUTSIDE=False, CHUNK=0,
-                 TILE=64):  # fmt: skip
+    def __init__(self, DTYPE, DIM_V, KEYS, CONSUMERS, PACK, VARLEN, FENCE, LATE, BITS=16, OUTSIDE=False, CHUNK=0):
         self.DTYPE, self.DIM_V, self.KEYS = gl.constexpr(DTYPE), gl.constexpr(DIM_V), gl.constexpr(KEYS)
         self.CONSUMERS, self.PACK, self.VARLEN = gl.constexpr(CONSUMERS), gl.constexpr(PACK), gl.constexpr(VARLEN)
         self.FENCE, self.LATE = gl.constexpr(FENCE), gl.constexpr(LATE)
         self.BITS, self.OUTSIDE = gl.constexpr(BITS), gl.constexpr(OUTSIDE)
-        self.CHUNK, self.TILE = gl.constexpr(CHUNK), gl.constexpr(TILE)
+        self.CHUNK = gl.constexpr(CHUNK)
         # what lives across the main loop takes registers that are not there
         self.RELOCATE = gl.constexpr((DIM_V > 128 or BITS == 8) and not VARLEN)
         wide = wide_of(DIM_V)

@@ -71,7 +71,7 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
         slope = mods.slope(nothing, work)
         acc = zero_output(config)
         if CHUNK:
-            m, l = first_chunk(config)
+            m, l = first_chunk(softmax)
             total = first_total(softmax, CID, acc, work.head)
         else:
             m, l = softmax.begin(nothing, work.head)
@@ -86,7 +86,7 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
         s = mods.apply(s, inner, slope, t, work, row, key, walk.partial(entry), CID, True)
         s = mask.apply(s, work, row, key)
         if CHUNK:
-            p, m, l, alpha = step_of_chunk(config, s, m, l, scale)
+            p, m, l, alpha = step_of_chunk(softmax, s, m, l, scale)
         else:
             p, m, l, alpha = softmax.step(s, m, l, scale)
         if OUTSIDE:
@@ -131,7 +131,7 @@ def consume(CID: gl.constexpr, config, scheduler, q, k, v, mask, mods, softmax, 
                 m_chunk, l_chunk = m, l
                 m = gl.where(anew, float("-inf"), m)
                 l = gl.where(anew, 0.0, l)
-                p_next, m, l, alpha = step_of_chunk(config, s, m, l, scale)
+                p_next, m, l, alpha = step_of_chunk(softmax, s, m, l, scale)
             else:
                 s = mask.apply(s, work, row, key)
                 p_next, m, l, alpha = softmax.step(s, m, l, scale)
