@@ -42,7 +42,7 @@ def produce(scheduler, pipe, mods, group_sums):
     stage = first_stage(1)
     visit = scheduler.first_visit(block)
     for _ in range(block.visits):
-        pipe.load_queries(stage, block, block.query_head + visit.head, visit.tile, visit.row, mods)
+        pipe.load_queries(stage, block, block.query_head + visit.head, visit.tile, visit.number, mods)
         stage = next_stage(stage, pipe.config.SLOTS)
         visit = scheduler.next_visit(visit, block)
     group_sums.publish(block)
@@ -55,7 +55,7 @@ def add(ADDER: gl.constexpr, scheduler, sums):
     visit = scheduler.first_visit(block)
     for i in range(block.visits):
         if i % sums.ADDERS == ADDER:
-            sums.add_parts(visit.row, i, scheduler.place(visit, block))
+            sums.add_parts(visit.number, i, scheduler.blocks_before(visit, block))
         visit = scheduler.next_visit(visit, block)
 
 

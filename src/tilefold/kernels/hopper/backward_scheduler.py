@@ -54,39 +54,39 @@ class Drawn:
 class Counters:
     """Counters in memory, 0 at launch: numbers that were drawn; done KV tiles of each segment; done query tiles of each."""
 
-    place: Value
+    address: Value
     segments: gl.tensor
 
     @jit
     def draw(self):
         """The number of this program's work tile."""
-        return gl.atomic_add(self.place, 1)
+        return gl.atomic_add(self.address, 1)
 
     @jit
     def await_slot(self, work):
         """Before a KV tile publishes: until the query tiles of the segment that had its slot are done."""
         wanted = gl.where(work.before < 0, 0, work.wanted)
-        _await(self.place + 1 + self.segments + gl.maximum(work.before, 0), wanted)
+        _await(self.address + 1 + self.segments + gl.maximum(work.before, 0), wanted)
 
     @jit
     def await_keys(self, work):
         """Before a query tile consumes: until all dS of its segment has been published."""
-        _await(self.place + 1 + work.segment, work.wanted)
+        _await(self.address + 1 + work.segment, work.wanted)
 
     @jit
     def await_queries(self, segment, wanted):
         """Before a sum goes on that the query tiles of a segment have begun: until all are done."""
-        _await(self.place + 1 + self.segments + segment, wanted)
+        _await(self.address + 1 + self.segments + segment, wanted)
 
     @jit
     def publish_keys(self, work):
         """A KV tile's dS has been written."""
-        _count(self.place + 1 + work.segment)
+        _count(self.address + 1 + work.segment)
 
     @jit
     def publish_queries(self, work):
         """A query tile's dS has been read, and what it left for another one has been written."""
-        _count(self.place + 1 + self.segments + work.segment)
+        _count(self.address + 1 + self.segments + work.segment)
 
 
 @struct

@@ -44,15 +44,15 @@ class DqSums:
         mbarrier.arrive(self.full.index(CID * self.ADDERS + i % self.ADDERS), count=1)
 
     @jit
-    def add_parts(self, row, i, place):
-        """Have both parts of the i-th query tile, which has number `row` in memory, added by TMA.
+    def add_parts(self, number, i, before):
+        """Have both parts of the i-th query tile, the one of that number in memory, added by TMA.
 
-        ORDERED: when `place` blocks of keys have added theirs."""
+        ORDERED: when `before` blocks of keys have added theirs."""
         if self.ORDERED:
-            await_counter(self.progress + row, place)
+            await_counter(self.progress + number, before)
         for part in gl.static_range(2):
             mbarrier.wait(self.full.index(part * self.ADDERS + i % self.ADDERS), (i // self.ADDERS) & 1)
-            first = row * (self.NUMBERS // 32) + part * ROWS
+            first = number * (self.NUMBERS // 32) + part * ROWS
             if self.BOX == ROWS:
                 tma_reduce_add(self.desc, [first, 0], self.buffers.index(part))
             else:
@@ -64,7 +64,7 @@ class DqSums:
             mbarrier.arrive(self.empty.index(part), count=1)
         if self.ORDERED:
             await_copies()
-            count(self.progress + row)
+            count(self.progress + number)
 
 
 @jit

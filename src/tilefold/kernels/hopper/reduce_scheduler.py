@@ -64,7 +64,7 @@ class Visit:
 
     tile: gl.tensor
     head: gl.tensor
-    row: gl.tensor
+    number: gl.tensor
     at: Value
     before: Value
     partial: Value
@@ -266,7 +266,7 @@ class BlockScheduler:
         return self.visit(block, at, head)
 
     @jit
-    def place(self, visit, block):
+    def blocks_before(self, visit, block):
         """How many blocks of keys add to a query tile before this one; 0 for the tile past the end."""
         tile = visit.tile
         if self.Lists is not None:

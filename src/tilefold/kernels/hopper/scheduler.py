@@ -41,17 +41,17 @@ class WorkTile:
 class WorkCounter:
     """Hands out `items` work tiles by number.  place [1] int32, 0 before the launch and after it."""
 
-    place: gl.tensor
+    address: gl.tensor
     items: gl.tensor
 
     @constexpr_function
-    def __init__(self, place, items):
-        self.place, self.items = place, items
+    def __init__(self, address, items):
+        self.address, self.items = address, items
 
     @jit
     def draw(self):
         """Draw a number.  It arrives later, in one thread of the warp; `drawn` waits for it."""
-        return draw_work(self.place)
+        return draw_work(self.address)
 
     @jit
     def drawn(self, number, programs):
@@ -62,7 +62,7 @@ class WorkCounter:
     def end(self, item, programs):
         """A number was drawn for every work tile, live or not, once.  Who drew the last one sets the counter back."""
         if item == programs + self.items - 1:
-            gl.store(self.place, 0)
+            gl.store(self.address, 0)
 
 
 @jit
@@ -204,8 +204,8 @@ class TileScheduler:
         """LEAVE or IDLE instead of a work tile."""
         self._put(0, reason, i)
         if self.VARLEN:
-            for place in gl.static_range(5 if self.NUMBERED else 4):
-                self._put(place + 1, 0, i)
+            for field in gl.static_range(5 if self.NUMBERED else 4):
+                self._put(field + 1, 0, i)
         thread_barrier()
 
     @jit
@@ -227,21 +227,21 @@ class TileScheduler:
             return WorkTile(block, batch, head, seq_q, seq_k, seq_k - seq_q, 0, 0, batch, True)
 
     @jit
-    def _put(self, place: gl.constexpr, value, i):
+    def _put(self, FIELD: gl.constexpr, value, i):
         LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        self._place(place, i).store(gl.full([1], value, gl.int32, LAYOUT))
+        self._field(FIELD, i).store(gl.full([1], value, gl.int32, LAYOUT))
 
     @jit
-    def _get(self, place: gl.constexpr, i):
+    def _get(self, FIELD: gl.constexpr, i):
         LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        return gl.sum(self._place(place, i).load(LAYOUT), 0)
+        return gl.sum(self._field(FIELD, i).load(LAYOUT), 0)
 
     @jit
-    def _place(self, place: gl.constexpr, i):
+    def _field(self, FIELD: gl.constexpr, i):
         if self.PREFETCH:
-            return self.mailbox.index((i & 1) * fields_of(self.VARLEN, self.NUMBERED) + place)
+            return self.mailbox.index((i & 1) * fields_of(self.VARLEN, self.NUMBERED) + FIELD)
         elif self.VARLEN:
-            return self.mailbox.index(place)
+            return self.mailbox.index(FIELD)
         else:
             return self.mailbox
 
