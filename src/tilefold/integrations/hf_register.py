@@ -64,7 +64,7 @@ def _replace(module: str, path: str, make: Callable[[Any], Any]) -> None:
     except ImportError:  # older than continuous batching, or than its parts
         return
     for one in owner:
-        place = getattr(place, one)
+        place = getattr(place, one, None)
     if hasattr(place, name):
         theirs = getattr(place, name)
         _replaced.append((place, name, theirs))
