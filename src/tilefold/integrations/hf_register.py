@@ -59,6 +59,7 @@ def unregister(name: str) -> None:
 def _replace(module: str, path: str, make: Callable[[Any], Any]) -> None:
     """Put what `make` makes of it in the place of a function of continuous batching, if this version has it."""
     *owner, name = path.split(".")
+    place: Any
     try:
         place = importlib.import_module(_BATCHING + module)
     except ImportError:  # older than continuous batching, or than its parts

@@ -308,11 +308,10 @@ def hopper_violation(
     refusal = hopper_refusal(problem, device)
     if refusal:
         return "kernel", f"{KERNEL} cannot be used: {refusal}"
-    wide = f"{KERNEL} and head dims above {SPLIT_FROM - 1}"
-    what, rows, keys = (wide, (64,), (32, 64)) if is_split(problem) else (KERNEL, (64, 128, 192), (64, 128))
+    what, rows, keys = _sizes_of_tile(problem, options)
     if tile.block_m not in rows:
         return "block_m", f"must be {_either(rows)} with {what}, got {tile.block_m}"
-    if tile.block_n not in (*keys, 32 if INVARIANT in options else 64):
+    if tile.block_n not in keys:
         return "block_n", f"must be {_either(keys)} with {what}, got {tile.block_n}"
     held, limit = _registers_held(problem, tile), HELD[warpgroups_of(problem, tile)]
     if held > limit:
@@ -325,6 +324,15 @@ def hopper_violation(
         return "grid", f"grid needs {blocks} blocks of queries, a launch counts at most {MAX_GRID}"
     fixed = {"num_warps": 4, "maxnreg": None}
     return tile_fault(KERNEL, tile, fixed, hopper_shared_bytes(problem, tile, options), device)
+
+
+def _sizes_of_tile(problem: AttentionProblem, options: tuple[str, ...]) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    """The version that has them, rows, and keys."""
+    if is_split(problem):
+        return f"{KERNEL} and head dims above {SPLIT_FROM - 1}", (64,), (32, 64)
+    if INVARIANT in options:
+        return f"{KERNEL}, {INVARIANT}", (64, 128, 192), tuple({keys_of_tile(problem), invariant_keys(problem)})
+    return KERNEL, (64, 128, 192), (64, 128)
 
 
 def _either(numbers: tuple[int, ...]) -> str:
@@ -347,7 +355,7 @@ def _option_fault(problem: AttentionProblem, tile: Tile, options: tuple[str, ...
         return f"{min(others)} is not served with head dims above {SPLIT_FROM - 1}"
     if "lazy" in options and (fault := _lazy_fault(problem, options)):
         return fault
-    if INVARIANT in options and (fault := _invariant_fault(problem, tile, options)):
+    if INVARIANT in options and (fault := _invariant_fault(problem, options)):
         return fault
     if "lists" in options and (fault := _lists_fault(problem)):
         return fault
@@ -434,12 +442,9 @@ def invariant_unserved(problem: AttentionProblem) -> str | None:
     return None
 
 
-def _invariant_fault(problem: AttentionProblem, tile: Tile, options: tuple[str, ...]) -> str | None:
+def _invariant_fault(problem: AttentionProblem, options: tuple[str, ...]) -> str | None:
     if why := invariant_unserved(problem):
         return f"invariant is not served: {why}"
-    keys = keys_of_tile(problem)
-    if tile.block_n not in (keys, invariant_keys(problem)):
-        return f"invariant has {keys} keys a tile, in bfloat16 also twice as many, got block_n={tile.block_n}"
     others = {"skip", "lists", *POLYNOMIALS} & {*options}
     return f"invariant excludes {min(others)}" if others else None
 
