@@ -11,25 +11,9 @@ RUNTIME = ["seq_q", "heads"]
 
 @triton.jit(do_not_specialize=RUNTIME)
 def backward_delta(
-    Out,
-    DOut,
-    Lse,
-    DLse,
-    Lse2,
-    Delta,
-    seq_q,
-    heads,
-    stride_ob,
-    stride_om,
-    stride_oh,
-    stride_db,
-    stride_dm,
-    stride_dh,
-    WIDE: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
+    Out, DOut, Lse, DLse, Lse2, Delta, seq_q, heads, stride_ob, stride_om, stride_oh, stride_db, stride_dm, stride_dh,
+    WIDE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
     """Out, DOut [B, Sq, H, D]; Lse, DLse (or None), Lse2, Delta [B, H, Sq] fp32 contiguous.  Grid (cdiv(Sq, BLOCK_M) * H * B,).
 
     A packed batch is one sequence here.  A row without a live key has no gradient, whatever dlse says: delta 0 and lse +inf,

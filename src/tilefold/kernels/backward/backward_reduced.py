@@ -10,23 +10,9 @@ RUNTIME = ["scale", "seq_q", "heads", "q_tiles", "batch", "steps", "max_q"]
 
 @triton.jit(do_not_specialize=RUNTIME)
 def backward_reduced(
-    Sums,
-    DQ,
-    scale,
-    seq_q,
-    heads,
-    q_tiles,
-    CuQ,
-    batch,
-    steps,
-    max_q,
-    stride_gb,
-    stride_gm,
-    stride_gh,
-    QUERIES: tl.constexpr,
-    D: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    Sums, DQ, scale, seq_q, heads, q_tiles, CuQ, batch, steps, max_q, stride_gb, stride_gm, stride_gh,
+    QUERIES: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Sums [B * H * q_tiles, QUERIES * D] fp32: of each tile of QUERIES queries two parts, each [64, 64] in the order of the
     registers of a warpgroup (kernels.hopper.dq_sums); DQ [B, Sq, H, COLUMNS] by strides, all rows of which are written.
 

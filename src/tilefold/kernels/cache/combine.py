@@ -23,27 +23,10 @@ RUNTIME = [
 
 @triton.jit(do_not_specialize=RUNTIME)
 def combine(
-    Part,
-    PartLse,
-    Out,
-    Lse,
-    splits,
-    batch,
-    seq_q,
-    heads,
-    stride_ps,
-    stride_pb,
-    stride_pm,
-    stride_ph,
-    stride_ob,
-    stride_om,
+    Part, PartLse, Out, Lse, splits, batch, seq_q, heads, stride_ps, stride_pb, stride_pm, stride_ph, stride_ob, stride_om,
     stride_oh,
-    EMULATE: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    EMULATE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """Part [S, B, Sq, H, D] fp32, PartLse [S, B, H, Sq] natural log -> Out [B, Sq, H, D], Lse [B, H, Sq].  One row a
     program, grid (Sq * H * B,).  EARLY: launched as a dependent kernel of the one that makes the
     partials.  An empty partial (lse -inf) is the identity, whatever its out holds."""
