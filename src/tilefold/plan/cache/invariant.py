@@ -189,7 +189,11 @@ def plan_prompt(problem: AttentionProblem, device: Device) -> AttentionPlan | st
         kernel=HOPPER, block_m=tile.block_m, block_n=tile.block_n, num_warps=tile.num_warps, num_stages=tile.num_stages,
         options=options,
     )  # fmt: skip
-    reason = f"Tiles of {tile.block_n} keys and chunks of {fixed.chunk}, from a sequence's first key, as attention_invariant has."
+    pairs = ", two at a time," if tile.block_n > fixed.block_n else ""
+    reason = (
+        f"Tiles of {fixed.block_n} keys{pairs} and chunks of {fixed.chunk}, from a sequence's first key, as "
+        "attention_invariant has."
+    )
     other = Rejected(
         "attention_invariant", "Has the same bits; it is the kernel of few queries, caches and changed scores."
     )

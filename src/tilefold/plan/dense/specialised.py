@@ -42,7 +42,8 @@ SPECIALISED = {
         why=(
             "hopper",
             "Warpgroups fold while one more warp loads, so the exponentials of one run beside the products of another.",
-            "0.94 to 1.21 times FlashAttention-4 from 512 tokens on, 0.84 to 1.36 times cuDNN (H200, 2026-11-21, triton 3.6.0).",
+            "0.94 to 1.21 times FlashAttention-4 from 512 tokens on, 0.84 to 1.36 times cuDNN (H200, 2026-11-21, triton 3.6.0); "
+            "with head dims above 256 1.56 to 2.63 times portable kernels (H200, 2026-11-28).",
         ),
         unserved=lambda n, device: (
             hopper.hopper_refusal(n, device) or hopper.hopper_unmeasured(n) or hopper.hopper_few(n, device)
