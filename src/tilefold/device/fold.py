@@ -23,30 +23,10 @@ def shape_scores(s, kv_index, live, place, scale, score_mods, mask_mods, band, K
 
 @triton.jit
 def fold_tiles(
-    q,
-    state,
-    lo,
-    hi,
-    place,
-    scale,
-    source,
-    k_side,
-    v_side,
-    score_mods,
-    mask_mods,
-    band,
-    LOCATE: tl.constexpr,
-    FETCH: tl.constexpr,
-    KIND: tl.constexpr,
-    EDGE: tl.constexpr,
-    EMULATE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    DIM_QK: tl.constexpr,
-    DIM_V: tl.constexpr,
-    BLOCK_QK: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    dropout,
-):
+    q, state, lo, hi, place, scale, source, k_side, v_side, score_mods, mask_mods, band, LOCATE: tl.constexpr,
+    FETCH: tl.constexpr, KIND: tl.constexpr, EDGE: tl.constexpr, EMULATE: tl.constexpr, BLOCK_N: tl.constexpr,
+    DIM_QK: tl.constexpr, DIM_V: tl.constexpr, BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr, dropout,
+):  # fmt: skip
     """Fold tiles lo..hi into state = (acc, m, l).  q [M, BLOCK_QK]; place = (batch, head, q_index [M, 1], (seq_q, seq_k)).
 
     EDGE tiles are cut at the sequence's end and by the band (KIND of device.ranges; band = (left, right)); interior tiles are
@@ -72,28 +52,10 @@ def fold_tiles(
 
 @triton.jit
 def fold_range(
-    q,
-    state,
-    tiles,
-    place,
-    scale,
-    source,
-    k_side,
-    v_side,
-    score_mods,
-    mask_mods,
-    band,
-    LOCATE: tl.constexpr,
-    FETCH: tl.constexpr,
-    KIND: tl.constexpr,
-    EMULATE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    DIM_QK: tl.constexpr,
-    DIM_V: tl.constexpr,
-    BLOCK_QK: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    dropout,
-):
+    q, state, tiles, place, scale, source, k_side, v_side, score_mods, mask_mods, band, LOCATE: tl.constexpr,
+    FETCH: tl.constexpr, KIND: tl.constexpr, EMULATE: tl.constexpr, BLOCK_N: tl.constexpr, DIM_QK: tl.constexpr,
+    DIM_V: tl.constexpr, BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr, dropout,
+):  # fmt: skip
     """Edge, interior, edge: the tiles of a range as device.ranges gives it."""
     lo, full_lo, full_hi, hi = tiles
     if KIND == WINDOW:

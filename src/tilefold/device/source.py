@@ -22,15 +22,9 @@ def locate_rows(i, source, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def fetch_rows(
-    side,
-    rows,
-    live,
-    EDGE: tl.constexpr,
-    EMULATE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    side, rows, live,
+    EDGE: tl.constexpr, EMULATE: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """By pointers, side = (base, row stride).  The int64 row offset is made anew for every tile: a part that does not change
     in the loop would be hoisted into two registers a row and cost 30 to 60 registers a thread."""
     base, stride = side
@@ -71,15 +65,9 @@ def locate_box(i, source, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def fetch_box(
-    side,
-    rows,
-    live,
-    EDGE: tl.constexpr,
-    EMULATE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    side, rows, live,
+    EDGE: tl.constexpr, EMULATE: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """By the copy engine, side = (descriptor of [B, H, N, D], batch, head); it fills with 0 past the tensor's end."""
     descriptor, i_b, i_h = side
     return widen(descriptor.load([i_b, i_h, rows, 0]).reshape(BLOCK_N, BLOCK_D), EMULATE)
@@ -221,15 +209,9 @@ def locate_pages(i, source, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def fetch_paged(
-    side,
-    rows,
-    live,
-    EDGE: tl.constexpr,
-    EMULATE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    side, rows, live,
+    EDGE: tl.constexpr, EMULATE: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """By pointers, side = (base, page stride, row stride), rows = (page int64, row in the page int32): int64 rows would cost 30
     registers a thread, so the row stride is int64 where a page spans 2^31 elements or more."""
     base, stride_p, stride_n = side
