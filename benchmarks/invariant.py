@@ -1,6 +1,6 @@
 """What numerics="invariant" costs: prompts and decoding beside the default, in turns; and products.  Bits are looked at first.
 
-    PYTHONPATH=src python benchmarks/invariant.py [--only decode] [--rounds 5] [--chunk 512] [--fa2]
+    PYTHONPATH=src python benchmarks/invariant.py [--only decode] [--rounds 5] [--chunk 512] [--dtype float16] [--fa2]
 
 Milliseconds, and how much of the default's speed is left (prompts, aim 0.95) or how many times its time it takes (decoding, aim
 1.10).  --chunk: keys of a chunk, to see what others would cost; they have bits of their own.  --fa2: flash_attn beside it."""
@@ -23,10 +23,16 @@ PROMPTS = [
     (4, 4096, 16, 16, 128),
     (1, 16384, 16, 16, 128),
     (8, 2048, 28, 4, 128),
+    (4, 4096, 16, 16, 96),
+    (4, 4096, 16, 16, 72),
     (4, 4096, 16, 16, 64),
+    (4, 4096, 16, 16, 32),
+    (2, 4096, 16, 16, 192),
     (2, 4096, 8, 8, 256),
+    (1, 16384, 8, 8, 256),
 ]
 TOKENS = [
+    (1, 1024, 28, 4, 128),
     (1, 4096, 28, 4, 128),
     (1, 32768, 32, 8, 128),
     (16, 8192, 32, 8, 128),
@@ -36,8 +42,12 @@ TOKENS = [
 PRODUCTS = [(1, 4096, 4096), (16, 4096, 4096), (64, 4096, 11008), (512, 4096, 4096), (8192, 4096, 4096)]
 
 
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+chosen = torch.bfloat16
+
+
 def draw(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, device="cuda").bfloat16()
+    return torch.randn(shape, device="cuda").to(chosen)
 
 
 def planned(plan: Any, chunk: int) -> dict[str, Any]:
@@ -125,8 +135,11 @@ def main() -> None:
     parser.add_argument("--only", choices=list(FAMILIES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--chunk", type=int, default=0)
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
     parser.add_argument("--fa2", action="store_true")
     options = parser.parse_args()
+    global chosen
+    chosen = DTYPES[options.dtype]
     print(
         torch.cuda.get_device_name(),
         f"chunk {options.chunk or 'as planned'}",
