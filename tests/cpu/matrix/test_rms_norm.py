@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cases import judge, one_graph, rand
+from cases import hold_back, one_graph, rand
 from tilefold import ops, reference
 from tilefold.errors import DtypeError, LayoutError, ShapeError, Unsupported, ValueRangeError
 from tilefold.plan import device_named
@@ -12,27 +12,10 @@ from tilefold.plan.matrix.rms_norm import RMSNormProblem, plan_rms_norm
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 
-def results(fn, tensors, **options):
-    found = fn(*tensors, **options)
-    return found if isinstance(found, tuple) else (found,)
-
-
 def check(*tensors, **options):
     """Hold results, and gradients of all tensors, to the oracle; returns them."""
-    dtype = tensors[0].dtype
-    own, wide = ([t.detach().to(d or t.dtype).requires_grad_() for t in tensors] for d in (None, torch.float64))
-    got = results(ops.rms_norm, own, **options)
-    grads = [rand(*t.shape, dtype=dtype, device=t.device) for t in got]
-    got += torch.autograd.grad(got, own, grads)
-    judged = []
-    for kept in (torch.float64, dtype):
-        made = results(reference.rms_norm, wide, dtype=kept, **options)
-        judged.append(made + torch.autograd.grad(made, wide, [g.double() for g in grads]))
-    names = ["out", "sum"][: len(tensors) - 1] + ["dx", "dw", "dresidual"][: len(tensors)]
-    for name, a, b, c in zip(names, got, *judged, strict=True):
-        assert a.dtype == (tensors[1].dtype if name == "dw" else dtype)
-        judge(a, b, c, f"{name} {tuple(tensors[0].shape)} {dtype}")
-    return got
+    own = [t.detach().requires_grad_() for t in tensors]
+    return hold_back(ops.rms_norm(*own, **options), reference.rms_norm, *own, names=("out", "sum"), **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
