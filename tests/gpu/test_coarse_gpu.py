@@ -7,7 +7,7 @@ import torch
 
 from cases import hold_back, judge, qkv, rand, same
 from cases.coarse import held, padding, run, sized, weights
-from cases.device import DEVICE, captured, no_waiting
+from cases.device import DEVICE, alike_every_run, followed, no_waiting
 from tilefold import reference, sparse
 
 pytestmark = pytest.mark.no_poison
@@ -107,15 +107,12 @@ def test_graph_replays_with_changed_inputs():
         out = sparse.fuse(rough.out, inputs[0], gate)
         return out, rough.scores, *torch.autograd.grad(out.float().square().sum(), (*inputs, w, gate))
 
-    graph, held = captured(step)
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        with torch.no_grad():
-            for t in inputs:
-                t.copy_(torch.randn_like(t))
-            sizes.copy_(torch.randint(0, 65, (32,)))
-        graph.replay()
-        assert same(held, step())
+    def change():
+        for t in inputs:
+            t.copy_(torch.randn_like(t))
+        sizes.copy_(torch.randint(0, 65, (32,)))
+
+    followed(step, change, change)
 
 
 def test_no_synchronisation():
@@ -180,8 +177,7 @@ def test_the_same_bits_every_run_fuse():
     shapes = (B, N, H, D), (B, N, H, D), (H,), (1, 1, H, D)
     inputs = [rand(*shape, device=DEVICE).requires_grad_() for shape in shapes]
     dout = rand(B, N, H, D, device=DEVICE)
-    first, *others = (torch.autograd.grad(sparse.fuse(*inputs), inputs, dout) for _ in range(5))
-    assert all(same(first, other) for other in others)
+    alike_every_run(lambda: torch.autograd.grad(sparse.fuse(*inputs), inputs, dout), 4)
 
 
 @pytest.mark.large
