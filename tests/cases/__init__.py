@@ -84,6 +84,26 @@ def one_graph(fn: Any, **options: Any) -> Any:
     return torch.compile(fn, fullgraph=True, backend="aot_eager", **options)
 
 
+def graph_gives(fn: Any, *args: Any, times: int = 1, seed: int = 5, **options: Any) -> Any:
+    """One graph gives, so many times, the bits of `fn`: its results, and gradients of those of `args` that require one, of the
+    sum of what is finite, squared.  Returns the graph."""
+    compiled = one_graph(fn)
+    leaves = [t for t in args if isinstance(t, torch.Tensor) and t.requires_grad]
+
+    def run(fn: Any) -> tuple[torch.Tensor, ...]:
+        torch.manual_seed(seed)
+        made = fn(*args, **options)
+        made = (made,) if isinstance(made, torch.Tensor) else tuple(made)
+        if not leaves:
+            return made
+        lost = [torch.where(t.isfinite(), t, 0.0).float().square().sum() for t in made if t.requires_grad]
+        return *made, *torch.autograd.grad(sum(lost), leaves)
+
+    want = run(fn)
+    assert all(same(run(compiled), want) for _ in range(times))
+    return compiled
+
+
 def judge(got: torch.Tensor, oracle: torch.Tensor, plain: torch.Tensor, what: str, unit: float = 1.0) -> None:
     """`what` begins with "lse" for logarithms; unit: of these, as of `reference.compare`."""
     verdict = reference.compare(got, oracle, plain, unit=unit if what.startswith("lse") else 0.0)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tilefold
-from cases import hold, judge, one_graph
+from cases import graph_gives, hold, judge
 from cases import qkv as qkv_on
 from cases.refusals import refuses
 from tilefold import reference
@@ -117,8 +117,7 @@ def test_gradients_of_what_the_decode_kernel_made():
 def test_compiled():
     """Through torch's dispatcher the same kernel runs."""
     q, k, v = qkv(1, 1, LEAST_SPLIT + 3, 4, 2, 16)
-    call = one_graph(lambda *x: tilefold.attention(*x, causal=True))
-    assert torch.equal(call(q, k, v), tilefold.attention(q, k, v, causal=True))
+    graph_gives(lambda *x: tilefold.attention(*x, causal=True), q, k, v)
 
 
 def test_plans_that_callers_give():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tilefold
-from cases import in_two_parts, judge, one_graph, rand
+from cases import graph_gives, in_two_parts, judge, rand
 from tilefold import reference
 from tilefold.plan import PrefixProblem, device_named, plan_shared_prefix
 
@@ -86,14 +86,8 @@ def test_merge_refuses(device):
 
 @pytest.mark.no_poison
 def test_merge_compiled(device):
-    args = (
-        rand(2, 6, 3, 16, device=device),
-        rand(2, 3, 6, device=device),
-        rand(2, 6, 3, 16, device=device),
-        rand(2, 3, 6, device=device),
-    )
-    got = one_graph(lambda *a: tilefold.merge_attention(*a)[0] * 2)(*args)
-    assert torch.equal(got, tilefold.merge_attention(*args)[0] * 2)
+    args = [rand(*shape, device=device) for shape in ((2, 6, 3, 16), (2, 3, 6)) * 2]
+    graph_gives(lambda *a: tilefold.merge_attention(*a)[0] * 2, *args)
     from tilefold.ops.cache.merge import MERGE_ATTENTION
 
     torch.library.opcheck(MERGE_ATTENTION.op, args, test_utils=("test_schema", "test_faketensor"))
@@ -263,8 +257,7 @@ def test_shared_prefix_compiled(device):
         )
         return found * 2
 
-    got = one_graph(call)(q, *held)
-    assert torch.equal(got, call(q, *held))
+    graph_gives(call, q, *held)
 
 
 WRONG = [
