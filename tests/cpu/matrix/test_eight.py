@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from cases import graph_gives, judge, rand
+from cases.refusals import each_refuses
 from tilefold import ops, reference
 from tilefold.errors import DtypeError, ShapeError, Unsupported
 from tilefold.ops.matrix import eight
@@ -81,13 +82,11 @@ def test_operator_and_compile(device):
 def test_refusals(device):
     weight, scale = weight_of(24, 64, torch.int8, device), torch.rand(24, device=device)
     x = rand(4, 64, dtype=torch.float16, device=device)
-    for error, text, call in (
+    each_refuses(
         (DtypeError, "x has dtype", lambda: ops.matmul_w8a8(x.float(), weight, scale)),
         (DtypeError, "weight has dtype", lambda: ops.matmul_w8a8(x, weight.half(), scale)),
         (ShapeError, "weight_scale has shape", lambda: ops.matmul_w8a8(x, weight, scale[:5])),
         (ShapeError, "K = 64", lambda: ops.matmul_w8a8(x[:, :60], weight, scale)),
         (ShapeError, "bias", lambda: ops.matmul_w8a8(x, weight, scale, x[0, :5])),
         (Unsupported, "x requires", lambda: ops.matmul_w8a8(x.clone().requires_grad_(), weight, scale)),
-    ):
-        with pytest.raises(error, match=text):
-            call()
+    )

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from cases import graph_gives, hold, hold_back, rand
+from cases.refusals import each_refuses
 from tilefold import ops, quant, reference
 from tilefold.errors import DtypeError, LayoutError, PlanError, ShapeError
 from tilefold.ops.matrix import lowbit_launch
@@ -173,7 +174,7 @@ def test_refusals(device):
     weight = random_weight(40, 96, 4, 32, device=device)
     x = rand(3, 96, dtype=torch.float16, device=device)
     other = ops.lowbit_matmul_plan(x[:2], weight)
-    for error, text, call in (
+    each_refuses(
         (DtypeError, "weight must be", lambda: ops.lowbit_matmul(x, x)),
         (DtypeError, "x has dtype", lambda: ops.lowbit_matmul(x.double(), weight)),
         (DtypeError, "x must be", lambda: ops.lowbit_matmul(None, weight)),
@@ -190,9 +191,7 @@ def test_refusals(device):
         (DtypeError, "plan must be", lambda: ops.lowbit_matmul(x, weight, plan="tile")),
         (PlanError, "atomic", lambda: replace(other, atomic=True)),
         (PlanError, "path", lambda: replace(other, path="fast")),
-    ):
-        with pytest.raises(error, match=text):
-            call()
+    )
 
 
 def recovered_rows(weight, dtype, device, rows, **changes):

@@ -9,9 +9,9 @@ import torch
 import tilefold
 from cases import hold_back, qkv, rand, same
 from cases.coarse import held, padding, run, sized, weights
-from cases.refusals import refuses
+from cases.refusals import refuses, refuses_given
 from tilefold import reference, sparse
-from tilefold.errors import DtypeError, LayoutError, ShapeError, TilefoldError, Unsupported, ValueRangeError
+from tilefold.errors import DtypeError, LayoutError, ShapeError, Unsupported, ValueRangeError
 from tilefold.ops import records
 from tilefold.plan import device_named
 from tilefold.plan.limits import Tile
@@ -302,12 +302,7 @@ REFUSED = [
 @pytest.mark.parametrize(("changes", "error", "text"), REFUSED, ids=[text[:40] for _, _, text in REFUSED])
 def test_refusals(changes, error, text, device):
     given = {"q": torch.zeros(Q), "k": torch.zeros(K), "v": torch.zeros(K), "block": 16, **changes}
-    given = {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in given.items()}
-    q, k, v = (given.pop(name) for name in "qkv")
-    with pytest.raises(error) as caught:
-        sparse.coarse(q, k, v, **given)
-    assert str(caught.value) == text
-    assert isinstance(caught.value, TilefoldError)
+    refuses_given(error, text, sparse.coarse, device, **given)
 
 
 def test_refusals_of_the_parts(device):

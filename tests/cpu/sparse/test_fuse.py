@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from cases import hold_back, rand
-from cases.refusals import refuses
+from cases.refusals import refuses, refuses_given
 from tilefold import reference, sparse
-from tilefold.errors import DtypeError, LayoutError, ShapeError, TilefoldError, Unsupported, ValueRangeError
+from tilefold.errors import DtypeError, LayoutError, ShapeError, Unsupported, ValueRangeError
 
 B, N, H, D = 2, 37, 3, 24
 GATES = {
@@ -149,9 +149,4 @@ REFUSED = [
 
 @pytest.mark.parametrize(("changes", "error", "text"), REFUSED, ids=[text[:40] for _, _, text in REFUSED])
 def test_refusals(changes, error, text, device):
-    given = {"coarse": torch.zeros(X), "fine": torch.zeros(X), **changes}
-    given = {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in given.items()}
-    with pytest.raises(error) as caught:
-        sparse.fuse(**given)
-    assert str(caught.value) == text
-    assert isinstance(caught.value, TilefoldError)
+    refuses_given(error, text, sparse.fuse, device, **{"coarse": torch.zeros(X), "fine": torch.zeros(X), **changes})
