@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tilefold
-from cases import check, dense_plan, dilated, dilated_twin, hold, judge, packed, qkv, rand, same
+from cases import check, dense_plan, dilated, dilated_twin, hold, packed, qkv, rand, same
 from cases.device import DEVICE, alike_every_run, captured, compiled_once, followed, no_waiting
 from tilefold import reference
 from tilefold.plan import DecodePlan
@@ -97,9 +97,7 @@ def test_varlen_graph_with_changed_offsets():
     for offsets in ([0, 600, 600, 600], [0, 1, 2, 600], [0, 250, 251, 600]):
         cu.copy_(torch.tensor(offsets, dtype=torch.int32))
         graph.replay()
-        oracle = reference.attention_varlen(q, k, v, cu, cu, 600, 600, causal=True)
-        plain = reference.attention_varlen(q, k, v, cu, cu, 600, 600, causal=True, dtype=torch.bfloat16)
-        judge(out, oracle[0], plain[0], f"graph {offsets}")
+        hold(out, reference.attention_varlen, q, k, v, cu, cu, 600, 600, what=f"graph {offsets}", causal=True)
 
 
 def test_side_stream():
@@ -149,10 +147,8 @@ def test_more_than_2_to_the_31_elements():
     rows = slice(s - 64, s)
     for i_b, i_h in ((0, 0), (b - 1, h - 1), (b - 1, 0)):
         one = [t[i_b : i_b + 1, :, i_h : i_h + 1] for t in (q, k, v)]
-        oracle = reference.attention(one[0][:, rows], *one[1:], causal=True)
-        plain = reference.attention(one[0][:, rows], *one[1:], causal=True, dtype=torch.bfloat16)
-        judge(out[i_b : i_b + 1, rows, i_h : i_h + 1], oracle[0], plain[0], f"out of {i_b}, {i_h}")
-        judge(lse[i_b : i_b + 1, i_h : i_h + 1, rows], oracle[1], plain[1], f"lse of {i_b}, {i_h}")
+        got = out[i_b : i_b + 1, rows, i_h : i_h + 1], lse[i_b : i_b + 1, i_h : i_h + 1, rows]
+        hold(got, reference.attention, one[0][:, rows], *one[1:], what=f"of {i_b}, {i_h}", causal=True)
     flat = [t.view(b * s, h, d) for t in (q, k, v)]
     cu = torch.arange(b + 1, dtype=torch.int32, device=DEVICE) * s
     packed, packed_lse = tilefold.attention_varlen(*flat, cu, cu, s, s, causal=True, return_lse=True)
@@ -171,9 +167,7 @@ def test_far_bias_offsets():
     q, k, v = qkv(1, n, n, 1, 1, 64, dtype=torch.bfloat16, device=DEVICE)
     out = tilefold.attention(q, k, v, bias=bias)
     rows = slice(n - 32, n)
-    oracle = reference.attention(q[:, rows], k, v, bias=bias[:, :, rows])
-    plain = reference.attention(q[:, rows], k, v, bias=bias[:, :, rows], dtype=torch.bfloat16)
-    judge(out[:, rows], oracle[0], plain[0], "last rows")
+    hold(out[:, rows], reference.attention, q[:, rows], k, v, what="of the last rows", bias=bias[:, :, rows])
 
 
 def test_inductor():
