@@ -146,6 +146,22 @@ def trained_once(model, **inputs):
     return loss.detach(), {name: getattr(attention, name).weight.grad.clone() for name in PROJECTIONS}
 
 
+def trained(model, batches, steps, rate, checkpoints=False):
+    """The losses of plain gradient descent on batches in turn."""
+    if checkpoints:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    optimiser = torch.optim.SGD(model.train().parameters(), lr=rate)
+    losses = []
+    for step in range(steps):
+        ids, mask = batches[step % len(batches)]
+        loss = model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100), use_cache=False).loss
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        losses.append(loss.detach())
+    return [float(loss) for loss in losses]
+
+
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 

@@ -84,6 +84,26 @@ def one_graph(fn: Any, **options: Any) -> Any:
     return torch.compile(fn, fullgraph=True, backend="aot_eager", **options)
 
 
+def graph_gives(fn: Any, *args: Any, times: int = 1, seed: int = 5, **options: Any) -> Any:
+    """One graph gives, so many times, the bits of `fn`: its results, and gradients of those of `args` that require one, of the
+    sum of what is finite, squared.  Returns the graph."""
+    compiled = one_graph(fn)
+    leaves = [t for t in args if isinstance(t, torch.Tensor) and t.requires_grad]
+
+    def run(fn: Any) -> tuple[torch.Tensor, ...]:
+        torch.manual_seed(seed)
+        made = fn(*args, **options)
+        made = (made,) if isinstance(made, torch.Tensor) else tuple(made)
+        if not leaves:
+            return made
+        lost = [torch.where(t.isfinite(), t, 0.0).float().square().sum() for t in made if t.requires_grad]
+        return *made, *torch.autograd.grad(sum(lost), leaves)
+
+    want = run(fn)
+    assert all(same(run(compiled), want) for _ in range(times))
+    return compiled
+
+
 def judge(got: torch.Tensor, oracle: torch.Tensor, plain: torch.Tensor, what: str, unit: float = 1.0) -> None:
     """`what` begins with "lse" for logarithms; unit: of these, as of `reference.compare`."""
     verdict = reference.compare(got, oracle, plain, unit=unit if what.startswith("lse") else 0.0)
@@ -99,6 +119,40 @@ def hold(
     each = [(side,) if isinstance(side, torch.Tensor) else side for side in (got, *sides)]
     for name, *three in zip(("out", "lse"), *each, strict=False):
         judge(*three, f"{name} {what}")
+
+
+def hold_back(
+    got: Any, oracle: Any, /, *args: Any, names: tuple[str, ...] = ("out", "lse"), what: str = "",
+    back: Sequence[torch.Tensor] | None = None, **options: Any,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Hold the results of a call, and gradients of those of `args` that require one, to the oracle of them.  back: gradients of
+    the first results; random ones of all if not given.  Returns results and gradients."""
+    there = [t for t in args if t is not None]
+    dtype, note = there[0].dtype, f"{what} {[tuple(t.shape) for t in there]} {there[0].dtype}"
+
+    def listed(found: Any) -> tuple[torch.Tensor, ...]:
+        return found if isinstance(found, tuple) else (found,)
+
+    def pulled(found: tuple[torch.Tensor, ...], given: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        leaves = [t for t in given if t is not None and t.requires_grad]
+        douts = [dout.to(out.dtype) for dout, out in zip(back, found, strict=False)]
+        return torch.autograd.grad(found[: len(back)], leaves, douts)
+
+    results = listed(got)
+    assert results[0].dtype == dtype
+    back = [rand(*r.shape, dtype=r.dtype, device=r.device) for r in results] if back is None else back
+    made = (*results, *pulled(results, args))
+    wide = [None if t is None else t.detach().double().requires_grad_(t.requires_grad) for t in args]
+    sides = []
+    for kind in (torch.float64, dtype):
+        found = listed(oracle(*wide, dtype=kind, **options))
+        sides.append((*found, *pulled(found, wide)))
+    for leaf, gradient in zip((t for t in there if t.requires_grad), made[len(results) :], strict=True):
+        assert (gradient.dtype, gradient.shape) == (leaf.dtype, leaf.shape)
+    for i, (one, exact, plain) in enumerate(zip(made, *sides, strict=True)):
+        name = names[i] if i < len(results) else f"gradient {i - len(results)}"
+        judge(one.detach(), exact.detach(), plain.detach(), f"{name} {note}")
+    return made
 
 
 def hopper_unit(plan: AttentionPlan, softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None, **_: Any) -> float:

@@ -11,7 +11,7 @@ import torch
 
 import tilefold
 from cases import same
-from cases.device import compilations, near
+from cases.device import near
 from cases.gradient import BOX_BACKWARD, WHERE, gradients, judged, oracle, upstream
 from tilefold.plan.backward.attention_backward_hopper import KERNEL
 from tilefold.plan.backward.attention_backward_reduce import KERNEL as REDUCE
@@ -111,12 +111,3 @@ def several(rows):
         for name, found in rows.items()
         for row in found
     ]
-
-
-def compiled_once(kernel, runs):
-    """The first of the runs compiles, the others do not."""
-    runs[0]()
-    before = compilations(kernel)
-    for run in runs[1:]:
-        run()
-    assert compilations(kernel) == before

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from cases import same
+
 DEVICE = torch.device("cuda")
 SM_90 = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"
@@ -75,6 +77,50 @@ def captured(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     with torch.cuda.graph(graph):
         made = step()
     return graph, made
+
+
+def parts(made: Any) -> tuple[Any, ...]:
+    """The tensors of a result."""
+    return (made,) if isinstance(made, torch.Tensor) else tuple(made)
+
+
+def followed(step: Callable[[], Any], *changes: Callable[[], Any], alike: Callable[..., bool] = same) -> Any:
+    """A graph of `step` follows its inputs: after each change in place a replay fills in what a call gives.  Returns what."""
+    graph, got = captured(step)
+    for change in changes:
+        with torch.no_grad():
+            change()
+        graph.replay()
+        assert alike(parts(step()), parts(got))
+    return got
+
+
+def by_streams(step: Callable[[], Any], want: Any, times: int = 5) -> None:
+    """Four streams at once, each so many times, give these bits."""
+    streams, made = [torch.cuda.Stream() for _ in range(4)], []
+    torch.cuda.synchronize()
+    for stream in streams * times:
+        with torch.cuda.stream(stream):
+            made.append(step())
+    torch.cuda.synchronize()
+    assert all(same(parts(one), parts(want)) for one in made)
+
+
+def alike_every_run(run: Callable[[], Any], times: int) -> Any:
+    """The same bits in so many more runs; returns them."""
+    first = run()
+    assert all(same(parts(first), parts(run())) for _ in range(times))
+    return first
+
+
+def compiled_once(kernels: Any, runs: Sequence[Callable[[], Any]]) -> None:
+    """The first of the runs compiles, the others do not.  kernels: one, or several."""
+    kernels = kernels if isinstance(kernels, tuple) else (kernels,)
+    runs[0]()
+    before = compilations(*kernels)
+    for run in runs[1:]:
+        run()
+    assert compilations(*kernels) == before
 
 
 def command(*words: str) -> str:

@@ -1,6 +1,7 @@
 """Shared by the GPU tests of the dense Gluon kernel for sm_90: calls under its plan, dense and packed, held to the oracle."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,3 +42,14 @@ def held_packed(tensors, where, changes=None, rows: slice = slice(None), twins: 
     note = f"{[tuple(t.shape) for t in tensors]} {where} {sorted(options)} {changes}"
     judge(out[rows], oracle[0][rows], plain[0][rows], f"out {note}")
     judge(lse[:, rows], oracle[1][:, rows], plain[1][:, rows], f"lse {note}", unit - 1 + hopper_unit(plan, **options))
+
+
+def nan_stays(run: Callable[[], torch.Tensor], *places: torch.Tensor) -> None:
+    """NaN in these places is seen by row 100 of the first head, and by no other."""
+    clean = run()
+    for place in places:
+        place.fill_(math.nan)
+    out = run()
+    assert out[0, 100, 0].isnan().all()
+    out[0, 100, 0] = clean[0, 100, 0]
+    assert torch.equal(out, clean)

@@ -5,6 +5,9 @@ from typing import Any
 
 import torch
 
+from cases import hold
+from tilefold import reference
+
 NAMES = ("naive", "profile", "paged", "flash", "split")
 
 
@@ -17,6 +20,23 @@ def rung(name: str, q, k, v, causal=False, tile=None, block=5, **options):
         cache = ladder.paged_cache(k, v, options.pop("lengths", None), block)
         return program.attention(q, cache, causal, tile=tile, **options)
     return program.attention(q, k, v, causal, tile=tile, **options)
+
+
+def held(name: str, q, k, v, causal=False, oracle=None, **options):
+    """Hold a rung to the oracle; oracle: its options, if they are not only `causal`."""
+    given = {"causal": causal} if oracle is None else oracle
+    got = rung(name, q, k, v, causal, **options)
+    assert got.dtype == q.dtype and got.shape == q.shape
+    hold(got, reference.attention, q, k, v, what=f"{name} {tuple(q.shape)} {tuple(k.shape)} {sorted(options)}", **given)
+    return got
+
+
+def held_by_lengths(name: str, q, k, v, causal, lengths, **options):
+    """Hold a rung to the oracle of each sequence by itself."""
+    got = rung(name, q, k, v, causal, lengths=lengths, **options)
+    for b, n in enumerate(lengths.tolist()):
+        one = (q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n])
+        hold(got[b : b + 1], reference.attention, *one, what=f"{name} of {n} keys", causal=causal)
 
 
 def example_launch(

@@ -102,3 +102,25 @@ class Batch:
                 p = s.softmax(-1)[:, : len(places)]
                 out.append(torch.einsum("hn,nhd->hd", p, v_h))
         return torch.stack(out) if out else torch.zeros(0, HEADS, self.dim).double()
+
+    def untouched(self, before, new=None):
+        """Rows but for those of `new` tokens' slots, or of all slots that are some, are as before."""
+        kept = torch.ones(len(before), dtype=torch.bool)
+        kept[self.slots[self.slots >= 0] if new is None else new] = False
+        assert torch.equal(self.rows()[kept], before[kept])
+
+    def held(self, **options):
+        """A step by a backend with these options: new keys go to their slots, every other one stays; each token sees its request
+        up to itself.  Returns what came out."""
+        before = self.rows()
+        out = self.run(self.impl(**options))
+        rows, new = self.rows(), self.slots[: self.tokens]
+        assert torch.equal(rows[new], torch.cat([self.key, self.value], -1)[: self.tokens].float())
+        self.untouched(before, new)
+        near(out[: self.tokens], self.expected(rows.cpu(), window=options.get("sliding_window")), self.dtype)
+        return out
+
+
+def near(found, wanted, dtype):
+    limit = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+    assert (found.double().cpu() - wanted).abs().max().item() <= limit * max(1.0, wanted.abs().max().item())

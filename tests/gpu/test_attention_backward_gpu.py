@@ -1,11 +1,13 @@
 """Gradients of dense attention on a GPU: planned tiles at real sizes, reruns, graphs, compilations, memory, no waiting."""
 
+from functools import partial
+
 import pytest
 import torch
 
 import tilefold
 from cases import loads, packed, prefix, prefix_twin, qkv, rand, same, squashed, squashed_twin
-from cases.device import DEVICE, captured, compilations, memory_beside, no_waiting
+from cases.device import DEVICE, alike_every_run, captured, compiled_once, memory_beside, no_waiting
 from cases.gradient import check_gradients, gradients, judged, oracle
 from tilefold.plan.limits import Tile
 
@@ -88,9 +90,7 @@ def test_same_bits_in_fifty_runs():
     q, k, v = qkv(2, 1000, 1500, 8, 2, 128, dtype=torch.bfloat16, device=DEVICE)
     extra = {"bias": rand(1, 8, 1, 1500, device=DEVICE), "sinks": rand(8, device=DEVICE), "causal": True}
     dout, dlse = rand(2, 1000, 8, 128, dtype=torch.bfloat16, device=DEVICE), rand(2, 8, 1000, device=DEVICE)
-    first = gradients((q, k, v), dout, dlse, **extra)
-    for _ in range(50):
-        assert same(first, gradients((q, k, v), dout, dlse, **extra))
+    alike_every_run(lambda: gradients((q, k, v), dout, dlse, **extra), 50)
 
 
 def test_no_host_synchronisation():
@@ -147,12 +147,13 @@ def test_one_compilation_serves_all_lengths():
         )
         gradients((q, k, v), torch.ones_like(q), None, scale=scale, window=window, backward_plan=plan)
 
-    run(2, 300, 400, 4, 2, 0.1, (100, 10))
-    before = compilations(*made)
-    run(1, 301, 1000, 8, 4, 0.2, (7, 3))
-    run(3, 17, 33, 16, 2, 1.0, (0, 0))
-    run(2, 2048, 777, 4, 1, 0.5, (5000, 1))
-    assert compilations(*made) == before
+    calls = (
+        (2, 300, 400, 4, 2, 0.1, (100, 10)),
+        (1, 301, 1000, 8, 4, 0.2, (7, 3)),
+        (3, 17, 33, 16, 2, 1.0, (0, 0)),
+        (2, 2048, 777, 4, 1, 0.5, (5000, 1)),
+    )
+    compiled_once(made, [partial(run, *call) for call in calls])
 
 
 def test_memory():

@@ -9,8 +9,19 @@ import torch
 
 import tilefold
 from cases import packed, qkv, rand, same
-from cases.backward_kernels import ADDED, ALL, DENSE, KEYS, MASKS, ORDERED, PACKED, SPANS, compiled_once, several
-from cases.device import DEVICE, SM_90, SPARE, captured, memory_beside, near, repeated, take_kernels_away
+from cases.backward_kernels import ADDED, ALL, DENSE, KEYS, MASKS, ORDERED, PACKED, SPANS, several
+from cases.device import (
+    DEVICE,
+    SM_90,
+    SPARE,
+    by_streams,
+    compiled_once,
+    followed,
+    memory_beside,
+    near,
+    repeated,
+    take_kernels_away,
+)
 from cases.gradient import gradients, judged, oracle, upstream
 from tilefold.ops.backward import attention_backward
 from tilefold.ops.call import Call
@@ -214,22 +225,9 @@ def test_graph_and_streams(kernel, kv_heads):
     def step():
         return torch.autograd.grad(tilefold.attention(q, k, v, causal=True, backward_plan=plan), (q, k, v), dout)
 
-    graph, got = captured(step)
-    for _ in range(3):
-        with torch.no_grad():
-            q.copy_(rand(*q.shape, dtype=q.dtype, device=DEVICE))
-        graph.replay()
-        assert kernel.alike(step(), got)
-    if kernel not in (DENSE, ORDERED):
-        return
-    streams = [torch.cuda.Stream() for _ in range(4)]
-    torch.cuda.synchronize()
-    results = []
-    for stream in streams * 5:
-        with torch.cuda.stream(stream):
-            results.append(step())
-    torch.cuda.synchronize()
-    assert all(same(result, got) for result in results)
+    got = followed(step, *[lambda: q.copy_(rand(*q.shape, dtype=q.dtype, device=DEVICE))] * 3, alike=kernel.alike)
+    if kernel in (DENSE, ORDERED):
+        by_streams(step, got)
 
 
 @pytest.mark.parametrize(("kernel", "changes"), several({

@@ -7,8 +7,8 @@ import torch
 
 import tilefold
 from cases import packed, rand, same
-from cases.backward_kernels import ADDED, APART, DENSE, MASKS, ORDERED, PACKED, compiled_once, several
-from cases.device import DEVICE, SM_90, SPARE, captured, memory_beside
+from cases.backward_kernels import ADDED, APART, DENSE, MASKS, ORDERED, PACKED, several
+from cases.device import DEVICE, SM_90, SPARE, captured, compiled_once, memory_beside
 from cases.gradient import upstream
 from tilefold.plan.backward import attention_backward_packed
 

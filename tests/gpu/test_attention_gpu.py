@@ -1,13 +1,14 @@
 """What only a GPU shows: compilations, graphs, streams, large tensors, the planned tiles, few queries, several devices."""
 
 import gc
+from functools import partial
 
 import pytest
 import torch
 
 import tilefold
-from cases import check, dense_plan, dilated, dilated_twin, hold, judge, packed, qkv, rand, same
-from cases.device import DEVICE, captured, compilations, no_waiting
+from cases import check, dense_plan, dilated, dilated_twin, hold, packed, qkv, rand, same
+from cases.device import DEVICE, alike_every_run, captured, compiled_once, followed, no_waiting
 from tilefold import reference
 from tilefold.plan import DecodePlan
 
@@ -52,15 +53,13 @@ def test_one_compilation_serves_all_lengths():
         q, k, v = qkv(b, sq, sk, h, hk, 64, dtype=torch.bfloat16, device=DEVICE)
         tilefold.attention(q, k, v, scale=scale, window=window, plan=_fixed(q, k, v, window))
 
-    run(2, 300, 400, 4, 2, 0.1, (100, 10))
-    before = compilations(*made)
-    for args in (
+    calls = (
+        (2, 300, 400, 4, 2, 0.1, (100, 10)),
         (1, 301, 1000, 8, 8, 0.2, (7, 3)),
         (3, 1, 1, 16, 2, 1.0, (0, 0)),
         (2, 4096, 777, 2, 2, 0.5, (5000, 1)),
-    ):
-        run(*args)
-    assert compilations(*made) == before
+    )
+    compiled_once(made, [partial(run, *call) for call in calls])
 
 
 def test_one_compilation_serves_all_integers_of_a_mod():
@@ -69,11 +68,8 @@ def test_one_compilation_serves_all_integers_of_a_mod():
 
     q, k, v = qkv(1, 300, 400, 4, 2, 64, dtype=torch.bfloat16, device=DEVICE)
     options = {"mask_mod": dilated, "twins": {"mask_mod": dilated_twin}, "kernel": "attention_forward"}
-    check(q, k, v, mask_args=(7,), **options)
-    before = compilations(kernels.attention_forward)
-    for step in (1, 16, 3, 32):
-        check(q, k, v, mask_args=(step,), **options)
-    assert compilations(kernels.attention_forward) == before
+    runs = [partial(check, q, k, v, mask_args=(step,), **options) for step in (7, 1, 16, 3, 32)]
+    compiled_once(kernels.attention_forward, runs)
 
 
 def _fixed(q, k, v, window):
@@ -101,9 +97,7 @@ def test_varlen_graph_with_changed_offsets():
     for offsets in ([0, 600, 600, 600], [0, 1, 2, 600], [0, 250, 251, 600]):
         cu.copy_(torch.tensor(offsets, dtype=torch.int32))
         graph.replay()
-        oracle = reference.attention_varlen(q, k, v, cu, cu, 600, 600, causal=True)
-        plain = reference.attention_varlen(q, k, v, cu, cu, 600, 600, causal=True, dtype=torch.bfloat16)
-        judge(out, oracle[0], plain[0], f"graph {offsets}")
+        hold(out, reference.attention_varlen, q, k, v, cu, cu, 600, 600, what=f"graph {offsets}", causal=True)
 
 
 def test_side_stream():
@@ -131,10 +125,7 @@ def test_no_host_synchronisation():
 
 def test_same_bits_in_twenty_runs():
     q, k, v = qkv(2, 1000, 1500, 8, 2, 128, dtype=torch.bfloat16, device=DEVICE)
-    first = tilefold.attention(q, k, v, causal=True, return_lse=True)
-    for _ in range(20):
-        again = tilefold.attention(q, k, v, causal=True, return_lse=True)
-        assert same(first, again)
+    alike_every_run(lambda: tilefold.attention(q, k, v, causal=True, return_lse=True), 20)
 
 
 def test_long_sequence():
@@ -156,10 +147,8 @@ def test_more_than_2_to_the_31_elements():
     rows = slice(s - 64, s)
     for i_b, i_h in ((0, 0), (b - 1, h - 1), (b - 1, 0)):
         one = [t[i_b : i_b + 1, :, i_h : i_h + 1] for t in (q, k, v)]
-        oracle = reference.attention(one[0][:, rows], *one[1:], causal=True)
-        plain = reference.attention(one[0][:, rows], *one[1:], causal=True, dtype=torch.bfloat16)
-        judge(out[i_b : i_b + 1, rows, i_h : i_h + 1], oracle[0], plain[0], f"out of {i_b}, {i_h}")
-        judge(lse[i_b : i_b + 1, i_h : i_h + 1, rows], oracle[1], plain[1], f"lse of {i_b}, {i_h}")
+        got = out[i_b : i_b + 1, rows, i_h : i_h + 1], lse[i_b : i_b + 1, i_h : i_h + 1, rows]
+        hold(got, reference.attention, one[0][:, rows], *one[1:], what=f"of {i_b}, {i_h}", causal=True)
     flat = [t.view(b * s, h, d) for t in (q, k, v)]
     cu = torch.arange(b + 1, dtype=torch.int32, device=DEVICE) * s
     packed, packed_lse = tilefold.attention_varlen(*flat, cu, cu, s, s, causal=True, return_lse=True)
@@ -178,9 +167,7 @@ def test_far_bias_offsets():
     q, k, v = qkv(1, n, n, 1, 1, 64, dtype=torch.bfloat16, device=DEVICE)
     out = tilefold.attention(q, k, v, bias=bias)
     rows = slice(n - 32, n)
-    oracle = reference.attention(q[:, rows], k, v, bias=bias[:, :, rows])
-    plain = reference.attention(q[:, rows], k, v, bias=bias[:, :, rows], dtype=torch.bfloat16)
-    judge(out[:, rows], oracle[0], plain[0], "last rows")
+    hold(out[:, rows], reference.attention, q[:, rows], k, v, what="of the last rows", bias=bias[:, :, rows])
 
 
 def test_inductor():
@@ -246,8 +233,4 @@ def test_graphs_compiled_functions_and_bits():
     assert same(right, again)
     found = torch.compile(call, fullgraph=True)(q, k, v)
     assert same(right, found)
-    graph, kept = captured(lambda: call(q, k, v))
-    for _ in range(3):
-        q.normal_()
-        graph.replay()
-        assert same(kept, call(q, k, v))
+    followed(lambda: call(q, k, v), *[q.normal_] * 3)

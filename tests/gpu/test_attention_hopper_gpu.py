@@ -4,13 +4,14 @@ import math
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 
 import tilefold
-from cases import check, hopper, hopper_plan, packed, qkv, rand, same
-from cases.device import DEVICE, SM_90, captured
+from cases import check, hopper, hopper_plan, packed, qkv, rand
+from cases.device import DEVICE, SM_90, alike_every_run, by_streams, followed
 from cases.hopper import held
 
 HOPPER = "attention_forward_hopper"
@@ -134,8 +135,7 @@ def test_scores_that_jump(dim, changes, options):
                 held(q, k, v, changes, **options)
         held(q, k, v, changes, sinks=sinks, **options)
         plan = hopper_plan(tilefold.attention_plan(q, k, v, **options), **changes)
-        first = tilefold.attention(q, k, v, plan=plan, **options)
-        assert all(torch.equal(first, tilefold.attention(q, k, v, plan=plan, **options)) for _ in range(10)), kind
+        alike_every_run(partial(tilefold.attention, q, k, v, plan=plan, **options), 10)
 
 
 def test_jumps_of_packed_sequences_and_of_nan():
@@ -145,12 +145,7 @@ def test_jumps_of_packed_sequences_and_of_nan():
     q, k, v = qkv(1, 3000, 5000, 4, 4, 128, dtype=torch.bfloat16, device=DEVICE)
     plan = tilefold.attention_plan(q, k, v)
     assert "lazy" in plan.options
-    clean = tilefold.attention(q, k, v, plan=plan)
-    q[0, 100, 0] = math.nan
-    out = tilefold.attention(q, k, v, plan=plan)
-    assert out[0, 100, 0].isnan().all()
-    out[0, 100, 0] = clean[0, 100, 0]
-    assert torch.equal(out, clean)
+    hopper.nan_stays(partial(tilefold.attention, q, k, v, plan=plan), q[0, 100, 0])
 
 
 @pytest.mark.parametrize(
@@ -240,46 +235,27 @@ def test_hard_numbers():
 def test_nan_stays_in_its_rows():
     q, k, v = qkv(1, 512, 512, 2, 2, 128, dtype=torch.bfloat16, device=DEVICE)
     plan = hopper_plan(tilefold.attention_plan(q, k, v, causal=True))
-    clean = tilefold.attention(q, k, v, causal=True, plan=plan)
-    q[0, 100, 0] = math.nan
-    out = tilefold.attention(q, k, v, causal=True, plan=plan)
-    assert out[0, 100, 0].isnan().all()
-    out[0, 100, 0] = clean[0, 100, 0]
-    assert torch.equal(out, clean)
+    hopper.nan_stays(partial(tilefold.attention, q, k, v, causal=True, plan=plan), q[0, 100, 0])
 
 
 @pytest.mark.parametrize(("dim", "changes"), VERSIONS, ids=str)
 def test_versions_give_the_same_bits_every_run(dim, changes):
     q, k, v = qkv(2, 1500, 1500, 16, 4, dim, dtype=torch.bfloat16, device=DEVICE)
     plan = hopper_plan(tilefold.attention_plan(q, k, v, causal=True), **changes)
-    first = tilefold.attention(q, k, v, causal=True, plan=plan)
-    assert all(torch.equal(first, tilefold.attention(q, k, v, causal=True, plan=plan)) for _ in range(20))
+    alike_every_run(lambda: tilefold.attention(q, k, v, causal=True, plan=plan), 20)
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}])
 def test_the_same_bits_every_run(options):
     q, k, v = qkv(2, 3000, 3000, 16, 4, 128, dtype=torch.bfloat16, device=DEVICE)
     assert tilefold.attention_plan(q, k, v, **options).kernel == HOPPER
-    first = tilefold.attention(q, k, v, return_lse=True, **options)
-    for _ in range(50):
-        assert same(first, tilefold.attention(q, k, v, return_lse=True, **options))
+    alike_every_run(lambda: tilefold.attention(q, k, v, return_lse=True, **options), 50)
 
 
 def test_graph_and_streams():
     q, k, v = qkv(1, 2048, 2048, 16, 16, 128, dtype=torch.bfloat16, device=DEVICE)
-    graph, out = captured(lambda: tilefold.attention(q, k, v, causal=True))
-    for _ in range(3):
-        q.copy_(rand(*q.shape, dtype=q.dtype, device=DEVICE))
-        graph.replay()
-        assert torch.equal(out, tilefold.attention(q, k, v, causal=True))
-    streams = [torch.cuda.Stream() for _ in range(4)]
-    torch.cuda.synchronize()
-    results = []
-    for stream in streams * 5:
-        with torch.cuda.stream(stream):
-            results.append(tilefold.attention(q, k, v, causal=True))
-    torch.cuda.synchronize()
-    assert all(torch.equal(r, out) for r in results)
+    step = partial(tilefold.attention, q, k, v, causal=True)
+    by_streams(step, followed(step, *[lambda: q.copy_(rand(*q.shape, dtype=q.dtype, device=DEVICE))] * 3))
 
 
 @pytest.mark.parametrize("causal", [False, True])

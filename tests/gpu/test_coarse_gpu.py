@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from cases import judge, qkv, rand, same
+from cases import hold_back, judge, qkv, rand, same
 from cases.coarse import held, padding, run, sized, weights
-from cases.device import DEVICE, captured, no_waiting
+from cases.device import DEVICE, alike_every_run, followed, no_waiting
 from tilefold import reference, sparse
 
 pytestmark = pytest.mark.no_poison
@@ -107,15 +107,12 @@ def test_graph_replays_with_changed_inputs():
         out = sparse.fuse(rough.out, inputs[0], gate)
         return out, rough.scores, *torch.autograd.grad(out.float().square().sum(), (*inputs, w, gate))
 
-    graph, held = captured(step)
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        with torch.no_grad():
-            for t in inputs:
-                t.copy_(torch.randn_like(t))
-            sizes.copy_(torch.randint(0, 65, (32,)))
-        graph.replay()
-        assert same(held, step())
+    def change():
+        for t in inputs:
+            t.copy_(torch.randn_like(t))
+        sizes.copy_(torch.randint(0, 65, (32,)))
+
+    followed(step, change, change)
 
 
 def test_no_synchronisation():
@@ -167,34 +164,20 @@ B, N, H, D = 2, 1000, 12, 128
 GATES = [(None, None), ((H,), (B, N, H)), ((B, N, H, 1), (B, N, H, D)), ((1, 1, H, D), (1, N, 1, 1))]
 
 
-def gradients(out, inputs, dout):
-    return torch.autograd.grad(out, inputs, dout.to(out.dtype))
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shapes", GATES)
 def test_gates(shapes, dtype):
     a, b = rand(B, N, 2, H, D, dtype=dtype, device=DEVICE).unbind(2)
     gates = [None if s is None else rand(*s, dtype=dtype, device=DEVICE).requires_grad_() for s in shapes]
     given = (a.detach().requires_grad_(), b.detach().requires_grad_(), *gates)
-    inputs = [t for t in given if t is not None]
-    dout = rand(B, N, H, D, dtype=dtype, device=DEVICE)
-    got = sparse.fuse(*given)
-    wide = [None if t is None else t.detach().double().requires_grad_() for t in given]
-    leaves = [t for t in wide if t is not None]
-    want, plain = (reference.fuse(*wide, dtype=d) for d in (torch.float64, dtype))
-    judge(got, want, plain, f"out {shapes} {dtype}")
-    pairs = (got, inputs), (want, leaves), (plain, leaves)
-    for t, x, y, z in zip(inputs, *(gradients(r, sought, dout) for r, sought in pairs), strict=True):
-        judge(x, y, z, f"gradient of {tuple(t.shape)} {shapes} {dtype}")
+    hold_back(sparse.fuse(*given), reference.fuse, *given)
 
 
 def test_the_same_bits_every_run_fuse():
     shapes = (B, N, H, D), (B, N, H, D), (H,), (1, 1, H, D)
     inputs = [rand(*shape, device=DEVICE).requires_grad_() for shape in shapes]
     dout = rand(B, N, H, D, device=DEVICE)
-    first, *others = (gradients(sparse.fuse(*inputs), inputs, dout) for _ in range(5))
-    assert all(same(first, other) for other in others)
+    alike_every_run(lambda: torch.autograd.grad(sparse.fuse(*inputs), inputs, dout), 4)
 
 
 @pytest.mark.large

@@ -1,6 +1,7 @@
 """attention_kvcache on a GPU: real sizes against fp64, graphs with changed lengths, no synchronisation, the same bits."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 import tilefold
 from cases import same
 from cases.decode import E4M3, INT8, Case, run
-from cases.device import DEVICE, captured, no_waiting
+from cases.device import DEVICE, by_streams, followed, repeated
 
 pytestmark = pytest.mark.no_poison
 BF16 = torch.bfloat16
@@ -82,39 +83,26 @@ def test_graph_with_other_lengths(changes):
     q, (k, v) = torch.randn(8, 1, 32, 128, device=DEVICE, dtype=BF16), cache()
     lengths = torch.full((8,), 4096, dtype=torch.int32, device=DEVICE)
     plan = dataclasses.replace(tilefold.attention_kvcache_plan(q, k, v, cache_seqlens=lengths), **changes)
-    call = lambda: tilefold.attention_kvcache(q, k, v, cache_seqlens=lengths, plan=plan)  # noqa: E731
-    graph, out = captured(call)
-    for step in range(20):
+
+    def change():
         lengths.copy_(torch.randint(0, 4097, (8,), dtype=torch.int32))
         q.normal_()
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(out, call()), step
+
+    followed(lambda: tilefold.attention_kvcache(q, k, v, cache_seqlens=lengths, plan=plan), *[change] * 20)
 
 
 def test_same_bits_and_no_synchronisation():
     q, (k, v) = torch.randn(8, 2, 32, 128, device=DEVICE, dtype=BF16), cache()
     lengths = torch.tensor([4096, 1, 0, 77, 4000, 4000, 512, 3], dtype=torch.int32, device=DEVICE)
-    want = tilefold.attention_kvcache(q, k, v, cache_seqlens=lengths, causal=True, return_lse=True)
-    with no_waiting():
-        for _ in range(50):
-            got = tilefold.attention_kvcache(q, k, v, cache_seqlens=lengths, causal=True, return_lse=True)
-    for _ in range(50):
-        got = tilefold.attention_kvcache(q, k, v, cache_seqlens=lengths, causal=True, return_lse=True)
-        assert same(got, want)
+    run = partial(tilefold.attention_kvcache, q, k, v, cache_seqlens=lengths, causal=True, return_lse=True)
+    want, runs = repeated(run, 50)
+    assert all(same(one, want) for one in runs)
 
 
 def test_streams_do_not_share_counters():
     q, (k, v) = torch.randn(8, 1, 32, 128, device=DEVICE, dtype=BF16), cache()
     want = tilefold.attention_kvcache(q, k, v)
-    torch.cuda.synchronize()
-    streams, found = [torch.cuda.Stream() for _ in range(4)], []
-    for _ in range(20):
-        for stream in streams:
-            with torch.cuda.stream(stream):
-                found.append(tilefold.attention_kvcache(q, k, v))
-    torch.cuda.synchronize()
-    assert all(torch.equal(one, want) for one in found)
+    by_streams(lambda: tilefold.attention_kvcache(q, k, v), want, 20)
 
 
 @pytest.mark.large

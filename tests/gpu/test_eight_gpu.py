@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cases import judge, rand
-from cases.device import DEVICE, captured
+from cases.device import DEVICE, followed
 from cases.matmul import check, tensor_core_sums
 from tilefold import ops, quant, reference
 from tilefold.ops.device import device_of
@@ -140,12 +140,7 @@ def test_dependent_launches_see_what_came_before(m):
         return out
 
     want = chain()
-    graph, made = captured(chain)
-    for _ in range(5):
-        x.normal_()
-        graph.replay()
-        assert torch.equal(made, chain())
-    assert not torch.equal(made, want)
+    assert not torch.equal(followed(chain, *[x.normal_] * 5), want)
     assert torch.equal(
         torch.compile(lambda x: ops.matmul_w8a8(x, source, scale), fullgraph=True)(x), ops.matmul_w8a8(x, source, scale)
     )
@@ -256,11 +251,8 @@ def test_against_fp64_and_the_same_bits(bits):
 def test_graph_replays_see_new_activations():
     weight, x = weight_of_lowbit(704, 4096, 4, 128), rand(4, 4096, dtype=torch.bfloat16, device=DEVICE)
     ops.lowbit_matmul(x, weight)
-    graph, out = captured(
-        lambda: ops.lowbit_matmul(ops.lowbit_matmul(x, weight).repeat(1, 6)[:, :4096].contiguous(), weight)
-    )
-    for _ in range(3):
-        x.normal_()
-        graph.replay()
-        want = ops.lowbit_matmul(ops.lowbit_matmul(x, weight).repeat(1, 6)[:, :4096].contiguous(), weight)
-        assert torch.equal(out, want)
+
+    def twice():
+        return ops.lowbit_matmul(ops.lowbit_matmul(x, weight).repeat(1, 6)[:, :4096].contiguous(), weight)
+
+    followed(twice, *[x.normal_] * 3)

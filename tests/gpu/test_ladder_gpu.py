@@ -5,20 +5,12 @@ import json
 import pytest
 import torch
 
-from cases import hold, judge, qkv, rand
+from cases import qkv, rand
 from cases.device import DEVICE, command
-from cases.ladder import NAMES, rung
-from tilefold import ladder, reference
+from cases.ladder import NAMES, held, held_by_lengths
+from tilefold import ladder
 
 pytestmark = pytest.mark.no_poison
-
-
-def held(name, q, k, v, causal=False, oracle=None, **options):
-    given = {"causal": causal} if oracle is None else oracle
-    want, plain = (reference.attention(q, k, v, dtype=d, **given)[0] for d in (torch.float64, q.dtype))
-    got = rung(name, q, k, v, causal, block=16, **options)
-    judge(got, want, plain, f"out {name} {tuple(q.shape)} {tuple(k.shape)} {q.dtype} {sorted(options)}")
-    return got
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -26,7 +18,7 @@ def held(name, q, k, v, causal=False, oracle=None, **options):
 def test_dtypes(name, dtype):
     """Past 1024 keys, off every tile, grouped heads."""
     q, k, v = qkv(2, 1000, 1500, 4, 2, 128, dtype=dtype, device=DEVICE)
-    held(name, q, k, v, causal=dtype != torch.float32)
+    held(name, q, k, v, causal=dtype != torch.float32, block=16)
 
 
 @pytest.mark.parametrize("name", ["naive", "profile", "flash"])
@@ -37,24 +29,21 @@ def test_masks(name):
     for shape in ((1, 4, 300, 1300), (4, 300, 1300), (300, 1300)):
         bias = rand(*shape, device=DEVICE)
         got = held(name, q, k, v, True, {"causal": True, "bias": bias, "mask": there[:, None, None]}, bias=bias,
-                   padding_mask=there)  # fmt: skip
+                   padding_mask=there, block=16)  # fmt: skip
         assert not got[1].any()
 
 
 @pytest.mark.parametrize("splits", [2, 7, 64])
 def test_empty_splits_under_a_causal_mask(splits):
     q, k, v = qkv(1, 512, 512, 4, 2, 128, dtype=torch.bfloat16, device=DEVICE)
-    assert held("split", q, k, v, causal=True, splits=splits).isfinite().all()
+    assert held("split", q, k, v, causal=True, block=16, splits=splits).isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["paged", "split"])
 def test_lengths_of_a_decoding_step(name):
     q, k, v = qkv(4, 1, 5000, 8, 2, 128, dtype=torch.bfloat16, device=DEVICE)
     lengths = torch.tensor([5000, 0, 1, 2049], dtype=torch.int32, device=DEVICE)
-    got = rung(name, q, k, v, True, block=16, lengths=lengths)
-    for b, n in enumerate(lengths.tolist()):
-        one = (q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n])
-        hold(got[b : b + 1], reference.attention, *one, what=f"{name} of {n} keys", causal=True)
+    held_by_lengths(name, q, k, v, True, lengths, block=16)
 
 
 def times(names, sq, n):

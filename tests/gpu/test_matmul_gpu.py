@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from cases import judge, rand, same
-from cases.device import DEVICE, captured
+from cases import judge, rand
+from cases.device import DEVICE, alike_every_run, followed
 from cases.matmul import ACTIVATIONS, check, check_gradients, matrix
 from tilefold import constant, ops, reference
 from tilefold.ops.device import device_of
@@ -131,8 +131,7 @@ def test_the_same_bits_every_run():
         rand(*shape, dtype=torch.bfloat16, device=DEVICE).requires_grad_() for shape in ((8, 500, 512), (512, 1000))
     )
     dout = rand(8, 500, 1000, dtype=torch.bfloat16, device=DEVICE)
-    runs = [torch.autograd.grad(ops.bmm(a, b, activation="gelu"), (a, b), dout) for _ in range(4)]
-    assert all(same(runs[0], other) for other in runs[1:])
+    alike_every_run(lambda: torch.autograd.grad(ops.bmm(a, b, activation="gelu"), (a, b), dout), 3)
 
 
 def test_cuda_graph_and_compile():
@@ -143,10 +142,7 @@ def test_cuda_graph_and_compile():
         lambda: ops.matmul(a, b, bias=bias, activation="relu", plan=plan),
     ):
         want = fn()
-        graph, out = captured(fn)
-        a.mul_(2)
-        graph.replay()
-        assert torch.equal(out, fn()) and not torch.equal(out, want)
+        assert not torch.equal(followed(fn, lambda: a.mul_(2)), want)
         assert torch.equal(torch.compile(fn, fullgraph=True)(), fn())
 
 

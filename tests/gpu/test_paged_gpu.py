@@ -55,6 +55,29 @@ def holds(cache, id, rows):
     return same(rows_of(cache, id, cache.layers - 1), rows)
 
 
+def replayed(cache, ids, steps, step):
+    """(queries, keys and values of all steps, what a graph of step(q, k, v, batch) fills in, an iterator that replays it while
+    sequences grow and the host waits for nothing)."""
+    shapes = [(steps, len(ids), 1, heads, DIM) for heads in (4 * HEADS, HEADS, HEADS)]
+    drawn = [rand(*shape, dtype=torch.bfloat16, device=DEVICE) for shape in shapes]
+    given, batch = [x[0].clone() for x in drawn], cache.batch(ids, 1)
+    # what the first step writes is written again by the first replay
+    graph, out = captured(lambda: step(*given, batch))
+
+    def run():
+        for i in range(steps):
+            with no_waiting():
+                for into, source in zip(given, drawn, strict=True):
+                    into.copy_(source[i])
+                graph.replay()
+            yield i
+            if i < steps - 1:
+                with no_waiting():
+                    batch.next()
+
+    return drawn, out, run()
+
+
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_a_thousand_steps_of_a_captured_graph(page_size):
     """Append with rotary, turn the queries, attend: one graph, replayed while sequences grow, as if computed from scratch."""
@@ -65,28 +88,13 @@ def test_a_thousand_steps_of_a_captured_graph(page_size):
     batch = cache.batch(ids, starts)
     prompt = [rand(batch.total, HEADS, DIM, dtype=kind, device=DEVICE) for _ in range(2)]
     cache.append(0, *prompt, batch, cos, sin)
-    keys, values = (rand(steps, 3, 1, HEADS, DIM, dtype=kind, device=DEVICE) for _ in range(2))
-    queries = rand(steps, 3, 1, 4 * HEADS, DIM, dtype=kind, device=DEVICE)
-    q, k, v = torch.empty_like(queries[0]), torch.empty_like(keys[0]), torch.empty_like(values[0])
-    batch = cache.batch(ids, 1)
 
-    def step():
+    def step(q, k, v, batch):
         cache.append(0, k, v, batch, cos, sin)
         return cache.attend(0, tilefold.apply_rotary(q, cos, sin, offsets=batch.lengths_before), batch)
 
-    for into, source in ((q, queries), (k, keys), (v, values)):
-        into.copy_(source[0])
-    graph, out = captured(step)  # what the first step writes is written again by the first replay
-    kept = {}
-    with no_waiting():
-        for i in range(steps):
-            for into, source in ((q, queries), (k, keys), (v, values)):
-                into.copy_(source[i])
-            graph.replay()
-            if i in (0, 1, 15, 16, 100, 511, 998, 999):
-                kept[i] = out.clone()
-            if i < steps - 1:
-                batch.next()
+    (queries, keys, values), out, run = replayed(cache, ids, steps, step)
+    kept = {i: out.clone() for i in run if i in (0, 1, 15, 16, 100, 511, 998, 999)}
     firsts = torch.tensor([0, *starts]).cumsum(0).tolist()
     for i, got in kept.items():
         for b, start in enumerate(starts):
@@ -231,29 +239,18 @@ def test_a_captured_graph_over_8_bits(dtype, page_size):
             judge(got[b][None], exact, plain, f"out of sequence {b} {at}")
 
     hold(cache.attend(0, query, batch).split(starts), query.split(starts), "of the prompt")
-    keys, values = (rand(steps, 3, 1, HEADS, DIM, dtype=kind, device=DEVICE) for _ in range(2))
-    queries = rand(steps, 3, 1, 4 * HEADS, DIM, dtype=kind, device=DEVICE)
-    q, k, v = queries[0].clone(), keys[0].clone(), values[0].clone()
-    batch = cache.batch(ids, 1)
 
-    def step():
+    def step(q, k, v, batch):
         cache.append(0, k, v, batch)
         return cache.attend(0, q, batch)
 
-    graph, out = captured(step)
-    for i in range(steps):
-        with no_waiting():
-            for into, source in ((q, queries), (k, keys), (v, values)):
-                into.copy_(source[i])
-            graph.replay()
+    (queries, keys, values), out, run = replayed(cache, ids, steps, step)
+    for i in run:
         new = codes_of(cache, 0, keys[i, :, 0], values[i, :, 0])
         for b in range(3):
             stored[b] = [torch.cat(x) for x in zip(stored[b], (t[b : b + 1] for t in new), strict=True)]
         if i in (0, 1, 15, 16, 149):
             hold(out, queries[i], f"at step {i}")
-        if i < steps - 1:
-            with no_waiting():
-                batch.next()
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])

@@ -8,7 +8,17 @@ import torch
 
 import tilefold
 from cases import qkv, rand, same
-from cases.device import DEVICE, SM_90, SPARE, captured, compilations, memory_beside, near, repeated, take_kernels_away
+from cases.device import (
+    DEVICE,
+    SM_90,
+    SPARE,
+    compiled_once,
+    followed,
+    memory_beside,
+    near,
+    repeated,
+    take_kernels_away,
+)
 from cases.gradient import judged, upstream
 from cases.index import top, uneven
 from tilefold import BlockIndex, reference
@@ -260,14 +270,13 @@ def test_graph_replays_with_changed_lists(kind):
     def step():
         return ours(q, k, v, index.with_tensors(*index.tensors()), dout, dlse)  # its transpose belongs to the graph
 
-    graph, got = captured(step)
-    for keep in (1, 9, 5):
+    def change(keep):
         other = top(sq, sk, keep) if kind == "planned" else lists(1, 4, sq, sk)
         index.indices[..., : other.indices.shape[-1]].copy_(other.indices)
         index.counts.copy_(other.counts)
         q.normal_()
-        graph.replay()
-        assert same(got, step())
+
+    followed(step, *(partial(change, keep) for keep in (1, 9, 5)))
 
 
 @pytest.mark.no_poison
@@ -312,11 +321,8 @@ def test_one_compilation_serves_all_lengths():
         q, k, v = qkv(b, s, s, h, 1, 128, dtype=BF, device=DEVICE)
         ours(q, k, v, lists(1, h, s, s), *upstream(q, v))
 
-    run(1, 320, 2)
-    before = compilations(sparse_backward_hopper)
-    for b, s, h in ((1, 64, 1), (2, 640, 16), (3, 1088, 5)):
-        run(b, s, h)
-    assert compilations(sparse_backward_hopper) == before
+    sizes = (1, 320, 2), (1, 64, 1), (2, 640, 16), (3, 1088, 5)
+    compiled_once(sparse_backward_hopper, [partial(run, *size) for size in sizes])
 
 
 @SM_90

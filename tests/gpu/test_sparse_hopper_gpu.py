@@ -7,7 +7,7 @@ import torch
 
 import tilefold
 from cases import hold, qkv, rand, same
-from cases.device import DEVICE, SM_90, captured, compilations, no_waiting
+from cases.device import DEVICE, SM_90, captured, compiled_once, no_waiting, repeated
 from cases.index import PORTABLE, cache, offsets
 from cases.index import uneven as lists
 from tilefold import BlockIndex, reference
@@ -157,9 +157,7 @@ def test_many_blocks_chosen_by_the_plan_same_bits(block):
     index = lists(1, 4, s, s, block, block, density=0.3)
     call = Call(lists=Lists.of(index))
     assert sparse_ops.prepare(q, k, v, call).plan.kernel == HOPPER
-    first = tilefold.sparse_attention(q, k, v, index, return_lse=True)
-    with no_waiting():
-        runs = [tilefold.sparse_attention(q, k, v, index, return_lse=True) for _ in range(20)]
+    first, runs = repeated(partial(tilefold.sparse_attention, q, k, v, index, return_lse=True), 20)
     assert all(same(first, run) for run in runs)
     portable = tilefold.sparse_attention(q, k, v, index, return_lse=True, plan=plans(q, k, v, index)[1])
     for a, b in zip(first, portable, strict=True):
@@ -373,11 +371,8 @@ def test_one_compilation_serves_all_lengths_of_a_layout(laid):
         tensors, where = pages([n, 17], 16, n // 2)
         held_paged(tensors, lists(2, 1, n // 2, n), where)
 
-    run(320 if laid == "rows" else 640)
-    before = compilations(sparse_forward_hopper)
-    for others in ((64, 1, 1), (640, 2, 16), (1088, 3, 5)) if laid == "rows" else ((1000,), (1700,)):
-        run(*others)
-    assert compilations(sparse_forward_hopper) == before
+    sizes = ((320,), (64, 1, 1), (640, 2, 16), (1088, 3, 5)) if laid == "rows" else ((640,), (1000,), (1700,))
+    compiled_once(sparse_forward_hopper, [partial(run, *size) for size in sizes])
 
 
 def test_what_the_kernel_has_no_boxes_for_takes_the_portable_one():

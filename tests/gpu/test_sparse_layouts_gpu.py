@@ -11,7 +11,7 @@ import torch
 
 import tilefold
 from cases import qkv, same
-from cases.device import DEVICE, captured, no_waiting
+from cases.device import DEVICE, captured, repeated
 from cases.index import cache, held, lists, offsets, top
 from tilefold import BlockIndex
 
@@ -134,9 +134,7 @@ def test_same_bits_and_no_synchronisation():
     for batch, name, (tensors, where) in ((2, "_paged", paged), (2, "_varlen", flat), (1, "", apart)):
         index = top(64, 4096, 30, batch=batch)
         run = partial(getattr(tilefold, f"sparse_attention{name}"), *tensors, index, **where, return_lse=True)
-        first = run()
-        with no_waiting():
-            runs = [run() for _ in range(20)]
+        first, runs = repeated(run, 20)
         assert all(same(first, other) for other in runs)
 
 

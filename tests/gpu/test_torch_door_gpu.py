@@ -2,6 +2,7 @@
 compiled, in CUDA graphs, what torch keeps, taking it back, and a small model's training."""
 
 import inspect
+from functools import partial
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import tilefold
-from cases import judge, packed, qkv, rand, same
-from cases.device import DEVICE, captured
+from cases import hold, hold_back, judge, packed, qkv, rand, same
+from cases.device import DEVICE, followed
+from cases.gradient import WHERE
 from tilefold import reference
 from tilefold.integrations import torch_flash
 from tilefold.integrations.torch_flash import CALLS
@@ -44,23 +46,10 @@ def heads_first(*tensors):
     return [t.transpose(1, 2) for t in tensors]
 
 
-def passes(run, tensors):
-    """(out, dq, dk, dv) of leaves, and the gradient of out."""
+def held(run, tensors, oracle):
+    """Result and gradients of leaves, beside fp64 and plain torch; oracle(q, k, v, dtype): out."""
     mine = leaves(*tensors)
-    out = run(*mine)
-    grad = rand(*out.shape, dtype=out.dtype, device=DEVICE)
-    return (out.detach(), *torch.autograd.grad(out, mine, grad)), grad
-
-
-def judged(got, tensors, grad, oracle):
-    """Beside fp64 and plain torch; oracle(q, k, v, dtype): out."""
-    sides = []
-    for dtype in (torch.float64, tensors[0].dtype):
-        mine = leaves(*(t.double() for t in tensors))
-        out = oracle(*mine, dtype=dtype)
-        sides.append((out.detach(), *torch.autograd.grad(out, mine, grad.double())))
-    for name, one, exact, plain in zip(NAMES, got, *sides, strict=True):
-        judge(one, exact, plain, name)
+    return hold_back(run(*mine), oracle, *mine)
 
 
 def dense(**options):
@@ -86,26 +75,24 @@ def test_sdpa(rows, dim, dtype, causal, memory):
     elif memory == "a part of qkv":
         tensors = torch.stack([t.transpose(1, 2) for t in tensors], 2).unbind(2)
         tensors = heads_first(*tensors)
-    got, grad = passes(lambda q, k, v: sdpa(q, k, v, is_causal=causal), tensors)
+    held(partial(sdpa, is_causal=causal), tensors, dense(causal=causal))
     counted(1, 1)
-    judged(got, tensors, grad, dense(causal=causal))
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 1), (14, 2), (8, 4)])
 def test_grouped_heads_and_a_scale(heads, kv_heads, dtype):
     tensors = heads_first(*qkv(1, 333, 333, heads, kv_heads, 64, dtype=dtype, device=DEVICE))
-    got, grad = passes(lambda q, k, v: sdpa(q, k, v, is_causal=True, scale=0.2, enable_gqa=True), tensors)
+    own = partial(sdpa, is_causal=True, scale=0.2, enable_gqa=True)
+    held(own, tensors, dense(causal=True, scale=0.2))
     counted(1, 1)
-    judged(got, tensors, grad, dense(causal=True, scale=0.2))
 
 
 @pytest.mark.parametrize(("sq", "sk"), [(1, 4097), (77, 1030), (300, 5)])
 def test_other_lengths_and_a_head_dim_that_torch_pads(sq, sk):
     tensors = heads_first(*qkv(2, sq, sk, 4, 4, 59, dtype=torch.bfloat16, device=DEVICE))
-    got, grad = passes(sdpa, tensors)
+    held(sdpa, tensors, dense())
     counted(1, 1)
-    judged(got, tensors, grad, dense())
 
 
 def test_dropout():
@@ -168,19 +155,14 @@ def varlen_attn(q, k, v, place, **options):
 @pytest.mark.parametrize("dtype", HALVES)
 def test_varlen_attn(dtype, window):
     tensors, place = packed([200, 0, 131, 513], [200, 3, 131, 513], h=4, hk=2, d=64, dv=64, dtype=dtype, device=DEVICE)
-    got, grad = passes(lambda q, k, v: varlen_attn(q, k, v, place, window_size=window), tensors)
+    mine, oracle = (
+        leaves(*tensors),
+        partial(reference.attention_varlen, **dict(zip(WHERE, place, strict=True)), window=window),
+    )
+    out = varlen_attn(*mine, place, window_size=window)
+    hold_back(out, lambda *x, dtype: oracle(*x, dtype=dtype)[0], *mine)
     counted(1, 1)
-    judged(
-        got,
-        tensors,
-        grad,
-        lambda q, k, v, dtype: reference.attention_varlen(q, k, v, *place, window=window, dtype=dtype)[0],
-    )
-    _, lse = varlen_attn(*tensors, place, window_size=window, return_aux=varlen.AuxRequest(lse=True))
-    exact, plain = (
-        reference.attention_varlen(*tensors, *place, window=window, dtype=kind)[1] for kind in (torch.float64, dtype)
-    )
-    judge(lse, exact, plain, "lse")
+    hold(varlen_attn(*tensors, place, window_size=window, return_aux=varlen.AuxRequest(lse=True)), oracle, *tensors)
 
 
 @pytest.mark.skipif(not hasattr(varlen, "varlen_attn_out"), reason="this torch has no varlen_attn_out")
@@ -263,10 +245,8 @@ def test_varlen_attn_compiled():
 
 def test_a_cuda_graph_with_other_inputs():
     q, k, v = heads_first(*qkv(2, 300, 300, 4, 4, 64, dtype=torch.bfloat16, device=DEVICE))
-    graph, out = captured(lambda: sdpa(q, k, v, is_causal=True))
-    q.copy_(rand(2, 4, 300, 64, dtype=torch.bfloat16, device=DEVICE))
-    graph.replay()
-    assert torch.equal(out, sdpa(q, k, v, is_causal=True))
+    change = partial(q.copy_, rand(2, 4, 300, 64, dtype=torch.bfloat16, device=DEVICE))
+    followed(partial(sdpa, q, k, v, is_causal=True), change)
 
 
 # ---------------------------------------------------------------- what torch keeps, and torch again
@@ -324,9 +304,8 @@ def test_gradients_that_torch_keeps(monkeypatch):
         raise tilefold.Unsupported("dout is refused by this test")
 
     monkeypatch.setattr(torch_flash, "backward", refuses)
-    got, grad = passes(lambda q, k, v: sdpa(q, k, v, is_causal=True), tensors)
+    held(partial(sdpa, is_causal=True), tensors, dense(causal=True))
     counted(1, 0, **{"backward: Unsupported dout": 1})
-    judged(got, tensors, grad, dense(causal=True))
 
 
 def test_other_backends_stay_torch_s():

@@ -10,7 +10,7 @@ from cases.device import DEVICE
 pytest.importorskip("transformers", minversion="4.56", exc_type=ImportError, reason="needs the transformers extra")
 
 import hf_models
-from hf_models import DECODERS, OTHERS, judge, judge_compiled, logits, made_by, make, padded
+from hf_models import DECODERS, OTHERS, judge, judge_compiled, logits, made_by, make, padded, trained
 
 VERSION = tuple(int(part) for part in importlib.metadata.version("transformers").split(".")[:2])
 WIDE = {"hidden_size": 256, "head_dim": 64, "max_position_embeddings": 1024}
@@ -78,33 +78,20 @@ def test_64_greedy_tokens(family, cache):
     assert len({*found[0][0]}) > 4, "too plain to tell anything"
 
 
-def trained(model, checkpoints, steps=50):
-    """The losses of plain gradient descent on four batches, padded left and right."""
-    torch.manual_seed(5)
-    batches = [padded(4, 96, step % 2 == 0, DEVICE) for step in range(4)]
-    if checkpoints:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    optimiser = torch.optim.SGD(model.train().parameters(), lr=0.02)
-    losses = []
-    for step in range(steps):
-        ids, mask = batches[step % 4]
-        loss = model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100), use_cache=False).loss
-        loss.backward()
-        optimiser.step()
-        optimiser.zero_grad()
-        losses.append(loss.detach())
-    return [float(loss) for loss in losses]
-
-
 @pytest.mark.parametrize("family", ["qwen2", "gpt_oss"])
 def test_50_steps_of_training(family):
     """As near to the curve in fp64 as PyTorch's own, twice over, with and without gradient checkpoints."""
     model = wide(family, initializer_range=0.02)
-    exact = trained(made_by(model, "exact", double=True), False)
-    plain = [trained(made_by(model, name), False) for name in ("eager", *([] if family == "gpt_oss" else ["sdpa"]))]
+    torch.manual_seed(5)
+    batches = [padded(4, 96, step % 2 == 0, DEVICE) for step in range(4)]  # padded left and right
+    exact = trained(made_by(model, "exact", double=True), batches, 50, 0.02)
+    plain = [
+        trained(made_by(model, name), batches, 50, 0.02)
+        for name in ("eager", *([] if family == "gpt_oss" else ["sdpa"]))
+    ]
     limit = 2 * max(abs(a - b) for curve in plain for a, b in zip(curve, exact, strict=True)) + 1e-5
     for checkpoints in (False, True):
-        found = trained(made_by(model, "tilefold"), checkpoints)
+        found = trained(made_by(model, "tilefold"), batches, 50, 0.02, checkpoints)
         worst = max(abs(a - b) for a, b in zip(found, exact, strict=True))
         assert worst <= limit, f"{worst:.2e} from fp64, limit {limit:.2e}"
         assert found[-1] < found[0]

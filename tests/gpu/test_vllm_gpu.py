@@ -18,33 +18,19 @@ def backend(monkeypatch):
     vllm_stub.install(monkeypatch)
 
 
-def near(found, wanted, limit):
-    assert (found.double().cpu() - wanted).abs().max().item() <= limit * max(1.0, wanted.abs().max().item())
-
-
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float16, 2e-3), (torch.bfloat16, 1.6e-2)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("requests", BATCHES, ids=str)
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 40}], ids=str)
 @pytest.mark.parametrize("physical", ["NHD", "HND"])
-def test_batches(physical, options, requests, dtype, limit):
-    batch = Batch(requests, dtype, DEVICE, padding=5, physical=physical, dim=128, rejected=())
-    before = batch.rows()
-    out = batch.run(batch.impl(**options))
-    rows, new = batch.rows(), batch.slots[: batch.tokens]
-    assert torch.equal(rows[new], torch.cat([batch.key, batch.value], -1)[: batch.tokens].float())
-    others = torch.ones(len(rows), dtype=torch.bool)
-    others[new] = False
-    assert torch.equal(rows[others], before[others])
-    near(out[: batch.tokens], batch.expected(rows.cpu(), window=options.get("sliding_window")), limit)
+def test_batches(physical, options, requests, dtype):
+    Batch(requests, dtype, DEVICE, padding=5, physical=physical, dim=128).held(**options)
 
 
 def test_rows_behind_a_page_are_not_written():
     batch = Batch(BATCHES[2], torch.bfloat16, DEVICE, rejected=(0, 7, 230))
     before = batch.rows()
     batch.run(batch.impl())
-    kept = torch.ones(len(before), dtype=torch.bool)
-    kept[batch.slots[batch.slots >= 0]] = False
-    assert torch.equal(batch.rows()[kept], before[kept])
+    batch.untouched(before)
 
 
 def test_a_captured_step_follows_the_batch():

@@ -29,7 +29,7 @@ def dims(rng: random.Random, o: dict[str, Any]) -> dict[str, int]:
     return {
         **found,
         "page": page_of(rng, o.get("page", "16")),
-        "pairs": pairs_of_channels(rng, o["rotary"], found["d"]),
+        "pairs": pairs_of_channels(rng, o.get("rotary", "off"), found["d"]),
     }
 
 

@@ -8,23 +8,14 @@ import torch
 import tilefold
 from tilefold.compat import flash_attn as flash
 
-from .append import FRACTIONS, pairs_of_channels, tables, turned
+from .append import FRACTIONS, dims, tables, turned
 from .axes import Family, never
 from .bounds import roundoff
-from .caches import PAGES, STORES, Caches, page_of
+from .caches import PAGES, STORES, Caches
 from .context import FORMS, Context
 from .dense_run import DTYPES
 from .oracle import Rules, attend
-from .sizes import DIMS, WINDOWS, dims_of_heads, length, lengths, window_of
-
-
-def dims(rng: random.Random, o: dict[str, Any]) -> dict[str, int]:
-    found = dims_of_heads(rng, o)
-    return {
-        **found,
-        "page": page_of(rng, o["page"]),
-        "pairs": pairs_of_channels(rng, o.get("rotary", "off"), found["d"]),
-    }
+from .sizes import DIMS, WINDOWS, length, lengths, window_of
 
 
 def sizes(rng: random.Random, o: dict[str, Any], d: dict[str, Any], most: int) -> dict[str, Any]:

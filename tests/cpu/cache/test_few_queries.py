@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tilefold
-from cases import hold, judge, one_graph
+from cases import graph_gives, hold, hold_back
 from cases import qkv as qkv_on
 from cases.refusals import refuses
 from tilefold import reference
@@ -98,27 +98,19 @@ def test_gradients_of_what_the_decode_kernel_made():
     q, k, v = qkv(1, 2, LEAST_SPLIT + 5, 4, 2, 16)
     bias = torch.randn(1, 1, 2, LEAST_SPLIT + 5)
     assert isinstance(tilefold.attention_plan(q, k, v, bias=bias), DecodePlan)
-    dout = torch.randn(1, 2, 4, 16)
+    leaves = [x.requires_grad_() for x in (q, k, v, bias)]
 
-    def gradients(attention, kind, **options):
-        leaves = [x.detach().to(kind).requires_grad_() for x in (q, k, v, bias)]
-        out = attention(*leaves[:3], bias=leaves[3], causal=True, **options)
-        out = out if isinstance(out, torch.Tensor) else out[0]
-        return torch.autograd.grad(out, leaves, dout.to(out.dtype))
+    def oracle(*tensors, dtype):
+        return reference.attention(*tensors[:3], bias=tensors[3], causal=True, dtype=dtype)[0]
 
-    mine = gradients(tilefold.attention, torch.float32)
-    exact = gradients(reference.attention, torch.float64)
-    plain = gradients(reference.attention, torch.float64, dtype=torch.float32)
-    for name, *three in zip(("dq", "dk", "dv", "dbias"), mine, exact, plain, strict=True):
-        judge(*three, name)
+    hold_back(tilefold.attention(q, k, v, bias=bias, causal=True), oracle, *leaves)
 
 
 @pytest.mark.no_poison  # dynamo would take the poisoned functions for torch's own, for good
 def test_compiled():
     """Through torch's dispatcher the same kernel runs."""
     q, k, v = qkv(1, 1, LEAST_SPLIT + 3, 4, 2, 16)
-    call = one_graph(lambda *x: tilefold.attention(*x, causal=True))
-    assert torch.equal(call(q, k, v), tilefold.attention(q, k, v, causal=True))
+    graph_gives(lambda *x: tilefold.attention(*x, causal=True), q, k, v)
 
 
 def test_plans_that_callers_give():

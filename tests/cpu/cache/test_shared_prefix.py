@@ -1,10 +1,12 @@
 """merge_attention against fp64 and its properties; attention over shared prefixes against fp64 and plain attention; the rule."""
 
+from functools import partial
+
 import pytest
 import torch
 
 import tilefold
-from cases import in_two_parts, judge, one_graph, rand
+from cases import graph_gives, in_two_parts, judge, rand
 from tilefold import reference
 from tilefold.plan import PrefixProblem, device_named, plan_shared_prefix
 
@@ -86,14 +88,8 @@ def test_merge_refuses(device):
 
 @pytest.mark.no_poison
 def test_merge_compiled(device):
-    args = (
-        rand(2, 6, 3, 16, device=device),
-        rand(2, 3, 6, device=device),
-        rand(2, 6, 3, 16, device=device),
-        rand(2, 3, 6, device=device),
-    )
-    got = one_graph(lambda *a: tilefold.merge_attention(*a)[0] * 2)(*args)
-    assert torch.equal(got, tilefold.merge_attention(*args)[0] * 2)
+    args = [rand(*shape, device=device) for shape in ((2, 6, 3, 16), (2, 3, 6)) * 2]
+    graph_gives(lambda *a: tilefold.merge_attention(*a)[0] * 2, *args)
     from tilefold.ops.cache.merge import MERGE_ATTENTION
 
     torch.library.opcheck(MERGE_ATTENTION.op, args, test_utils=("test_schema", "test_faketensor"))
@@ -128,19 +124,12 @@ def a_batch(device, batch=3, capacity=44, prefix=20, kv_heads=2, dim=16, page=0,
     return (*pages, table.to(device)), whole
 
 
-def oracle(q, whole, lengths, dtype=torch.float64, **options):
-    """Each sequence by itself; q a list of [S, H, D] -> outs [S, H, D] and lses [H, S]."""
+def oracle(q, whole, lengths, dtype=torch.float64, prefix=None, **options):
+    """Each sequence by itself; q a list of [S, H, D] -> outs [S, H, D] and lses [H, S].  prefix: one deviation off, by a merge of
+    two parts."""
+    of = reference.attention if prefix is None else partial(in_two_parts, first=prefix)
     found = [
-        reference.attention(x[None], whole[0][b : b + 1, :n], whole[1][b : b + 1, :n], dtype=dtype, **options)
-        for b, (x, n) in enumerate(zip(q, lengths, strict=True))
-    ]
-    return [o[0] for o, _ in found], [e[0] for _, e in found]
-
-
-def in_parts(q, whole, lengths, prefix, dtype, **options):
-    """As `oracle`, one deviation off."""
-    found = [
-        in_two_parts(x[None], whole[0][b : b + 1, :n], whole[1][b : b + 1, :n], prefix, dtype, **options)
+        of(x[None], whole[0][b : b + 1, :n], whole[1][b : b + 1, :n], dtype=dtype, **options)
         for b, (x, n) in enumerate(zip(q, lengths, strict=True))
     ]
     return [o[0] for o, _ in found], [e[0] for _, e in found]
@@ -156,7 +145,7 @@ def test_shared_prefix(device, heads, seq_q, page, dtype):
     lengths = [20 + seq_q, 44, 31]
     for splits, options in ((0, {}), (3, {"softcap": 2.0, "scale": 0.4}), (3, {"sinks": rand(heads, device=device)})):
         exact = oracle(q, whole, lengths, causal=True, **options)
-        plain = in_parts(q, whole, lengths, 20, dtype, **options)
+        plain = oracle(q, whole, lengths, dtype, 20, **options)
         out, lse = tilefold.attention_shared_prefix(
             q, *held[:2], prefix_length=20, cache_seqlens=ints(*lengths, device=device), block_table=held[2], cascade=True,
             num_splits=splits, return_lse=True, **options)  # fmt: skip
@@ -202,7 +191,7 @@ def test_a_prefix_in_8_bits(device, page, stored, per, seq_q, dtype):
     codes, scales, meant = coded(held, whole, stored, per, dtype)
     q, lengths = rand(3, seq_q, 4, 16, dtype=dtype, device=device), [16 + seq_q, 44, 31]
     exact = oracle(q, meant, lengths, causal=True)
-    plain = in_parts(q, meant, lengths, 16, dtype)
+    plain = oracle(q, meant, lengths, dtype, 16)
     for cascade in (True, False) if page else (True,):
         out, lse = tilefold.attention_shared_prefix(
             q, *codes, prefix_length=16, cache_seqlens=ints(*lengths, device=device), block_table=held[2], cascade=cascade,
@@ -263,8 +252,7 @@ def test_shared_prefix_compiled(device):
         )
         return found * 2
 
-    got = one_graph(call)(q, *held)
-    assert torch.equal(got, call(q, *held))
+    graph_gives(call, q, *held)
 
 
 WRONG = [

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tilefold
-from cases import one_graph, prefix, qkv, rand, relative, same
+from cases import graph_gives, one_graph, prefix, qkv, rand, relative
 from tilefold.ops.call import Call
 from tilefold.ops.dense.library import ATTENTION
 from tilefold.ops.source import Packed
@@ -39,10 +39,7 @@ def test_compile_fullgraph(name, device):
         out, lse = tilefold.attention(2 * q, k, v, return_lse=True, **options)
         return out + 1, lse
 
-    want = layer(q, k, v, **options)
-    compiled = one_graph(layer)
-    for _ in range(2):
-        assert same(compiled(q, k, v, **options), want)
+    graph_gives(layer, q, k, v, times=2, **options)
 
 
 def test_compile_with_dynamic_lengths(device):
@@ -147,8 +144,7 @@ def test_meta_tensors_give_shapes():
 def test_plan_travels_through_the_dispatcher(device):
     q, k, v = qkv(2, 20, 33, 4, 2, 32, device=device)
     plan = tilefold.constant(tilefold.attention_plan(q, k, v).with_tile(block_m=16, block_n=16))
-    compiled = one_graph(lambda q, k, v: tilefold.attention(q, k, v, plan=plan))
-    assert torch.equal(compiled(q, k, v), tilefold.attention(q, k, v, plan=plan))
+    graph_gives(lambda q, k, v: tilefold.attention(q, k, v, plan=plan), q, k, v)
 
 
 def test_bare_hooks_are_refused_inside_compile(device):

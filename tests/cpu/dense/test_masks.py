@@ -8,7 +8,19 @@ import torch
 import triton
 
 import tilefold
-from cases import check, dilated, dilated_twin, one, one_graph, packed, qkv, rand, relative, relative_twin, small_plan
+from cases import (
+    check,
+    dilated,
+    dilated_twin,
+    graph_gives,
+    one,
+    packed,
+    qkv,
+    rand,
+    relative,
+    relative_twin,
+    small_plan,
+)
 from cases import prefix as by_mod
 from cases.gradient import check_gradients, gradients
 from cases.refusals import refuses
@@ -443,9 +455,7 @@ def test_compiled(name, device):
     def layer(q, k, v):
         return tilefold.attention(2 * q, k, v, mask=mask, score=scores.softcap(4.0)) + 1
 
-    compiled = one_graph(layer)
-    for _ in range(2):
-        assert torch.equal(compiled(q, k, v), layer(q, k, v))
+    graph_gives(layer, q, k, v, times=2)
 
 
 @pytest.mark.no_poison
@@ -458,10 +468,7 @@ def test_compiled_with_masks_made_inside_and_gradients(device):
         return tilefold.attention(q, k, v, mask=mask)
 
     leaves = [t.requires_grad_() for t in (q, k, v)]
-    compiled = one_graph(layer)
-    got, want = (torch.autograd.grad(fn(*leaves, lengths, 7).sum(), leaves) for fn in (compiled, layer))
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a, b)
+    graph_gives(layer, *leaves, lengths, 7)
 
 
 def test_reference_is_the_definition():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cases import one_graph, packed, qkv, rand
+from cases import graph_gives, one_graph, packed, qkv, rand
 from cases.flash import a_cache, angles, in_pages
 from cases.host import NoReads
 from tilefold.compat import flash_attn as fa
@@ -15,20 +15,13 @@ pytestmark = pytest.mark.no_poison
 def test_dense_and_packed(device):
     q, k, v = (t.requires_grad_() for t in qkv(1, 9, 12, 4, 2, 16, device=device))
     (tq, tk, tv), varlen = packed([3, 6], [5, 7], h=2, hk=1, d=16, dv=16, device=device)
-    grad = rand(1, 9, 4, 16, device=device)
 
     def both(q, k, v, tq, tk, tv):
         x = fa.flash_attn_func(q, k, v, causal=True, softcap=3.0)
         y = fa.flash_attn_varlen_func(tq, tk, tv, *varlen, window_size=(3, 1), return_attn_probs=True)
         return x, *y
 
-    eager = both(q, k, v, tq, tk, tv)
-    found = one_graph(both)(q, k, v, tq, tk, tv)
-    for one, other in zip(found, eager, strict=True):
-        assert torch.equal(one, other)
-    for one, other in zip(torch.autograd.grad(found[0], (q, k, v), grad), torch.autograd.grad(eager[0], (q, k, v), grad),
-                          strict=True):  # fmt: skip
-        assert torch.equal(one, other)
+    graph_gives(both, q, k, v, tq, tk, tv)
 
 
 def test_packed_tensors_and_dropout(device):
@@ -73,8 +66,7 @@ def test_a_decoding_step(device):
 def test_rotary_module(device):
     module = RotaryEmbedding(8, device=device)
     x = rand(2, 5, 3, 2, 16, device=device)
-    want = module(x.clone(), seqlen_offset=2)
-    assert torch.equal(one_graph(lambda x: module(x.clone(), seqlen_offset=2))(x), want)
+    graph_gives(lambda x: module(x.clone(), seqlen_offset=2), x)
 
 
 def test_nothing_is_read_on_the_host(device, monkeypatch):

@@ -3,13 +3,15 @@ taking it back.  They are put into the dispatcher for CPU tensors here, where to
 
 import importlib.metadata
 import importlib.util
+from functools import partial
 
 import pytest
 import torch
 from torch.nn import attention as registry
 
 import tilefold
-from cases import hold, judge, one_graph, packed, qkv, rand, same
+from cases import graph_gives, hold, hold_back, packed, qkv, rand, same
+from cases.gradient import WHERE
 from tilefold import Unsupported, reference
 from tilefold.integrations import torch_flash
 from tilefold.integrations.torch_flash import CALLS
@@ -22,7 +24,6 @@ from torch.nn.attention import varlen
 pytestmark = pytest.mark.interpreter
 HALVES = [torch.float16, torch.bfloat16]
 OPS = torch.ops.aten
-NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
 @pytest.fixture(autouse=True)
@@ -48,17 +49,6 @@ def leaves(*tensors):
     return [t.detach().requires_grad_() for t in tensors]
 
 
-def judged(got, tensors, grad, oracle, **options):
-    """out, lse and gradients beside those of fp64 and of plain torch; got: out, lse, dq, dk, dv."""
-    sides = []
-    for dtype in (torch.float64, tensors[0].dtype):
-        mine = leaves(*(t.double() for t in tensors))
-        out, lse = oracle(*mine, dtype=dtype, **options)
-        sides.append((out, lse, *torch.autograd.grad(out, mine, grad.double())))
-    for name, one, exact, plain in zip(NAMES, got, *sides, strict=True):
-        judge(one, exact.detach(), plain.detach(), name)
-
-
 # How q, k and v of [2, rows, heads, 32] may lie in memory.
 MEMORY = {
     "rows first": lambda t: t.contiguous(),
@@ -77,8 +67,7 @@ def test_both_passes_in_every_memory_layout(door, dtype, memory):
     q, k, v = leaves(*given)
     results = flash(q, k, v, causal=True, scale=0.3)
     grad = MEMORY[memory](rand(2, 37, 4, 32, dtype=dtype))
-    grads = torch.autograd.grad(results[0], (q, k, v), grad)
-    judged((*results[:2], *grads), given, grad, reference.attention, causal=True, scale=0.3)
+    _, _, *grads = hold_back(results[:2], reference.attention, q, k, v, back=[grad], causal=True, scale=0.3)
     assert (CALLS.forward, CALLS.backward, CALLS.kept.total()) == (1, 1, 0)
     for mine, t in zip((results[0], *grads), (q, q, k, v), strict=True):
         assert mine.stride() == torch.empty_like(t).stride()
@@ -100,13 +89,11 @@ def test_both_passes_in_every_memory_layout(door, dtype, memory):
     ],
 )
 def test_shapes_and_windows(door, sq, sk, heads, kv, dim, options):
-    given = qkv(1, sq, sk, heads, kv, dim, dtype=torch.bfloat16)
-    q, k, v = leaves(*given)
+    q, k, v = leaves(*qkv(1, sq, sk, heads, kv, dim, dtype=torch.bfloat16))
     out, lse, *_ = flash(q, k, v, **options)
     grad = rand(*out.shape, dtype=out.dtype)
-    grads = torch.autograd.grad(out, (q, k, v), grad)
     sides = tuple(options.pop(f"window_size_{side}", -1) for side in ("left", "right"))
-    judged((out, lse, *grads), given, grad, reference.attention, window=sides, **options)
+    hold_back((out, lse), reference.attention, q, k, v, back=[grad], window=sides, **options)
 
 
 @pytest.mark.parametrize("memory", ["rows first", "heads first"])
@@ -145,12 +132,12 @@ def test_varlen_attn(door, dtype, window):
         *mine, *place, window_size=window, enable_gqa=True, return_aux=varlen.AuxRequest(lse=True)
     )
     grad = rand(*out.shape, dtype=dtype)
-    grads = torch.autograd.grad(out, mine, grad)
-
-    def oracle(*tensors, **options):
-        return reference.attention_varlen(*tensors, *place, window=window, **options)
-
-    judged((out, lse, *grads), (q, k, v), grad, oracle)
+    hold_back(
+        (out, lse),
+        partial(reference.attention_varlen, **dict(zip(WHERE, place, strict=True)), window=window),
+        *mine,
+        back=[grad],
+    )
     assert (CALLS.forward, CALLS.backward, CALLS.kept.total()) == (1, 1, 0)
 
 
@@ -232,11 +219,7 @@ def test_varlen_attn_compiled(door):
     def attend(*tensors):
         return varlen.varlen_attn(*tensors, *place, window_size=(-1, 0), enable_gqa=True)
 
-    eager, compiled = leaves(q, k, v), leaves(q, k, v)
-    a, b = attend(*eager), one_graph(attend)(*compiled)
-    grad = rand(*a.shape, dtype=a.dtype)
-    assert torch.equal(a, b)
-    assert same(torch.autograd.grad(a, eager, grad), torch.autograd.grad(b, compiled, grad))
+    graph_gives(attend, *leaves(q, k, v))
 
 
 @pytest.mark.no_poison

@@ -9,7 +9,7 @@ pytest.importorskip("transformers", minversion="4.56", exc_type=ImportError, rea
 
 import hf_models
 from cases import one_graph
-from hf_models import judge_compiled, logits, made_by, make, padded
+from hf_models import judge_compiled, logits, made_by, make, padded, trained
 
 
 @pytest.fixture(autouse=True)
@@ -17,30 +17,14 @@ def registered():
     hf_models.register_exact()
 
 
-def trained(model, batches, steps):
-    """The losses of a few steps of plain gradient descent."""
-    model.train()
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.05)
-    losses = []
-    for step in range(steps):
-        ids, mask = batches[step % len(batches)]
-        labels = ids.masked_fill(mask == 0, -100)
-        loss = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss
-        loss.backward()
-        optimiser.step()
-        optimiser.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
-
-
 @pytest.mark.parametrize("family", ["qwen2", "gpt_oss"])
 def test_loss_curves(family, device):
     """As close to the oracle's in fp64 as eager's, twice over; sinks are trained too."""
     model = make(family, device, initializer_range=0.1)
     batches = [padded(2, 6, left, device) for left in (True, False)]
-    exact = trained(made_by(model, "exact", double=True), batches, 3)
-    eager = trained(made_by(model, "eager"), batches, 3)
-    found = trained(made_by(model, "tilefold"), batches, 3)
+    exact = trained(made_by(model, "exact", double=True), batches, 3, 0.05)
+    eager = trained(made_by(model, "eager"), batches, 3, 0.05)
+    found = trained(made_by(model, "tilefold"), batches, 3, 0.05)
     assert abs(found[-1] - found[0]) > 1e-3, "nothing was learnt"
     limit = 2 * max(abs(a - b) for a, b in zip(eager, exact, strict=True)) + 1e-6
     assert max(abs(a - b) for a, b in zip(found, exact, strict=True)) <= limit, (found, eager, exact)

@@ -5,9 +5,9 @@ import torch
 
 from cases import rand
 from cases.matmul import ACTIVATIONS, check, matrix
-from cases.refusals import refuses
+from cases.refusals import refuses, refuses_given
 from tilefold import ops
-from tilefold.errors import DtypeError, LayoutError, PlanError, ShapeError, TilefoldError, Unsupported, ValueRangeError
+from tilefold.errors import DtypeError, LayoutError, PlanError, ShapeError, Unsupported, ValueRangeError
 from tilefold.ops.device import device_of
 from tilefold.ops.matrix.operands import operands
 from tilefold.ops.matrix.product import Epilogue, bind_portable, problem_of
@@ -200,12 +200,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("changes", "error", "text"), REFUSED, ids=[text[:40] for _, _, text in REFUSED])
 def test_refusals(changes, error, text, device):
-    given = {"a": Z(3, 4), "b": Z(4, 6), **changes}
-    given = {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in given.items()}
-    with pytest.raises(error) as caught:
-        ops.matmul(given.pop("a"), given.pop("b"), **given)
-    assert str(caught.value) == text
-    assert isinstance(caught.value, TilefoldError)
+    refuses_given(error, text, ops.matmul, device, **{"a": Z(3, 4), "b": Z(4, 6), **changes})
 
 
 def test_refusals_of_batches(device):

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from cases import judge, one_graph, rand
+from cases import graph_gives, hold_back, rand
+from cases.refusals import each_refuses
 from tilefold import ops, reference
 from tilefold.errors import DtypeError, LayoutError, ShapeError, Unsupported, ValueRangeError
 from tilefold.plan import device_named
@@ -12,27 +13,10 @@ from tilefold.plan.matrix.rms_norm import RMSNormProblem, plan_rms_norm
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 
-def results(fn, tensors, **options):
-    found = fn(*tensors, **options)
-    return found if isinstance(found, tuple) else (found,)
-
-
 def check(*tensors, **options):
     """Hold results, and gradients of all tensors, to the oracle; returns them."""
-    dtype = tensors[0].dtype
-    own, wide = ([t.detach().to(d or t.dtype).requires_grad_() for t in tensors] for d in (None, torch.float64))
-    got = results(ops.rms_norm, own, **options)
-    grads = [rand(*t.shape, dtype=dtype, device=t.device) for t in got]
-    got += torch.autograd.grad(got, own, grads)
-    judged = []
-    for kept in (torch.float64, dtype):
-        made = results(reference.rms_norm, wide, dtype=kept, **options)
-        judged.append(made + torch.autograd.grad(made, wide, [g.double() for g in grads]))
-    names = ["out", "sum"][: len(tensors) - 1] + ["dx", "dw", "dresidual"][: len(tensors)]
-    for name, a, b, c in zip(names, got, *judged, strict=True):
-        assert a.dtype == (tensors[1].dtype if name == "dw" else dtype)
-        judge(a, b, c, f"{name} {tuple(tensors[0].shape)} {dtype}")
-    return got
+    own = [t.detach().requires_grad_() for t in tensors]
+    return hold_back(ops.rms_norm(*own, **options), reference.rms_norm, *own, names=("out", "sum"), **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -82,11 +66,9 @@ def test_compiled(device):
 
     def layer(x, weight, residual):
         out, summed = ops.rms_norm(x, weight, residual, eps=1e-5)
-        return (out * 2 + summed).sum()
+        return out * 2 + summed
 
-    compiled = one_graph(layer)
-    got, want = (torch.autograd.grad(fn(x, weight, residual), (x, weight, residual)) for fn in (compiled, layer))
-    assert all(map(torch.equal, got, want))
+    graph_gives(layer, x, weight, residual)
     torch.library.opcheck(ops.matrix.rms_norm.RMS_NORM.op, (x, weight, residual, 1e-6))
 
 
@@ -107,7 +89,7 @@ def test_plan(device):
 
 def test_refusals(device):
     x, weight = torch.ones(4, 5, device=device), torch.ones(5, device=device)
-    for error, message, call in (
+    each_refuses(
         (DtypeError, "x has dtype int32", lambda: ops.rms_norm(x.int(), weight)),
         (DtypeError, "residual has dtype float16, but x has float32", lambda: ops.rms_norm(x, weight, x.half())),
         (ShapeError, "weight has shape", lambda: ops.rms_norm(x, weight[:4])),
@@ -116,6 +98,4 @@ def test_refusals(device):
         (LayoutError, "evenly apart", lambda: ops.rms_norm(torch.ones(4, 6, 5, device=device)[:, :3], weight)),
         (ValueRangeError, "eps must be greater than 0", lambda: ops.rms_norm(x, weight, eps=0.0)),
         (Unsupported, "40000 columns", lambda: ops.rms_norm(torch.ones(1, 40000), torch.ones(40000))),
-    ):
-        with pytest.raises(error, match=message):
-            call()
+    )

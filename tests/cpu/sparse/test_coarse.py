@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import tilefold
-from cases import judge, qkv, rand, same
+from cases import hold_back, qkv, rand, same
 from cases.coarse import held, padding, run, sized, weights
-from cases.refusals import refuses
+from cases.refusals import refuses, refuses_given
 from tilefold import reference, sparse
-from tilefold.errors import DtypeError, LayoutError, ShapeError, TilefoldError, Unsupported, ValueRangeError
+from tilefold.errors import DtypeError, LayoutError, ShapeError, Unsupported, ValueRangeError
 from tilefold.ops import records
 from tilefold.plan import device_named
 from tilefold.plan.limits import Tile
@@ -233,40 +233,23 @@ def test_project(kind, layout, device):
         w = weights(kind, heads, 70, 16, device=device)[0].requires_grad_()
         options = {"kind": kind, "block": 16, "layout": layout, "block_sizes": sized([16, 0, 9, 16, 2], device=device)}
         leaf = x.detach().requires_grad_()
-        got = sparse.project(leaf, w, **options)
-        wide = [t.detach().double().requires_grad_() for t in (leaf, w)]
-        want, plain = (reference.project(*wide, dtype=d, **options) for d in (torch.float64, torch.float16))
-        judge(got, want, plain, f"rows {kind} {layout} {heads}")
-        drows = rand(*got.shape, dtype=got.dtype, device=device)
-        pairs = (got, (leaf, w)), (want, wide), (plain, wide)
-        gradients = [torch.autograd.grad(r, leaves, drows.to(r.dtype)) for r, leaves in pairs]
-        for name, a, b, c in zip(("x", "weight"), *gradients, strict=True):
-            judge(a, b, c, f"gradient of {name} {kind} {layout} {heads}")
+        hold_back(sparse.project(leaf, w, **options), reference.project, leaf, w, what=f"{kind} {heads}", **options)
 
 
 def test_attend_rows_is_coarse_over_rows_made_before(device):
     """A dead row may hold NaN, and gets gradient 0."""
     q, k, v = qkv(2, 40, 70, 4, 2, 16, device=device)
-    given = sized([16, 0, 9, 16, 2], device=device)
-    want = sparse.coarse(q, k, v, block=16, block_sizes=given, return_lse=True)
-    rows = [sparse.project(x, block=16, block_sizes=given) for x in (k, v)]
+    options = {"block": 16, "block_sizes": sized([16, 0, 9, 16, 2], device=device)}
+    want = sparse.coarse(q, k, v, **options, return_lse=True)
+    rows = [sparse.project(x, **options) for x in (k, v)]
     for x in rows:
         x[:, 1] = math.nan
         x.requires_grad_()
     q.requires_grad_()
-    got = sparse.attend_rows(q, *rows, block=16, block_sizes=given, return_lse=True)
+    got = sparse.attend_rows(q, *rows, **options, return_lse=True)
     assert same(got, want)
-    wide = [t.detach().double().requires_grad_() for t in (q, *rows)]
-    oracle, plain = (
-        reference.attend_rows(*wide, block=16, block_sizes=given, return_lse=True, dtype=d)
-        for d in (torch.float64, torch.float32)
-    )
-    dout = rand(*got.out.shape, device=device)
-    pairs = (got, (q, *rows)), (oracle, wide), (plain, wide)
-    gradients = [torch.autograd.grad(r.out, leaves, dout.to(r.out.dtype)) for r, leaves in pairs]
-    for name, a, b, c in zip(("q", "rows_k", "rows_v"), *gradients, strict=True):
-        judge(a, b, c, f"gradient of {name}")
-    assert not gradients[0][1][:, 1].any() and not gradients[0][2][:, 1].any()
+    _, _, dk, dv = hold_back(got.out, lambda *x, **dtype: reference.attend_rows(*x, **options, **dtype).out, q, *rows)
+    assert not dk[:, 1].any() and not dv[:, 1].any()
 
 
 def test_second_derivatives_are_refused(device):
@@ -319,12 +302,7 @@ REFUSED = [
 @pytest.mark.parametrize(("changes", "error", "text"), REFUSED, ids=[text[:40] for _, _, text in REFUSED])
 def test_refusals(changes, error, text, device):
     given = {"q": torch.zeros(Q), "k": torch.zeros(K), "v": torch.zeros(K), "block": 16, **changes}
-    given = {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in given.items()}
-    q, k, v = (given.pop(name) for name in "qkv")
-    with pytest.raises(error) as caught:
-        sparse.coarse(q, k, v, **given)
-    assert str(caught.value) == text
-    assert isinstance(caught.value, TilefoldError)
+    refuses_given(error, text, sparse.coarse, device, **given)
 
 
 def test_refusals_of_the_parts(device):

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from cases import judge, rand
-from cases.refusals import refuses
+from cases import hold_back, rand
+from cases.refusals import refuses, refuses_given
 from tilefold import reference, sparse
-from tilefold.errors import DtypeError, LayoutError, ShapeError, TilefoldError, Unsupported, ValueRangeError
+from tilefold.errors import DtypeError, LayoutError, ShapeError, Unsupported, ValueRangeError
 
 B, N, H, D = 2, 37, 3, 24
 GATES = {
@@ -20,26 +20,14 @@ GATES = {
 }
 
 
-def held(coarse, fine, gate_coarse, gate_fine, layout="bshd"):
-    """Result and gradients of everything that is there."""
-    inputs = [t for t in (coarse, fine, gate_coarse, gate_fine) if t is not None]
-    for t in inputs:
-        t.requires_grad_()
-    given = (coarse, fine, gate_coarse, gate_fine)
+def held(*given, layout="bshd"):
+    """Result and gradients of everything that is there, of (coarse, fine, gate_coarse, gate_fine)."""
+    for t in given:
+        if t is not None:
+            t.requires_grad_()
     got = sparse.fuse(*given, layout=layout)
-    wide = [None if t is None else t.detach().double().requires_grad_() for t in given]
-    want, plain = (reference.fuse(*wide, layout=layout, dtype=d) for d in (torch.float64, inputs[0].dtype))
-    note = f"{[None if t is None else tuple(t.shape) for t in given]} {got.dtype}"
-    assert got.dtype == inputs[0].dtype and got.is_contiguous()
-    judge(got, want, plain, f"out {note}")
-    dout = rand(*got.shape, dtype=got.dtype, device=got.device)
-    leaves = [t for t in wide if t is not None]
-    pairs = (got, inputs), (want, leaves), (plain, leaves)
-    gradients = [torch.autograd.grad(r, sought, dout.to(r.dtype)) for r, sought in pairs]
-    for t, a, b, c in zip(inputs, *gradients, strict=True):
-        assert a.dtype == t.dtype and a.shape == t.shape
-        judge(a, b, c, f"gradient of {tuple(t.shape)} {note}")
-    return got, gradients[0]
+    assert got.is_contiguous()
+    hold_back(got, reference.fuse, *given, layout=layout)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -161,9 +149,4 @@ REFUSED = [
 
 @pytest.mark.parametrize(("changes", "error", "text"), REFUSED, ids=[text[:40] for _, _, text in REFUSED])
 def test_refusals(changes, error, text, device):
-    given = {"coarse": torch.zeros(X), "fine": torch.zeros(X), **changes}
-    given = {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in given.items()}
-    with pytest.raises(error) as caught:
-        sparse.fuse(**given)
-    assert str(caught.value) == text
-    assert isinstance(caught.value, TilefoldError)
+    refuses_given(error, text, sparse.fuse, device, **{"coarse": torch.zeros(X), "fine": torch.zeros(X), **changes})

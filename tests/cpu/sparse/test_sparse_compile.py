@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tilefold
-from cases import looped, one, one_graph, packed, prefix, qkv, rand, relative, same
+from cases import graph_gives, looped, one, one_graph, packed, prefix, qkv, rand, relative, same
 from cases.index import cache, held, lists
 from tilefold.ops.call import Call
 from tilefold.ops.source import Lists, Paged
@@ -39,15 +39,7 @@ def test_compile_fullgraph(name, device):
         out, lse = fn(2 * q, k, v, index, *where, return_lse=True, **options)
         return out + 1, lse
 
-    compiled = one_graph(layer)
-    inputs = [t.requires_grad_() for t in tensors]
-    results = []
-    for run in (layer, compiled, compiled):
-        out, lse = run(*inputs, index, *where)
-        loss = out.float().square().sum() + torch.where(lse.isfinite(), lse, 0.0).sum()
-        results.append((out, lse, *torch.autograd.grad(loss, inputs)))
-    for other in results[1:]:
-        assert same(results[0], other)
+    graph_gives(layer, *(t.requires_grad_() for t in tensors), index, *where, times=2)
 
 
 def test_compile_and_opcheck_over_pages(device):

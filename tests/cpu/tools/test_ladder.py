@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import tilefold
-from cases import judge, qkv, rand
-from cases.ladder import NAMES, rung
+from cases import qkv, rand
+from cases.ladder import NAMES, held, held_by_lengths, rung
 from cases.refusals import refuses
-from tilefold import ladder, reference
+from tilefold import ladder
 from tilefold.errors import DeviceError, DtypeError, LayoutError, ShapeError, Unsupported, ValueRangeError
 from tilefold.ladder import Tile, split
 from tilefold.ladder.inputs import problem_of
@@ -18,15 +18,6 @@ from tilefold.plan import AttentionProblem
 from tilefold.plan.cost import attention_cost
 
 SMALL = Tile(16, 16, 4, 1)
-
-
-def held(name, q, k, v, causal=False, oracle=None, **options):
-    given = {"causal": causal} if oracle is None else oracle
-    want, plain = (reference.attention(q, k, v, dtype=d, **given)[0] for d in (torch.float64, q.dtype))
-    got = rung(name, q, k, v, causal, **options)
-    assert got.dtype == q.dtype and got.shape == q.shape
-    judge(got, want, plain, f"out {name} {tuple(q.shape)} {tuple(k.shape)} {q.dtype} {sorted(options)}")
-    return got
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -93,11 +84,7 @@ def test_sequences_of_unequal_lengths(name, causal, device):
     q, k, v = qkv(4, 5, 40, 2, 1, 16, device=device)
     lengths = torch.tensor([40, 0, 3, 20], dtype=torch.int32, device=device)
     options = {"splits": 3} if name == "split" else {}
-    got = rung(name, q, k, v, causal, tile=SMALL, lengths=lengths, **options)
-    for b, n in enumerate(lengths.tolist()):
-        one = (q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n])
-        want, plain = (reference.attention(*one, causal=causal, dtype=d)[0] for d in (torch.float64, q.dtype))
-        judge(got[b : b + 1], want, plain, f"out {name} of {n} keys, causal {causal}")
+    held_by_lengths(name, q, k, v, causal, lengths, tile=SMALL, **options)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 5, 20])
