@@ -15,7 +15,7 @@ from rich.text import Text
 from tilefold.cli.options import Budget, Json, Markdown
 from tilefold.cli.progress import measuring
 from tilefold.cli.runtime import (
-    Files,
+    Outputs,
     Runtime,
     dtype_named,
     header,
@@ -26,8 +26,6 @@ from tilefold.cli.runtime import (
     say,
     user_errors,
     warn_of_times,
-    writable,
-    write_files,
 )
 from tilefold.errors import CommunicationError, ValueRangeError
 
@@ -101,8 +99,7 @@ def parallel(
     markdown: Markdown = None,
 ) -> None:
     """Time every scheme of context parallelism, beside PyTorch's own, each output checked first."""
-    files = {"json": json, "markdown": markdown}
-    writable(files)
+    outputs = Outputs(json=json, markdown=markdown)
     if direction not in ("forward", "backward", "both"):
         raise ValueRangeError(f"--direction must be forward, backward or both, got {direction!r}")
     runtime = prepare_runtime(kernels=False)
@@ -128,7 +125,7 @@ def parallel(
     )
     lines = _run(work, runtime, ranks)
     if lines is not None:
-        _report(work, lines, runtime, files)
+        _report(work, lines, runtime, outputs)
 
 
 def _heads(text: str) -> tuple[int, int]:
@@ -209,7 +206,7 @@ def _started(rank: int, ranks: int, work: "Work", folder: str) -> None:
     sys.stdout.flush()
 
 
-def _report(work: "Work", lines: "list[Line]", runtime: Runtime, files: Files) -> None:
+def _report(work: "Work", lines: "list[Line]", runtime: Runtime, outputs: Outputs) -> None:
     from dataclasses import asdict
 
     from tilefold.bench.parallel.loads import PEERS
@@ -235,7 +232,6 @@ def _report(work: "Work", lines: "list[Line]", runtime: Runtime, files: Files) -
     if len(lines) < wanted:
         console.print(Text(f"{len(lines)} of {wanted} lines were reached", style="yellow"))
     warn_of_times(runtime, console)
-    makers = {"json": lambda: to_json(lines, asdict(setting), work), "markdown": lambda: to_markdown(lines)}
-    write_files(files, makers, console)
+    outputs.write(console, json=lambda: to_json(lines, asdict(setting), work), markdown=lambda: to_markdown(lines))
     if any(line.way not in PEERS and line.status in ("WRONG", "failed") for line in lines):
         raise typer.Exit(1)

@@ -7,14 +7,13 @@ import typer
 from tilefold.cli.bench_flow import Session
 from tilefold.cli.options import Budget, Html, Json, Markdown, Png, Results, RunOptions
 from tilefold.cli.runtime import (
+    Outputs,
     Runtime,
     dtype_named,
     integers,
     names_from,
     prepare_runtime,
     user_errors,
-    writable,
-    write_files,
 )
 from tilefold.errors import ValueRangeError
 
@@ -102,7 +101,7 @@ def video(
     results: Results = None,
 ) -> None:
     """Sweep the sparse video pipeline over sparsity, length or cached tokens, beside dense attention."""
-    writable({"png": png, "html": html})
+    outputs = Outputs(png=png, html=html)
     run = RunOptions(json=json, markdown=markdown, results=results, power=False)
     session = Session(run, ["video"], prepare_runtime(kernels=False))
     from tilefold.bench.setting import Options
@@ -133,11 +132,11 @@ def video(
     options = Options(rounds if runtime.gpu and not quick else 1, graph=graph, budget_s=budget)
     done = session.measure(engine, points, [engine.known[name] for name in ("tilefold", *names)], options)
     if done.results:
-        drawn = {
-            "png": lambda: report.picture_of(done.results).figure,
-            "html": lambda: report.to_html(done.results, session.setting),
-        }
-        write_files({"png": png, "html": html}, drawn, session.console)
+        outputs.write(
+            session.console,
+            png=lambda: report.picture_of(done.results).figure,
+            html=lambda: report.to_html(done.results, session.setting),
+        )
     session.finish([done])
 
 

@@ -14,15 +14,12 @@ from torch import Tensor
 from tilefold.bench import page
 from tilefold.cli.options import Html, Json, Png
 from tilefold.cli.runtime import (
-    Files,
+    Outputs,
     dtype_named,
     integers,
-    json_text,
     prepare_runtime,
     print_tables,
     user_errors,
-    writable,
-    write_files,
 )
 from tilefold.errors import DtypeError, ValueRangeError
 
@@ -97,8 +94,7 @@ def compare(
     html: Html = None,
 ) -> None:
     """Compare the results of two implementations on one case, or two files, number by number."""
-    outputs = {"json": json, "png": png, "html": html}
-    writable(outputs)
+    outputs = Outputs(json=json, png=png, html=html)
     if direction not in ("forward", "backward"):
         raise ValueRangeError(f"direction must be forward or backward, got {direction!r}")
     _check_family(
@@ -305,7 +301,7 @@ def _write(
     title: str,
     names: tuple[str, str],
     seeds: range,
-    files: Files,
+    outputs: Outputs,
     console: Console,
 ) -> None:
     """Write the files that were asked for and say so; with several seeds a tensor's name has its seed behind it."""
@@ -316,9 +312,9 @@ def _write(
         for each in run
     ]
 
-    def document() -> str:
+    def document() -> dict[str, Any]:
         tensors = [asdict(each) for each in found]
-        return json_text({"first": names[0], "second": names[1], "title": title, "seeds": [*seeds], "tensors": tensors})
+        return {"first": names[0], "second": names[1], "title": title, "seeds": [*seeds], "tensors": tensors}
 
     def html() -> str:
         whole = [_all_seeds(f"{each[0].name}, {ALL}", each) for each in zip(*runs, strict=True)] if several else []
@@ -330,7 +326,7 @@ def _write(
         )
         return page.to_html(title, parts)
 
-    write_files(files, {"json": document, "png": lambda: _picture(found).figure, "html": html}, console)
+    outputs.write(console, json=document, png=lambda: _picture(found).figure, html=html)
 
 
 def _picture(found: "list[Difference]") -> page.Picture:

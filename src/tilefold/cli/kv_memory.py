@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tilefold.cache_formats import FORMATS
-from tilefold.cli.runtime import DTYPES, integers, print_tables, say, user_errors, writable
+from tilefold.cli.runtime import DTYPES, Outputs, integers, print_tables, say, user_errors
 from tilefold.errors import DtypeError, ValueRangeError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def kv_memory(
 
     if plot is not None and plot.suffix not in (".png", ".svg"):
         raise ValueRangeError(f"--plot must end with .png or .svg, got {str(plot)!r}")
-    writable({"plot": plot})
+    Outputs(plot=plot)
     sizes = integers(page_sizes, "--page-sizes")
     chosen = _model(model, {"--layers": layers, "--kv-heads": kv_heads, "--dim": dim}, dim_v)
     stored = _stored(dtype)

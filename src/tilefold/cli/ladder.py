@@ -13,17 +13,14 @@ from typer.core import TyperCommand
 from tilefold.cli.options import Json, Markdown, Png
 from tilefold.cli.progress import measuring
 from tilefold.cli.runtime import (
-    Files,
+    Outputs,
     Runtime,
     dtype_named,
     integers,
-    json_text,
     prepare_runtime,
     show,
     table_of,
     user_errors,
-    writable,
-    write_files,
 )
 from tilefold.errors import ShapeError, ValueRangeError
 from tilefold.plan.problem import AttentionProblem
@@ -118,8 +115,7 @@ def ladder(
     png: Png = None,
 ) -> None:
     """Attention in five rungs (naive, profile, paged, flash, split): read, run, check and measure them."""
-    files = {"json": json, "markdown": markdown, "png": png}
-    writable(files)
+    outputs = Outputs(json=json, markdown=markdown, png=png)
     console = Console()
     if rung is None and new is None:
         _list(console)
@@ -147,17 +143,14 @@ def ladder(
 
     kinds = kinds_of(rung_named(name), sweep, vary)
     found = _measure(console, runtime, name, problems, parts, new, kinds)
-    _report(console, runtime, name, *found, files, context.meta[COMMAND])
+    _report(console, runtime, name, *found, outputs, context.meta[COMMAND])
 
 
 def _list(console: Console) -> None:
     from tilefold.ladder.rungs import RUNGS
 
     rows = [(str(i), each.name, each.lesson, each.best_use) for i, each in enumerate(RUNGS.values(), 1)]
-    table = table_of(("", "rung", "what it teaches", "best use"), rows)
-    for column in table.columns[1:]:
-        column.justify = "left"
-    console.print(table)
+    console.print(table_of(("", "rung", "what it teaches", "best use"), rows, left=4))
     console.print(Text("Measure one: tilefold ladder --rung flash. The course: docs/tutorials/ladder/.", style="dim"))
 
 
@@ -196,7 +189,7 @@ def _measure(
 
 
 def _report(
-    console: Console, runtime: Runtime, name: str, results: "list[Result]", swept: "list[Swept]", files: Files,
+    console: Console, runtime: Runtime, name: str, results: "list[Result]", swept: "list[Swept]", outputs: Outputs,
     command: str,
 ) -> None:  # fmt: skip
     """Print, write what was asked for, end with exit code 1 if something is wrong."""
@@ -207,15 +200,15 @@ def _report(
     show(console, parts)
     setting = setting_of(runtime.device)
 
-    def document() -> str:
+    def document() -> dict[str, Any]:
         each = {"results": [one.as_json() for one in results], "sweeps": [asdict(one) for one in swept]}
-        return json_text({"rung": name, "command": command, "setting": asdict(setting), **each})
+        return {"rung": name, "command": command, "setting": asdict(setting), **each}
 
-    makers = {
-        "json": document,
-        "markdown": lambda: ladder_report.markdown(parts, setting, command),
-        "png": lambda: ladder_report.drawn(results, runtime.gpu),
-    }
-    write_files(files, makers, console)
+    outputs.write(
+        console,
+        json=document,
+        markdown=lambda: ladder_report.markdown(parts, setting, command),
+        png=lambda: ladder_report.drawn(results, runtime.gpu),
+    )
     if not (all(each.ok for each in results) and all(each.ok for each in swept)):
         raise typer.Exit(1)

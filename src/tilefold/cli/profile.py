@@ -13,21 +13,19 @@ from tilefold.bench import page
 from tilefold.cli import profile_run
 from tilefold.cli.options import Html, Json, Png
 from tilefold.cli.runtime import (
+    Outputs,
     dtype_named,
     integers,
-    json_text,
     names_from,
     prepare_runtime,
     show,
     user_errors,
-    writable,
-    write_files,
 )
 from tilefold.errors import ValueRangeError
 
 if TYPE_CHECKING:
     from tilefold.bench.video.stages import StageRow, VideoRun
-    from tilefold.profiling.video import Explanation, LaunchRow
+    from tilefold.profiling.video import Explanation
 
 EPILOG = """
 **Examples**
@@ -129,8 +127,7 @@ def video(
     html: Html = None,
 ) -> None:
     """Time each stage of sparse video attention, the whole of it, and dense attention beside it."""
-    files = {"json": json, "png": png, "html": html}
-    writable(files)
+    outputs = Outputs(json=json, png=png, html=html)
     runtime = prepare_runtime()
     from tilefold.bench.video.stages import PEERS, prepare_stages, profile_video
     from tilefold.plan.sparse.video import VideoShape
@@ -165,12 +162,12 @@ def video(
     show(console, [page.Heading(title), *parts])
     if not runtime.gpu:
         console.print(Text("Times in the interpreter say nothing about a GPU.", style="yellow"))
-    makers = {
-        "json": lambda: json_text(_document(found, why, title)),
-        "png": lambda: _picture(found, why).figure,
-        "html": lambda: page.to_html(title, [*parts, _picture(found, why)]),
-    }
-    write_files(files, makers, console)
+    outputs.write(
+        console,
+        json=lambda: _document(found, why, title),
+        png=lambda: _picture(found, why).figure,
+        html=lambda: page.to_html(title, [*parts, _picture(found, why)]),
+    )
 
 
 def _pair(text: str) -> tuple[float, float]:
@@ -265,32 +262,29 @@ def _parts(found: "VideoRun", why: "Explanation | None") -> list[page.Part]:
 
 def _picture(found: "VideoRun", why: "Explanation | None") -> page.Picture:
     """The time of each row, and beside it what its slowest resource needs; below, the same of each launch."""
-    rows = found.rows[::-1]
-    launches = () if why is None else why.launches
+    rows = [(row.name, row.timing.ms, row.bound.seconds * 1e3 if row.bound else 0.0) for row in found.rows]
+    launches = [
+        (row.name, (row.evidence.seconds or 0.0) * 1e6, row.predicted.seconds * 1e6 if row.predicted else 0.0)
+        for row in (why.launches if why else ())
+    ]
     figure = page.new_figure(9, 1 + 0.45 * (len(rows) + len(launches)))
+    caption = "Time of each stage, of the whole, and of dense attention"
     if launches:
         axes, below = figure.subplots(2, height_ratios=(len(rows), len(launches)))
-        _draw(below, launches)
+        _draw(below, launches, "explained", "us")
+        caption += "; below, of each launch"
     else:
         axes = figure.subplots()
-    places = range(len(rows))
-    axes.barh(places, [row.timing.ms for row in rows], height=0.7, label="taken")
-    least = [0.0 if row.bound is None else row.bound.seconds * 1e3 for row in rows]
-    axes.barh(places, least, height=0.3, label="least, by the slowest resource")
-    axes.set_yticks(places, [row.name for row in rows])
-    axes.set_xlabel("ms")
-    axes.legend()
-    caption = "Time of each stage, of the whole, and of dense attention"
-    return page.Picture(figure, f"{caption}; below, of each launch." if launches else f"{caption}.")
+    _draw(axes, rows, "least, by the slowest resource", "ms")
+    return page.Picture(figure, f"{caption}.")
 
 
-def _draw(axes: Any, launches: "Sequence[LaunchRow]") -> None:
-    """Bars of what each launch takes and of what explains it."""
-    rows = launches[::-1]
+def _draw(axes: Any, rows: "Sequence[tuple[str, float, float]]", inner: str, unit: str) -> None:
+    """Two bars of each (name, time taken, a part of it), the first one on top; inner: what the part is."""
+    names, taken, parts = zip(*rows[::-1], strict=True)
     places = range(len(rows))
-    axes.barh(places, [(row.evidence.seconds or 0.0) * 1e6 for row in rows], height=0.7, label="taken")
-    explained = [0.0 if row.predicted is None else row.predicted.seconds * 1e6 for row in rows]
-    axes.barh(places, explained, height=0.3, label="explained")
-    axes.set_yticks(places, [row.name for row in rows])
-    axes.set_xlabel("us")
+    axes.barh(places, taken, height=0.7, label="taken")
+    axes.barh(places, parts, height=0.3, label=inner)
+    axes.set_yticks(places, names)
+    axes.set_xlabel(unit)
     axes.legend()

@@ -14,15 +14,12 @@ from rich.text import Text
 
 from tilefold.cli.options import Json, Markdown
 from tilefold.cli.runtime import (
-    Files,
+    Outputs,
     Runtime,
-    json_text,
     prepare_runtime,
     print_tables,
     say,
     user_errors,
-    writable,
-    write_files,
 )
 from tilefold.errors import DeviceError, TilefoldError, ValueRangeError
 
@@ -55,14 +52,13 @@ def script(
     markdown: Markdown = None,
 ) -> None:
     """Profile every kernel that a script launches, whoever's they are."""
-    files = {"json": json, "markdown": markdown}
-    writable(files)
+    outputs = Outputs(json=json, markdown=markdown)
     if not path.is_file():
         raise ValueRangeError(f"the script must be a file, got {str(path)!r}")
     _gpu()
     found = _run_script(path, arguments or [], marked)
     counters = _counters([sys.executable, str(path), *(arguments or [])], kernels, launches, marked) if ncu else ()
-    _show(found, counters, files)
+    _show(found, counters, outputs)
 
 
 @user_errors
@@ -83,8 +79,7 @@ def case(
     markdown: Markdown = None,
 ) -> None:
     """Profile one case of a benchmark, with the FLOPs and bytes that the benchmark counts."""
-    files = {"json": json, "markdown": markdown}
-    writable(files)
+    outputs = Outputs(json=json, markdown=markdown)
     from tilefold.bench.choice import select_cases
     from tilefold.profiling.cases import cases_in, prepare_case
 
@@ -109,7 +104,7 @@ def case(
     options = f"--direction {direction} {'--quick ' * quick}--calls 1".split()
     again = [sys.executable, "-m", "tilefold", "profile", "case", family, name, *options]
     counters = _counters(again, kernels, launches, True) if ncu else ()
-    _show([found], counters, files)
+    _show([found], counters, outputs)
 
 
 @user_errors
@@ -119,12 +114,11 @@ def import_report(
     markdown: Markdown = None,
 ) -> None:
     """Verdicts on the kernels of a report that Nsight Compute made, by its counters alone; needs no GPU."""
-    files = {"json": json, "markdown": markdown}
-    writable(files)
+    outputs = Outputs(json=json, markdown=markdown)
     from tilefold.profiling.counters import import_report as read
     from tilefold.profiling.session import profile_of_counters
 
-    _show([profile_of_counters(read(path), f"{path.name}, counters alone")], (), files)
+    _show([profile_of_counters(read(path), f"{path.name}, counters alone")], (), outputs)
 
 
 def _gpu() -> Runtime:
@@ -182,7 +176,7 @@ def _counters(program: Sequence[str], kernels: str | None, launches: int, marked
         return ()
 
 
-def _show(found: "list[Profile]", counters: "Sequence[Measured]", files: Files) -> None:
+def _show(found: "list[Profile]", counters: "Sequence[Measured]", outputs: Outputs) -> None:
     from tilefold.profiling.report import HEAD
     from tilefold.profiling.session import with_counters
 
@@ -193,9 +187,9 @@ def _show(found: "list[Profile]", counters: "Sequence[Measured]", files: Files) 
         print_tables(console, HEAD, each.table())
         say(each.lines(), console, "")
 
-    def document() -> str:
-        documents = [each.document() for each in profiles]
-        return json_text(documents[0] if len(documents) == 1 else {"kind": "profiles", "profiles": documents})
-
-    makers = {"json": document, "markdown": lambda: "\n".join(each.markdown() for each in profiles)}
-    write_files(files, makers, console)
+    documents = [each.document() for each in profiles]
+    outputs.write(
+        console,
+        json=lambda: documents[0] if len(documents) == 1 else {"kind": "profiles", "profiles": documents},
+        markdown=lambda: "\n".join(each.markdown() for each in profiles),
+    )

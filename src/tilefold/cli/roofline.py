@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tilefold.cli.options import Png
-from tilefold.cli.runtime import prepare_runtime, say, table_of, user_errors, writable, write_files
+from tilefold.cli.runtime import Outputs, prepare_runtime, say, table_of, user_errors
 from tilefold.errors import DeviceError, ValueRangeError
 from tilefold.plan.device import Device, device_named
 
@@ -50,7 +50,7 @@ def roofline(
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the measured roofs.")] = None,
 ) -> None:
     """Show what this machine can do at most, and how near to it kernels came."""
-    writable({"html": html, "png": png, "json": json})
+    outputs = Outputs(html=html, png=png, json=json)
     if measure and device:
         raise ValueRangeError("--measure measures this machine; it cannot be combined with --device")
     console = Console()
@@ -67,12 +67,12 @@ def roofline(
     runs = tuple(drawing.read_run(path, match) for path in files or ())
     say((f"{run.name}: {len(run.points)} kernels" for run in runs), console)
     picture = drawing.Picture(record, roofs is not None, runs)
-    makers = {
-        "html": lambda: drawing.to_html(picture),
-        "png": lambda: drawing.figure_of(picture),
-        "json": lambda: roofs.to_json() if roofs else "",
-    }
-    write_files({"html": html, "png": png, "json": json}, makers, console)
+    outputs.write(
+        console,
+        html=lambda: drawing.to_html(picture),
+        png=lambda: drawing.figure_of(picture),
+        json=lambda: roofs.to_json() if roofs else "",
+    )
 
 
 def _machine(measure: bool, name: str | None, console: Console) -> "tuple[Device, Roofs | None]":
