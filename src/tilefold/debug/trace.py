@@ -22,13 +22,13 @@ METHODS = ("create_masked_load", "create_masked_store", "create_atomic_rmw", "cr
 
 
 class Trace:
-    """What a kernel did to the given tensors. rank: axes of its grid, once it runs; programs: how many it has."""
+    """What a kernel did to the given tensors. rank: axes of its grid, once it is started; programs: how many it has, 0 before."""
 
     def __init__(self, tensors: Sequence[Guarded]) -> None:
         self.tensors = sorted(tensors, key=lambda one: one.low)
         self.lows = np.array([one.low for one in self.tensors], np.uint64)
         self.found: dict[tuple[str, str], Fault] = {}
-        self.rank = 3
+        self.rank, self.started = 3, False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -61,7 +61,7 @@ class Trace:
 
     @property
     def programs(self) -> int:
-        return int(np.prod(interpreter.interpreter_builder.grid_dim))
+        return int(np.prod(interpreter.interpreter_builder.grid_dim)) if self.started else 0
 
     def ids(self, linear: int) -> tuple[int, ...]:
         """Program ids from the number that `Guarded.writer` holds."""
