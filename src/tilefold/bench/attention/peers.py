@@ -28,47 +28,40 @@ from tilefold.sparse import BlockIndex
 # --- tilefold: as a user calls it, and by kernels that a plan would not take ------------------------------------------------
 
 
-def _prepare_tilefold(inputs: Inputs) -> Calls:
-    """The public function, as a user calls it."""
+def tilefold_call(inputs: Inputs, **options: Any) -> Callable[[Tensor, Tensor, Tensor], Any]:
+    """The public function of q, k and v, as a user calls it; of a packed batch its result is [tokens, H, Dv]."""
     p, index, ends = inputs.problem, inputs.index, inputs.offsets
-    window = window_of(p)
+    options["causal"] = p.causal
+    if index is not None:
+        return lambda q, k, v: tilefold.sparse_attention(q, k, v, index, **options)
+    options["window"] = window_of(p)
+    if ends is None:
+        return lambda q, k, v: tilefold.attention(q, k, v, **options)
+    lengths = ends, ends, p.seq_q, p.seq_q
+    return lambda q, k, v: tilefold.attention_varlen(q[0], k[0], v[0], *lengths, **options)
 
-    def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        if index is not None:
-            return tilefold.sparse_attention(q, k, v, index, causal=p.causal)
-        if ends is None:
-            return tilefold.attention(q, k, v, causal=p.causal, window=window)
-        lengths = ends, ends, p.seq_q, p.seq_q
-        return tilefold.attention_varlen(q[0], k[0], v[0], *lengths, causal=p.causal, window=window)[None]
 
-    return prepared(inputs, function)
+def _prepare_tilefold(inputs: Inputs) -> Calls:
+    function = tilefold_call(inputs)
+    return prepared(inputs, (lambda *tensors: function(*tensors)[None]) if inputs.problem.varlen else function)
 
 
 def _prepare_nondeterministic(inputs: Inputs) -> Calls:
     """Non-deterministic gradients, where a plan makes them by another kernel then."""
-    causal, window = inputs.problem.causal, window_of(inputs.problem)
+    mask: dict[str, Any] = {"causal": inputs.problem.causal, "window": window_of(inputs.problem)}
     tensors = (inputs.q, inputs.k, inputs.v)
-    kept, free = (
-        tilefold.attention_backward_plan(*tensors, causal=causal, window=window, deterministic=d).kernel
-        for d in (True, False)
-    )
+    kept, free = (tilefold.attention_backward_plan(*tensors, **mask, deterministic=d).kernel for d in (True, False))
     if kept == free:
         raise Unsupported(f"the plan takes {kept} in either case")
-
-    return prepared(
-        inputs, lambda q, k, v: tilefold.attention(q, k, v, causal=causal, window=window, deterministic=False)
-    )
+    return prepared(inputs, tilefold_call(inputs, deterministic=False))
 
 
 def _prepare_portable(inputs: Inputs) -> Calls:
     """`sparse_attention` by the portable kernels, where a plan takes another one by itself."""
-    index, plans = inputs.index, portable_plans(inputs)
-    if index is None or plans is None:
+    plans = portable_plans(inputs)
+    if plans is None:
         raise Unsupported("it is what tilefold runs by itself here")
-    plan, backward = plans
-    return prepared(
-        inputs, lambda q, k, v: tilefold.sparse_attention(q, k, v, index, plan=plan, backward_plan=backward)
-    )
+    return prepared(inputs, tilefold_call(inputs, plan=plans[0], backward_plan=plans[1]))
 
 
 def _tilefold_refuses(case: Case, device: str) -> str | None:

@@ -28,11 +28,9 @@ LEAST_PAGE = 16  # of what a contiguous cache is cut into for those who know pag
 # --- tilefold ---------------------------------------------------------------------------------------------------------------
 
 
-def attend_cached(inputs: DecodeInputs) -> Callable[[], Tensor]:
+def attend_cached(inputs: DecodeInputs, **more: Any) -> Callable[[], Tensor]:
     """The step as a user of tilefold calls it."""
-    i, case = inputs, inputs.case
-    options: dict[str, Any] = {"cache_seqlens": i.lengths, "block_table": i.table, "causal": case.causal}
-    options |= {"k_scale": i.k_scale, "v_scale": i.v_scale} if case.cache else {}
+    i, options = inputs, inputs.options | more
     return lambda: tilefold.attention_kvcache(i.q, i.k_cache, i.v_cache, **options)
 
 
