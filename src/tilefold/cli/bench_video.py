@@ -6,15 +6,7 @@ import typer
 
 from tilefold.cli.bench_flow import Session
 from tilefold.cli.options import Budget, Html, Json, Markdown, Png, Results, RunOptions
-from tilefold.cli.runtime import (
-    Outputs,
-    Runtime,
-    dtype_named,
-    integers,
-    names_from,
-    prepare_runtime,
-    user_errors,
-)
+from tilefold.cli.runtime import Outputs, Runtime, dtype_named, integers, names_from, prepare_runtime, user_errors
 from tilefold.errors import ValueRangeError
 
 if TYPE_CHECKING:

@@ -13,14 +13,7 @@ from torch import Tensor
 
 from tilefold.bench import page
 from tilefold.cli.options import Html, Json, Png
-from tilefold.cli.runtime import (
-    Outputs,
-    dtype_named,
-    integers,
-    prepare_runtime,
-    print_tables,
-    user_errors,
-)
+from tilefold.cli.runtime import Outputs, dtype_named, integers, prepare_runtime, print_tables, user_errors
 from tilefold.errors import DtypeError, ValueRangeError
 
 if TYPE_CHECKING:

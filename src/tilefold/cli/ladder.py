@@ -12,16 +12,7 @@ from typer.core import TyperCommand
 
 from tilefold.cli.options import Json, Markdown, Png
 from tilefold.cli.progress import measuring
-from tilefold.cli.runtime import (
-    Outputs,
-    Runtime,
-    dtype_named,
-    integers,
-    prepare_runtime,
-    show,
-    table_of,
-    user_errors,
-)
+from tilefold.cli.runtime import Outputs, Runtime, dtype_named, integers, prepare_runtime, show, table_of, user_errors
 from tilefold.errors import ShapeError, ValueRangeError
 from tilefold.plan.problem import AttentionProblem
 

@@ -25,8 +25,7 @@ Results = Annotated[
     typer.Option(metavar="DIR", help="Append the figures of each case, when it is done, to DIR/FAMILY.jsonl."),
 ]
 FailSlower = Annotated[
-    float | None,
-    typer.Option(min=0, metavar="PERCENT", help="Exit code 1 if tilefold surely became slower by more."),
+    float | None, typer.Option(min=0, metavar="PERCENT", help="Exit code 1 if tilefold surely became slower by more.")
 ]
 Noise = Annotated[float, typer.Option(min=0, metavar="PERCENT", help="What may differ between runs of the same code.")]
 
@@ -55,8 +54,7 @@ class RunOptions:
     json: Json = None
     markdown: Markdown = None
     refresh: Annotated[
-        str | None,
-        typer.Option(metavar="FILE[#LABEL]", help="Put them between a document's marks for the family."),
+        str | None, typer.Option(metavar="FILE[#LABEL]", help="Put them between a document's marks for the family.")
     ] = None
     results: Results = None
     compare: Annotated[

@@ -12,15 +12,7 @@ from rich.text import Text
 from tilefold.bench import page
 from tilefold.cli import profile_run
 from tilefold.cli.options import Html, Json, Png
-from tilefold.cli.runtime import (
-    Outputs,
-    dtype_named,
-    integers,
-    names_from,
-    prepare_runtime,
-    show,
-    user_errors,
-)
+from tilefold.cli.runtime import Outputs, dtype_named, integers, names_from, prepare_runtime, show, user_errors
 from tilefold.errors import ValueRangeError
 
 if TYPE_CHECKING:

@@ -13,14 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tilefold.cli.options import Json, Markdown
-from tilefold.cli.runtime import (
-    Outputs,
-    Runtime,
-    prepare_runtime,
-    print_tables,
-    say,
-    user_errors,
-)
+from tilefold.cli.runtime import Outputs, Runtime, prepare_runtime, print_tables, say, user_errors
 from tilefold.errors import DeviceError, TilefoldError, ValueRangeError
 
 if TYPE_CHECKING:

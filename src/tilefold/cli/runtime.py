@@ -15,17 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tilefold.bench.page import (
-    Heading,
-    Part,
-    Picture,
-    Rows,
-    Words,
-    columns_that_fit,
-    grouped_tables,
-    save_png,
-    to_html,
-)
+from tilefold.bench.page import Heading, Part, Picture, Rows, Words, columns_that_fit, grouped_tables, save_png, to_html
 from tilefold.errors import DeviceError, DtypeError, TilefoldError, ValueRangeError
 from tilefold.ops.device import device_of, interpreting
 from tilefold.ops.environment import check_environment, triton_fault
@@ -38,16 +28,8 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-DTYPES = {
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "fp16": "float16",
-    "half": "float16",
-    "float16": "float16",
-    "fp32": "float32",
-    "float": "float32",
-    "float32": "float32",
-}
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+DTYPES = _SHORT | {name: name for name in _SHORT.values()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,14 +21,8 @@ __all__ = ["CheckedKernel", "check_kernel", "checked"]
 
 ORDER = ("raised", "store", "load", "input", "race", "guard", "unwritten", "mismatch")
 LAUNCH_OPTIONS = (
-    "num_warps",
-    "num_stages",
-    "num_ctas",
-    "maxnreg",
-    "launch_pdl",
-    "launch_cooperative_grid",
-    "enable_fp_fusion",
-)
+    "num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl", "launch_cooperative_grid", "enable_fp_fusion",
+)  # fmt: skip
 Grid = Sequence[int] | Callable[[Mapping[str, Any]], Sequence[int]]
 """Programs along each axis, or a function of the launch's arguments that gives them."""
 

@@ -77,10 +77,7 @@ def _narrowest(bound: Mapping[str, Any], outputs: Mapping[str, torch.Tensor]) ->
 
 
 def _called(
-    reference: Callable[..., Any],
-    bound: Mapping[str, Any],
-    outputs: Mapping[str, torch.Tensor],
-    dtype: torch.dtype,
+    reference: Callable[..., Any], bound: Mapping[str, Any], outputs: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> dict[str, torch.Tensor | None]:
     """The reference's results by output, on the CPU; its errors pass through."""
     parameters = inspect.signature(reference).parameters

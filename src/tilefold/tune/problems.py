@@ -192,12 +192,7 @@ def _decode(case: DecodeCase, device: str, count: int) -> Work:
     planned = tilefold.attention_kvcache_plan(first.q, first.k_cache, first.v_cache, **first.options)
     if case.cache == "" and not case.shared and (why := decode_kernel_refusal(planned.problem.attention)):
         raise Unsupported(f"another kernel takes this step, whose plan is not tuned: {why}")
-    return Work(
-        sets,
-        planned.problem,
-        lambda i, plan: attend_cached(i, plan=plan),
-        lambda: DecodeJudge(first),
-    )
+    return Work(sets, planned.problem, lambda i, plan: attend_cached(i, plan=plan), lambda: DecodeJudge(first))
 
 
 def _matmul(case: GemmCase, device: str, count: int) -> Work:

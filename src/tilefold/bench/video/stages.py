@@ -201,11 +201,7 @@ def dense_case(shape: VideoShape, queries: int | None = None) -> Case:
 
 
 def dense_calls(
-    case: Case,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    where: str,
-    peers: tuple[str, ...],
-    grad: Tensor | None = None,
+    case: Case, tensors: tuple[Tensor, Tensor, Tensor], where: str, peers: tuple[str, ...], grad: Tensor | None = None
 ) -> tuple[dict[str, Call], list[str]]:
     """(calls of the peers by their titles, forward, and with a grad forward + backward; why any of them is missing)."""
     return _calls_of("dense", [IMPLEMENTATIONS[name] for name in peers], Inputs(case, *tensors), where, grad)
