@@ -92,7 +92,7 @@ def video_results(
     seed: int,
     backward: bool,
     same_lists: bool,
-) -> list[Results]:
+) -> tuple[Results, Results]:
     """Of each name every stage's results and the output, or the gradients of q, k, v and both gates.
 
     tilefold: the stages one by one; fused: the fine stage's epilogue mixes the branches, so that only "out" is there; fp64: the
@@ -111,13 +111,10 @@ def video_results(
     grad = None
     if backward:
         grad = torch.randn(inputs.q.shape, generator=inputs.generator, device=device, dtype=inputs.q.dtype)
-    lists: Any = None
-    found = []
-    for name in names:
-        results, index = _pipeline(name, tensors, {"select": select, "block": shape.block}, grad, lists)
-        found.append(results)
-        lists = index if same_lists else None
-    return found
+    options = {"select": select, "block": shape.block}
+    first, index = _pipeline(names[0], tensors, options, grad, None)
+    second, _ = _pipeline(names[1], tensors, options, grad, index if same_lists else None)
+    return first, second
 
 
 def _pipeline(

@@ -1,6 +1,6 @@
 """`tilefold compare`: how two implementations, or two files, differ number by number."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
@@ -19,7 +19,7 @@ from tilefold.errors import DtypeError, ValueRangeError
 if TYPE_CHECKING:
     from tilefold.bench.accuracy import Difference
 
-Pairs: TypeAlias = "list[tuple[str, Tensor, Tensor]]"  # name, of the first, of the second
+Results: TypeAlias = "tuple[dict[str, Tensor], dict[str, Tensor]]"  # by name, of the first and of the second
 
 FAMILIES = ("dense", "sparse", "video")
 AXES = dict.fromkeys(("lse", "scores", "gini", "tau", "mass", "kept"), 2)  # of the queries, where it is not 1
@@ -95,22 +95,25 @@ def compare(
     )
     names, files = (first, second), [Path(name) for name in (first, second) if Path(name).is_file()]
     console, every = Console(), range(seed, seed + seeds)
+    results: Callable[[int], Results]
     if files:
         if len(files) < 2:
             raise ValueRangeError(f"{files[0]} is a file, so the other one must be, too: {first!r}, {second!r}")
         if seeds > 1:
             raise ValueRangeError(f"--seeds is for implementations, and files are as they are, got {seeds}")
-        what, pairs = "files", iter([_pairs_of_files(*files)])
+        what, results = "files", lambda seed: _results_of_files(*files)
     elif family == "video":
         asked = shape, quick, dtype_named(dtype), sparsity
-        what, pairs = _runs_of_video(names, asked, direction, same_lists, every, console)
+        what, results = _video(names, asked, direction, same_lists, console)
     else:
-        what, pairs = _runs_of_case(names, (family, quick, case, dtype_named(dtype), direction), every, console)
+        what, results = _case(names, (family, quick, case, dtype_named(dtype), direction), console)
     from tilefold.bench.accuracy import difference_of
 
-    runs = [
-        [difference_of(name, a, b, rtol, atol, AXES.get(name, 1)) for name, a, b in each] for each in pairs
-    ]  # one seed's tensors at a time
+    runs = []
+    for own in every:  # one seed's tensors at a time
+        one, other = results(own)
+        both = [name for name in one if name in other]
+        runs.append([difference_of(name, one[name], other[name], rtol, atol, AXES.get(name, 1)) for name in both])
     _show(runs, names, seed, console)
     console.print(Text(f"allclose: rtol {rtol:g}, atol {atol:g}; mean has the sign of first - second", style="dim"))
     _write(runs, f"{first} and {second}, {what}", names, every, outputs, console)
@@ -131,8 +134,8 @@ def _check_family(family: str, options: dict[str, object]) -> None:
 # ---------------------------------------------------------------- what is compared
 
 
-def _pairs_of_files(first: Path, second: Path) -> list[tuple[str, Tensor, Tensor]]:
-    """(name, tensor of the first, tensor of the second) for every tensor that both have.
+def _results_of_files(first: Path, second: Path) -> Results:
+    """The tensors of both, by name.
 
     Raises DtypeError for what holds no tensors, ValueRangeError for files with different names in them."""
     a, b = _tensors_of(first), _tensors_of(second)
@@ -140,7 +143,7 @@ def _pairs_of_files(first: Path, second: Path) -> list[tuple[str, Tensor, Tensor
         raise ValueRangeError(
             f"{first} holds {', '.join(a)}, but {second} holds {', '.join(b)}: the names must be the same"
         )
-    return [(name, a[name], b[name]) for name in a]
+    return a, b
 
 
 def _tensors_of(path: Path) -> dict[str, Tensor]:
@@ -160,10 +163,10 @@ def _tensors_of(path: Path) -> dict[str, Tensor]:
     return {str(name): value for name, value in named.items()}
 
 
-def _runs_of_case(
-    names: tuple[str, str], chosen: tuple[str, bool, str | None, str, str], seeds: range, console: Console
-) -> tuple[str, Iterator[Pairs]]:
-    """(the case's name, the pairs of results of each seed)."""
+def _case(
+    names: tuple[str, str], chosen: tuple[str, bool, str | None, str, str], console: Console
+) -> tuple[str, Callable[[int], Results]]:
+    """(the case's name, what gives the results of a seed)."""
     from tilefold.bench.compared import attention_results, check_name, without_lse
 
     for name in names:
@@ -182,23 +185,19 @@ def _runs_of_case(
     if not case.backward and (silent := without_lse(names)):
         console.print(Text(f"no rows of lse: {' and '.join(silent)} tell none", style="dim"))
 
-    def runs() -> Iterator[Pairs]:
-        for seed in seeds:
-            inputs = make_inputs(case, runtime.device, seed)
-            yield _paired(*(attention_results(name, inputs, runtime.device) for name in names))
+    def results(seed: int) -> Results:
+        inputs = make_inputs(case, runtime.device, seed)
+        first, second = (attention_results(name, inputs, runtime.device) for name in names)
+        return first, second
 
-    return case.name, runs()
+    return case.name, results
 
 
-def _runs_of_video(
-    names: tuple[str, str],
-    asked: tuple[str | None, bool, str, float | None],
-    direction: str,
-    same_lists: bool,
-    seeds: range,
+def _video(
+    names: tuple[str, str], asked: tuple[str | None, bool, str, float | None], direction: str, same_lists: bool,
     console: Console,
-) -> tuple[str, Iterator[Pairs]]:
-    """(the pipeline's shape and selection, the pairs of results of each seed); asked: --shape, --quick, dtype, --sparsity."""
+) -> tuple[str, Callable[[int], Results]]:  # fmt: skip
+    """(the pipeline's shape and selection, what gives the results of a seed); asked: --shape, --quick, dtype, --sparsity."""
     from tilefold.bench.compared import check_video_names, video_results
 
     backward = direction == "backward"
@@ -216,17 +215,7 @@ def _runs_of_video(
     lists = ", the second over the first one's lists" if same_lists else ""
     what = f"video pipeline {direction}, {batch} x {seq} tokens, {heads} heads, D={dim}, {dtype}, {by}{lists}"
     console.print(Text(f"{runtime.note}\n{what}", style="dim"))
-
-    def runs() -> Iterator[Pairs]:
-        for seed in seeds:
-            yield _paired(*video_results(names, shape, select, runtime.device, seed, backward, same_lists))
-
-    return what, runs()
-
-
-def _paired(first: dict[str, Tensor], second: dict[str, Tensor]) -> Pairs:
-    """What both made."""
-    return [(name, first[name], second[name]) for name in first if name in second]
+    return what, lambda seed: video_results(names, shape, select, runtime.device, seed, backward, same_lists)
 
 
 # ---------------------------------------------------------------- what is shown
