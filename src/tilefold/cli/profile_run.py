@@ -92,8 +92,9 @@ def case(
     if _watched():
         return
     machine = with_roofs(runtime.record(), load_roofs())
-    found = with_declared(session.profile, Declared(made.flops, made.bytes, made.l2_bytes, made.dtype), calls, machine)
-    Console().print(Text(f"{family} {made.name}, {calls} calls", style="bold"))
+    work = Declared(chosen.flops, chosen.bytes, getattr(chosen, "l2_bytes", None), chosen.dtype)
+    found = with_declared(session.profile, work, calls, machine)
+    Console().print(Text(f"{family} {chosen.name}, {calls} calls", style="bold"))
     options = f"--direction {direction} {'--quick ' * quick}--calls 1".split()
     again = [sys.executable, "-m", "tilefold", "profile", "case", family, name, *options]
     counters = _counters(again, kernels, launches, True) if ncu else ()
