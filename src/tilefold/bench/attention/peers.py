@@ -340,6 +340,7 @@ DENSE, SPARSE = (
         Judge,
         IMPLEMENTATIONS,
         DEFAULT_PEERS[name],
+        record=lambda case: {"density": case.density, "kept": case.kept, "dtype": case.dtype},
         prepare=_calls,
         replayed=lambda case: case.replayed,
         attention=True,
