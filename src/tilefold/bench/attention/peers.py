@@ -17,11 +17,10 @@ from torch import Tensor
 import tilefold
 from tilefold.bench.attention.block_peers import BLOCK_PEERS, portable_plans
 from tilefold.bench.attention.cases import Case, cases_of
-from tilefold.bench.family import Calls, Family, Peer, by_name
+from tilefold.bench.family import Calls, Family, Peer, absent, by_name
 from tilefold.bench.implementation import Function, Inputs, make_inputs, output_of, prepared, sdpa_only, window_of
 from tilefold.bench.judge import Judge
 from tilefold.errors import Unsupported
-from tilefold.ops.environment import importable
 from tilefold.plan.problem import AttentionProblem
 from tilefold.sparse import BlockIndex
 
@@ -230,10 +229,8 @@ def flex_mask(inputs: Inputs) -> Any:
 
 def _fa4_refuses(case: Case, device: str) -> str | None:
     p, pattern = case.problem, case.pattern
-    if not importable("flash_attn.cute"):
-        return "flash-attn-4 is not installed"
-    if device != "cuda":
-        return "needs a GPU"
+    if why := absent("flash-attn-4", device, "flash_attn.cute"):
+        return why
     if torch.cuda.get_device_capability()[0] < 9:
         return "needs sm_90 or newer"
     if p.dtype == "float32":

@@ -15,7 +15,7 @@ from torch import Tensor
 import tilefold
 from tilefold.bench.decode.cases import DecodeCase, decode_cases
 from tilefold.bench.decode.inputs import DecodeInputs, DecodeJudge, make_decode_inputs
-from tilefold.bench.family import Calls, Family, Peer, by_name, each
+from tilefold.bench.family import Calls, Family, Peer, absent, by_name, each
 from tilefold.bench.implementation import output_of, sdpa_only
 from tilefold.bench.run import METHODS, Row
 from tilefold.errors import Unsupported
@@ -104,16 +104,9 @@ def _flex_refuses(case: DecodeCase, device: str) -> str | None:
 # --- FlashAttention-4 (CuTe DSL) --------------------------------------------------------------------------------------------
 
 
-def _absent(package: str, modules: Sequence[str], device: str) -> str | None:
-    """Why a library cannot be used here at all: it has none of these modules, or there is no GPU."""
-    if not any(map(importable, modules)):
-        return f"{package} is not installed"
-    return None if device == "cuda" else "needs a GPU"
-
-
 def _fa4_refuses(case: DecodeCase, device: str) -> str | None:
     single = "takes float16 and bfloat16 only" if case.dtype == "float32" else None
-    return _absent("flash-attn-4", ("flash_attn.cute",), device) or single
+    return absent("flash-attn-4", device, "flash_attn.cute") or single
 
 
 def _prepare_fa4(sets: Sequence[DecodeInputs]) -> Calls:
@@ -159,7 +152,7 @@ def in_pages(inputs: DecodeInputs) -> tuple[Tensor, Tensor, Tensor, int]:
 
 def _flashinfer_refuses(case: DecodeCase, device: str) -> str | None:
     shared = "this adapter takes keys and values apart only" if case.shared else None
-    return _absent("flashinfer", ("flashinfer",), device) or shared
+    return absent("flashinfer", device, "flashinfer") or shared
 
 
 def _flashinfer_call(inputs: DecodeInputs) -> Callable[[], Tensor]:
@@ -189,7 +182,7 @@ def _flashinfer_call(inputs: DecodeInputs) -> Callable[[], Tensor]:
 
 
 def _vllm_refuses(case: DecodeCase, device: str) -> str | None:
-    return _absent("vllm", VLLM_MODULES, device) or ("takes one query a sequence" if case.queries > 1 else None)
+    return absent("vllm", device, *VLLM_MODULES) or ("takes one query a sequence" if case.queries > 1 else None)
 
 
 def _vllm_call(inputs: DecodeInputs) -> Callable[[], Tensor]:
