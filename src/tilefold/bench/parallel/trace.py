@@ -28,12 +28,6 @@ class Hidden(NamedTuple):
         """Seconds of communication during which nothing else runs."""
         return self.communication - self.both
 
-    def __str__(self) -> str:
-        return (
-            f"{self.communication * 1e3:.2f} ms of transfers, {self.both * 1e3:.2f} ms ({self.share:.0%}) of them behind "
-            f"{self.computation * 1e3:.2f} ms of kernels"
-        )
-
 
 def hidden_of(communication: Iterable[Span], computation: Iterable[Span]) -> Hidden:
     """From (start, end) of every operation of each kind, in seconds, any order, overlapping or not."""
