@@ -10,7 +10,7 @@ from triton.runtime.autotuner import Heuristics
 from triton.runtime.errors import InterpreterError
 from triton.runtime.jit import JITFunction
 
-from tilefold.debug.compare import Outcome, Tolerance, judge, references
+from tilefold.debug.compare import Tolerance, judge, references
 from tilefold.debug.guard import Guarded
 from tilefold.debug.report import Fault, KernelReport
 from tilefold.debug.tensors import check_outputs, check_tensors, tensor_names
@@ -67,15 +67,16 @@ def check_kernel(
     trace = Trace(list(copies.values()))
     replaced = {name: _replaced(name, value, copies) for name, value in bound.items()}
     faults = _run(kernel, grid, {**replaced, **options}, copies, trace)
-    outcomes: list[Outcome] = []
-    if not any(fault.kind == "raised" for fault in faults):
-        outcomes = [judge(copies[name], wanted[name], tolerance, trace, name in in_place) for name in outputs]
-    faults += [fault for one in outcomes for fault in one.faults]
+    words: list[tuple[str, str]] = []
+    for name in () if any(fault.kind == "raised" for fault in faults) else outputs:
+        found, near = judge(copies[name], wanted[name], tolerance, trace, name in in_place)
+        faults += found
+        words += [(name, near)] if near else []
     return KernelReport(
         function.__name__,
         trace.programs,
         tuple(sorted(faults, key=lambda fault: ORDER.index(fault.kind))),
-        tuple((one.name, one.words) for one in outcomes if one.words),
+        tuple(words),
     )
 
 
