@@ -107,11 +107,9 @@ def video(
     batch, heads, seq, dim = integers(shape, "--shape", 4) if shape else SHAPES[runtime.gpu]
     made = VideoShape(batch, heads, kv_heads or heads, seq, dim, dtype_named(dtype), block)
     if module:
-        named = {"--values": values, "--png": png, "--html": html, "--graph": graph or None}
-        changed = {"--sweep": sweep != "sparsity,cached", "--block": block != 64, "--page-size": page_size != 64}
-        if wrong := [name for name, given in named.items() if given is not None] + [
-            n for n, on in changed.items() if on
-        ]:
+        given = {"--values": values is not None, "--png": png is not None, "--html": html is not None, "--graph": graph,
+                 "--sweep": sweep != "sparsity,cached", "--block": block != 64, "--page-size": page_size != 64}  # fmt: skip
+        if wrong := [name for name, is_given in given.items() if is_given]:
             raise ValueRangeError(
                 f"{', '.join(wrong)} cannot be given with --module, which takes cubes of 4 x 4 x 4 tokens"
             )

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from tilefold.bench.loop import OK, WRONG
 from tilefold.cli.progress import measuring
-from tilefold.cli.runtime import Runtime, integers, names_from, prepare_runtime, table_of, user_errors
+from tilefold.cli.runtime import Runtime, integers, names_from, prepare_runtime, say, table_of, user_errors
 from tilefold.errors import DeviceError, ValueRangeError
 from tilefold.plan.device import Device
 from tilefold.plan.table import OFF, VARIABLE, Table, read_table, table_path, write_table
@@ -138,20 +138,16 @@ def _tune(
     worth = [one for one in found if one.worth]
     if not take:
         what = "with --take they go to" if worth else "nothing to take for"
-        console.print(
-            Text(f"Nothing has changed: {len(worth)} plans are faster, {what} {path}.", style="bold"), soft_wrap=True
-        )
+        say([f"Nothing has changed: {len(worth)} plans are faster, {what} {path}."], console, "bold")
         return
     before = _read(path) if path.exists() else None
     made = table_of_outcomes(found, identity, before)
     dropped = 0 if before is None else len(before.entries) - sum(entry in made.entries for entry in before.entries)
     write_table(path, made)
-    console.print(
-        Text(f"Wrote {path}: {len(made.entries)} plans; later processes use them.", style="bold"), soft_wrap=True
-    )
+    say([f"Wrote {path}: {len(made.entries)} plans; later processes use them."], console, "bold")
     if dropped:
         why = "measured again, or with other versions"
-        console.print(Text(f"{dropped} earlier ones are replaced or left out: {why}.", style="dim"), soft_wrap=True)
+        say([f"{dropped} earlier ones are replaced or left out: {why}."], console)
 
 
 def _print(found: "Sequence[Outcome]", console: Console) -> None:
@@ -193,13 +189,11 @@ def _show(path: Path, console: Console) -> None:
     from tilefold.tune.candidates import shown
 
     if not path.exists():
-        console.print(Text(f"There is no table {path}: plans come from the rules."), soft_wrap=True)
+        say([f"There is no table {path}: plans come from the rules."], console, "")
         return
     table = _read(path)
     versions = f"torch {table.torch}, triton {table.triton}, tilefold {table.tilefold}"
-    console.print(
-        Text(f"{path}: {len(table.entries)} plans measured on {table.title} ({versions})", style="bold"), soft_wrap=True
-    )
+    say([f"{path}: {len(table.entries)} plans measured on {table.title} ({versions})"], console, "bold")
     rows = [
         (entry.name, f"{entry.planned_us:.2f}", f"{entry.tuned_us:.2f}", f"{entry.gain:.2f}x", entry.date[:10],
          shown(dict(entry.instead_of), dict(entry.plan)))
@@ -212,4 +206,4 @@ def _forget(path: Path, console: Console) -> None:
     for each in (path, _log(path)):
         there = each.exists()
         each.unlink(missing_ok=True)
-        console.print(Text(f"deleted {each}" if there else f"there is no {each}"), soft_wrap=True)
+        say([f"deleted {each}" if there else f"there is no {each}"], console, "")
