@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from typer import Argument, Option
 
 from tilefold.cli.bench_flow import show_comparison
 from tilefold.cli.options import CaseFilter, FailSlower, Json, Markdown, Noise
@@ -43,9 +44,9 @@ def _filtered(found: "list[Measured]", family: str | None, case: str | None) -> 
 
 @user_errors
 def compare_runs(
-    old: Annotated[Path, typer.Argument(metavar="OLD", help="A .json, a .jsonl, FILE@COMMIT or a folder.")],
-    new: Annotated[Path, typer.Argument(metavar="NEW", help="The same.")],
-    family: Annotated[str | None, typer.Option(metavar="NAME", help="Only this one.")] = None,
+    old: Annotated[Path, Argument(metavar="OLD", help="A .json, a .jsonl, FILE@COMMIT or a folder.")],
+    new: Annotated[Path, Argument(metavar="NEW", help="The same.")],
+    family: Annotated[str | None, Option(metavar="NAME", help="Only this one.")] = None,
     case: CaseFilter = None,
     fail_slower: FailSlower = None,
     noise: Noise = 2.0,

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from tilefold.cli.bench_flow import Session
 from tilefold.cli.options import Budget, Html, Json, Markdown, Png, Results, RunOptions
@@ -48,22 +48,18 @@ result of tilefold is wrong.
 @user_errors
 def video(
     sweep: Annotated[
-        str, typer.Option(metavar="NAMES", help="Comma-separated: sparsity, length, cached.")
+        str, Option(metavar="NAMES", help="Comma-separated: sparsity, length, cached.")
     ] = "sparsity,cached",
     values: Annotated[
         str | None,
-        typer.Option(
-            metavar="NUMBERS", help="What one sweep goes through: per cent, or tokens.", show_default="usual ones"
-        ),
+        Option(metavar="NUMBERS", help="What one sweep goes through: per cent, or tokens.", show_default="usual ones"),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="The first value of each sweep, one turn.")] = False,
-    module: Annotated[bool, typer.Option("--module", help="A layer of a video model instead of the sweeps.")] = False,
-    grid: Annotated[
-        str | None, typer.Option(metavar="T,H,W", help="Tokens of --module.", show_default="16,28,52")
-    ] = None,
+    quick: Annotated[bool, Option("--quick", help="The first value of each sweep, one turn.")] = False,
+    module: Annotated[bool, Option("--module", help="A layer of a video model instead of the sweeps.")] = False,
+    grid: Annotated[str | None, Option(metavar="T,H,W", help="Tokens of --module.", show_default="16,28,52")] = None,
     sparsity: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="NUMBERS",
             help="Per cent, of length, cached and --module.",
             show_default="80,90; cached 90; 65.1,90",
@@ -71,20 +67,17 @@ def video(
     ] = None,
     shape: Annotated[
         str | None,
-        typer.Option(
-            metavar="B,H,N,D", help="Batch, heads, tokens (of sparsity), head dim.", show_default="1,12,23296,128"
-        ),
+        Option(metavar="B,H,N,D", help="Batch, heads, tokens (of sparsity), head dim.", show_default="1,12,23296,128"),
     ] = None,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="KV heads.", show_default="as many as heads")] = None,
-    block: Annotated[int, typer.Option(help="Tokens of a block.")] = 64,
-    page_size: Annotated[int, typer.Option(min=0, help="Of the paged caches; 0: only contiguous ones.")] = 64,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    kv_heads: Annotated[int | None, Option(min=1, help="KV heads.", show_default="as many as heads")] = None,
+    block: Annotated[int, Option(help="Tokens of a block.")] = 64,
+    page_size: Annotated[int, Option(min=0, help="Of the paged caches; 0: only contiguous ones.")] = 64,
+    dtype: Annotated[str, Option(help="bf16, fp16 or fp32.")] = "bf16",
     peers: Annotated[
-        str | None,
-        typer.Option(metavar="NAMES", help="Dense attention, comma-separated, or none.", show_default="cudnn,fa4"),
+        str | None, Option(metavar="NAMES", help="Dense attention, comma-separated, or none.", show_default="cudnn,fa4")
     ] = None,
-    graph: Annotated[bool, typer.Option("--graph", help="Time CUDA-graph replays everywhere (GPU).")] = False,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns that each call gets.")] = 3,
+    graph: Annotated[bool, Option("--graph", help="Time CUDA-graph replays everywhere (GPU).")] = False,
+    rounds: Annotated[int, Option(min=1, help="Turns that each call gets.")] = 3,
     budget: Budget = None,
     json: Json = None,
     markdown: Markdown = None,

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 from torch import Tensor
+from typer import Argument, Option
 
 from tilefold.bench import page
 from tilefold.cli.options import Html, Json, Png
@@ -56,32 +57,27 @@ With --strict the exit code is 1 unless allclose holds everywhere.
 
 @user_errors
 def compare(
-    first: Annotated[str, typer.Argument(help="An implementation, or a file.")],
-    second: Annotated[str, typer.Argument(help="Another one.")],
-    family: Annotated[
-        str, typer.Option(help="Cases of `dense` or `sparse` attention, or the `video` pipeline.")
-    ] = "dense",
+    first: Annotated[str, Argument(help="An implementation, or a file.")],
+    second: Annotated[str, Argument(help="Another one.")],
+    family: Annotated[str, Option(help="Cases of `dense` or `sparse` attention, or the `video` pipeline.")] = "dense",
     case: Annotated[
-        str | None, typer.Option(metavar="FILTER", help="As in bench; the first case that matches is taken.")
+        str | None, Option(metavar="FILTER", help="As in bench; the first case that matches is taken.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A small case (a tiny one in the interpreter).")] = False,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
-    direction: Annotated[str, typer.Option(help="forward or backward.")] = "forward",
-    shape: Annotated[
-        str | None, typer.Option(metavar="B,H,N,D", help="Of video: batch, heads, tokens, head dim.")
-    ] = None,
+    quick: Annotated[bool, Option("--quick", help="A small case (a tiny one in the interpreter).")] = False,
+    dtype: Annotated[str, Option(help="bf16, fp16 or fp32.")] = "bf16",
+    direction: Annotated[str, Option(help="forward or backward.")] = "forward",
+    shape: Annotated[str | None, Option(metavar="B,H,N,D", help="Of video: batch, heads, tokens, head dim.")] = None,
     sparsity: Annotated[
-        float | None,
-        typer.Option(min=0, max=100, help="Of video: top-k, so many per cent left out.", show_default="Gini"),
+        float | None, Option(min=0, max=100, help="Of video: top-k, so many per cent left out.", show_default="Gini")
     ] = None,
     same_lists: Annotated[
-        bool, typer.Option("--same-lists", help="Of video: the second attends the first one's lists.")
+        bool, Option("--same-lists", help="Of video: the second attends the first one's lists.")
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of the inputs.")] = 0,
-    seeds: Annotated[int, typer.Option(min=1, help="Compare on so many inputs, from --seed on.")] = 1,
-    rtol: Annotated[float, typer.Option(min=0, help="Relative tolerance of allclose.")] = 1e-5,
-    atol: Annotated[float, typer.Option(min=0, help="Absolute tolerance of allclose.")] = 1e-5,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit code 1 unless allclose holds.")] = False,
+    seed: Annotated[int, Option(min=0, help="Of the inputs.")] = 0,
+    seeds: Annotated[int, Option(min=1, help="Compare on so many inputs, from --seed on.")] = 1,
+    rtol: Annotated[float, Option(min=0, help="Relative tolerance of allclose.")] = 1e-5,
+    atol: Annotated[float, Option(min=0, help="Absolute tolerance of allclose.")] = 1e-5,
+    strict: Annotated[bool, Option("--strict", help="Exit code 1 unless allclose holds.")] = False,
     json: Json = None,
     png: Png = None,
     html: Html = None,

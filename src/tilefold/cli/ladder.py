@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Option
 from typer.core import TyperCommand
 
 from tilefold.cli.options import Json, Markdown, Png
@@ -70,36 +71,31 @@ class Ladder(TyperCommand):
 def ladder(
     context: typer.Context,
     rung: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Measure the rungs up to this one.", show_default="a list")
+        str | None, Option(metavar="NAME", help="Measure the rungs up to this one.", show_default="a list")
     ] = None,
     seq: Annotated[
-        str | None, typer.Option(metavar="N,N", help="Keys of a sequence.", show_default="1024,4096; no GPU: 64,128")
+        str | None, Option(metavar="N,N", help="Keys of a sequence.", show_default="1024,4096; no GPU: 64,128")
     ] = None,
     queries: Annotated[
-        int | None, typer.Option(min=0, help="Queries of a sequence; 0: one a key.", show_default="0; split: 1")
+        int | None, Option(min=0, help="Queries of a sequence; 0: one a key.", show_default="0; split: 1")
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
-    heads: Annotated[int | None, typer.Option(min=1, help="Query heads.", show_default="16; no GPU: 2")] = None,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="KV heads.", show_default="as many as heads")] = None,
-    dim: Annotated[int | None, typer.Option(min=1, max=256, help="Head dim.", show_default="128; no GPU: 32")] = None,
-    dtype: Annotated[str, typer.Option(metavar="NAME,NAME", help="bf16, fp16 or fp32, or several.")] = "bf16",
-    causal: Annotated[bool, typer.Option("--causal", help="Queries see no later keys.")] = False,
+    batch: Annotated[int, Option(min=1, help="Sequences.")] = 1,
+    heads: Annotated[int | None, Option(min=1, help="Query heads.", show_default="16; no GPU: 2")] = None,
+    kv_heads: Annotated[int | None, Option(min=1, help="KV heads.", show_default="as many as heads")] = None,
+    dim: Annotated[int | None, Option(min=1, max=256, help="Head dim.", show_default="128; no GPU: 32")] = None,
+    dtype: Annotated[str, Option(metavar="NAME,NAME", help="bf16, fp16 or fp32, or several.")] = "bf16",
+    causal: Annotated[bool, Option("--causal", help="Queries see no later keys.")] = False,
     splits: Annotated[
-        str | None,
-        typer.Option(metavar="N,N", help="Parts that split cuts the keys into.", show_default="as the rung plans"),
+        str | None, Option(metavar="N,N", help="Parts that split cuts the keys into.", show_default="as the rung plans")
     ] = None,
     sweep: Annotated[
         bool | None,
-        typer.Option(
-            "--sweep/--no-sweep", help="Also the rung with other tiles.", show_default="on a GPU, off with --quick"
-        ),
+        Option("--sweep/--no-sweep", help="Also the rung with other tiles.", show_default="on a GPU, off with --quick"),
     ] = None,
-    vary: Annotated[
-        bool, typer.Option("--vary", help="Also with each of tile, warps and stages changed alone.")
-    ] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="The shortest length, and no sweep unless asked for.")] = False,
+    vary: Annotated[bool, Option("--vary", help="Also with each of tile, warps and stages changed alone.")] = False,
+    quick: Annotated[bool, Option("--quick", help="The shortest length, and no sweep unless asked for.")] = False,
     new: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Check and measure your own kernel, the attention of this file.")
+        Path | None, Option(metavar="FILE", help="Check and measure your own kernel, the attention of this file.")
     ] = None,
     json: Json = None,
     markdown: Markdown = None,

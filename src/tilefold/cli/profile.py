@@ -8,6 +8,7 @@ import typer
 import typer.core
 from rich.console import Console
 from rich.text import Text
+from typer import Option
 
 from tilefold.bench import page
 from tilefold.cli import profile_run
@@ -89,28 +90,25 @@ def profile() -> None:
 @user_errors
 def video(
     shape: Annotated[
-        str | None,
-        typer.Option(metavar="B,H,N,D", help="Batch, heads, tokens, head dim.", show_default="1,12,23296,128"),
+        str | None, Option(metavar="B,H,N,D", help="Batch, heads, tokens, head dim.", show_default="1,12,23296,128")
     ] = None,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="KV heads.", show_default="as many as heads")] = None,
-    block: Annotated[int, typer.Option(help="Tokens of a block.")] = 64,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
-    coarse: Annotated[
-        str, typer.Option(help="How the coarse branch reduces k and v: block, dense or pooled.")
-    ] = "block",
-    method: Annotated[str, typer.Option(help="How blocks are selected: top_k, top_p or gini.")] = "top_k",
-    sparsity: Annotated[float, typer.Option(min=0, max=1, help="With top_k: the share of blocks left out.")] = 0.651,
-    top_p: Annotated[float, typer.Option(min=0, max=1, help="With top_p: the mass to keep.")] = 0.9,
-    tau: Annotated[str, typer.Option(metavar="MIN,MAX", help="With gini: the range of the mass to keep.")] = "0.5,0.95",
+    kv_heads: Annotated[int | None, Option(min=1, help="KV heads.", show_default="as many as heads")] = None,
+    block: Annotated[int, Option(help="Tokens of a block.")] = 64,
+    dtype: Annotated[str, Option(help="bf16, fp16 or fp32.")] = "bf16",
+    coarse: Annotated[str, Option(help="How the coarse branch reduces k and v: block, dense or pooled.")] = "block",
+    method: Annotated[str, Option(help="How blocks are selected: top_k, top_p or gini.")] = "top_k",
+    sparsity: Annotated[float, Option(min=0, max=1, help="With top_k: the share of blocks left out.")] = 0.651,
+    top_p: Annotated[float, Option(min=0, max=1, help="With top_p: the mass to keep.")] = 0.9,
+    tau: Annotated[str, Option(metavar="MIN,MAX", help="With gini: the range of the mass to keep.")] = "0.5,0.95",
     peers: Annotated[
-        str, typer.Option(metavar="NAMES", help="Dense attention beside it, comma-separated, or none.")
+        str, Option(metavar="NAMES", help="Dense attention beside it, comma-separated, or none.")
     ] = "cudnn",
-    backward: Annotated[bool, typer.Option("--backward", help="Also forward + backward.")] = False,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns that each call gets.")] = 5,
-    quick: Annotated[bool, typer.Option("--quick", help="4096 tokens unless --shape says more, one turn.")] = False,
+    backward: Annotated[bool, Option("--backward", help="Also forward + backward.")] = False,
+    rounds: Annotated[int, Option(min=1, help="Turns that each call gets.")] = 5,
+    quick: Annotated[bool, Option("--quick", help="4096 tokens unless --shape says more, one turn.")] = False,
     explain: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--explain/--no-explain", help="Trace each stage's launches: what bounds each, and whether they add up."
         ),
     ] = True,

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import torch
-import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Argument, Option
 
 from tilefold.cli.options import Json, Markdown
 from tilefold.cli.runtime import Outputs, Runtime, prepare_runtime, print_tables, say, user_errors
@@ -20,23 +20,19 @@ if TYPE_CHECKING:
     from tilefold.profiling.counters import Measured
     from tilefold.profiling.report import Profile
 
-Ncu = Annotated[bool, typer.Option("--ncu", help="Run again under Nsight Compute for hardware counters.")]
+Ncu = Annotated[bool, Option("--ncu", help="Run again under Nsight Compute for hardware counters.")]
 Kernels = Annotated[
-    str | None, typer.Option(metavar="REGEX", help="With --ncu: only kernels whose name matches.", show_default="all")
+    str | None, Option(metavar="REGEX", help="With --ncu: only kernels whose name matches.", show_default="all")
 ]
-Launches = Annotated[
-    int, typer.Option(min=1, help="With --ncu: at most so many launches, each replayed some ten times.")
-]
+Launches = Annotated[int, Option(min=1, help="With --ncu: at most so many launches, each replayed some ten times.")]
 
 
 @user_errors
 def script(
-    path: Annotated[Path, typer.Argument(metavar="SCRIPT.py", help="The script.")],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(help="Its arguments, after -- if they begin with a dash.")
-    ] = None,
+    path: Annotated[Path, Argument(metavar="SCRIPT.py", help="The script.")],
+    arguments: Annotated[list[str] | None, Argument(help="Its arguments, after -- if they begin with a dash.")] = None,
     marked: Annotated[
-        bool, typer.Option("--marked", help="Only what runs inside the script's own `with tilefold.profile():`.")
+        bool, Option("--marked", help="Only what runs inside the script's own `with tilefold.profile():`.")
     ] = False,
     ncu: Ncu = False,
     kernels: Kernels = None,
@@ -57,14 +53,12 @@ def script(
 @user_errors
 def case(
     family: Annotated[
-        str, typer.Argument(help="dense, sparse, decode, gemm, conv, lowbit or move, as `tilefold bench`, or ladder.")
+        str, Argument(help="dense, sparse, decode, gemm, conv, lowbit or move, as `tilefold bench`, or ladder.")
     ],
-    name: Annotated[
-        str, typer.Argument(metavar="FILTER", help="Parts of the case's name, as d128,causal; the first match.")
-    ],
-    direction: Annotated[str, typer.Option(help="forward or backward, of dense and sparse.")] = "forward",
-    calls: Annotated[int, typer.Option(min=1, help="How many calls are watched.")] = 5,
-    quick: Annotated[bool, typer.Option("--quick", help="Of the small cases that `bench --quick` runs.")] = False,
+    name: Annotated[str, Argument(metavar="FILTER", help="Parts of the case's name, as d128,causal; the first match.")],
+    direction: Annotated[str, Option(help="forward or backward, of dense and sparse.")] = "forward",
+    calls: Annotated[int, Option(min=1, help="How many calls are watched.")] = 5,
+    quick: Annotated[bool, Option("--quick", help="Of the small cases that `bench --quick` runs.")] = False,
     ncu: Ncu = False,
     kernels: Kernels = None,
     launches: Launches = 10,
@@ -103,7 +97,7 @@ def case(
 
 @user_errors
 def import_report(
-    path: Annotated[Path, typer.Argument(metavar="REPORT", help="A .ncu-rep, or what `ncu --csv --page raw` printed.")],
+    path: Annotated[Path, Argument(metavar="REPORT", help="A .ncu-rep, or what `ncu --csv --page raw` printed.")],
     json: Json = None,
     markdown: Markdown = None,
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Option
 
 from tilefold.cli.runtime import prepare_runtime, user_errors
 from tilefold.errors import Unsupported
@@ -24,11 +25,11 @@ Exit code 1 if a result differs from PyTorch's by more than the tolerance.
 
 @user_errors
 def demo(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write the results.")] = Path("out/demo"),
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer sentences.")] = False,
-    layer: Annotated[int, typer.Option(min=0, help="The layer of the heat map, from 0.")] = 3,
-    head: Annotated[int, typer.Option(min=0, help="The head of the heat map, from 0.")] = 1,
-    sentence: Annotated[int, typer.Option(min=0, help="The sentence of the heat map, from 0.")] = 0,
+    out: Annotated[Path, Option(metavar="DIR", help="Where to write the results.")] = Path("out/demo"),
+    quick: Annotated[bool, Option("--quick", help="Fewer sentences.")] = False,
+    layer: Annotated[int, Option(min=0, help="The layer of the heat map, from 0.")] = 3,
+    head: Annotated[int, Option(min=0, help="The head of the heat map, from 0.")] = 1,
+    sentence: Annotated[int, Option(min=0, help="The sentence of the heat map, from 0.")] = 0,
 ) -> None:
     """Embed real sentences with a small trained model whose attention layers run through tilefold.
 

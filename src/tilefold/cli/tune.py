@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import torch
-import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Argument, Option
 
 from tilefold.bench.loop import OK, WRONG
 from tilefold.cli.progress import measuring
@@ -40,25 +40,20 @@ and with --take it writes what was measured. TILEFOLD_TUNED names another table 
 
 @user_errors
 def tune(
-    case: Annotated[
-        str | None, typer.Argument(metavar="CASE", help="Part of cases' names, or dense, decode, gemm.")
-    ] = None,
-    model: Annotated[Path | None, typer.Option(metavar="FILE", help="A model's config.json of Hugging Face.")] = None,
-    batches: Annotated[str, typer.Option(metavar="N,N", help="With --model: sequences of a step.")] = "1,32",
-    prompts: Annotated[str, typer.Option(metavar="N,N", help="With --model: tokens of a prompt.")] = "2048",
-    caches: Annotated[str, typer.Option(metavar="N,N", help="With --model: keys that a cache has room for.")] = "8192",
+    case: Annotated[str | None, Argument(metavar="CASE", help="Part of cases' names, or dense, decode, gemm.")] = None,
+    model: Annotated[Path | None, Option(metavar="FILE", help="A model's config.json of Hugging Face.")] = None,
+    batches: Annotated[str, Option(metavar="N,N", help="With --model: sequences of a step.")] = "1,32",
+    prompts: Annotated[str, Option(metavar="N,N", help="With --model: tokens of a prompt.")] = "2048",
+    caches: Annotated[str, Option(metavar="N,N", help="With --model: keys that a cache has room for.")] = "8192",
     only: Annotated[
-        str | None,
-        typer.Option(metavar="PARTS", help="With --model: of attention, decode, linear.", show_default="all"),
+        str | None, Option(metavar="PARTS", help="With --model: of attention, decode, linear.", show_default="all")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=1, help="No candidate is begun later.")] = 120.0,
-    quick: Annotated[bool, typer.Option("--quick", help="Half of the candidates, those that promise most.")] = False,
-    take: Annotated[bool, typer.Option("--take", help="Write the table; without it nothing changes.")] = False,
-    table: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The table.", show_default="in the user's cache")
-    ] = None,
-    show: Annotated[bool, typer.Option("--show", help="Print the table, measure nothing.")] = False,
-    forget: Annotated[bool, typer.Option("--forget", help="Delete the table and what was measured.")] = False,
+    seconds: Annotated[float, Option(min=1, help="No candidate is begun later.")] = 120.0,
+    quick: Annotated[bool, Option("--quick", help="Half of the candidates, those that promise most.")] = False,
+    take: Annotated[bool, Option("--take", help="Write the table; without it nothing changes.")] = False,
+    table: Annotated[Path | None, Option(metavar="FILE", help="The table.", show_default="in the user's cache")] = None,
+    show: Annotated[bool, Option("--show", help="Print the table, measure nothing.")] = False,
+    forget: Annotated[bool, Option("--forget", help="Delete the table and what was measured.")] = False,
 ) -> None:
     """Measure which plans are fastest on this GPU, for cases or for a model's shapes, and keep them for later processes.
 
