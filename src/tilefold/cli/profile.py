@@ -168,27 +168,16 @@ def _pair(text: str) -> tuple[float, float]:
     return low, high
 
 
-def _rows(rows: "tuple[StageRow, ...]") -> tuple[tuple[str, ...], ...]:
-    return tuple(
-        (
-            row.name,
-            f"{row.timing.ms:.3f}",
-            "" if row.share is None else f"{100 * row.share:.1f}",
-            *(
-                ("", "", "", "", "", "")
-                if row.cost is None or row.bound is None
-                else (
-                    f"{row.cost.flops * 1e-12:.3f}",
-                    f"{row.cost.bytes * 1e-9:.3f}",
-                    f"{row.cost.l2_bytes * 1e-9:.2f}" if row.cost.l2_bytes else "",
-                    f"{row.cost.flops / row.timing.ms * 1e-9:.0f}" if row.timing.ms else "",
-                    row.bound.resource,
-                    f"{100 * (row.of_bound or 0):.0f} %",
-                )
-            ),
-        )
-        for row in rows
-    )
+def _row(row: "StageRow") -> tuple[str, ...]:
+    """Under `HEAD`."""
+    ms, cost = row.timing.ms, row.cost
+    first = row.name, f"{ms:.3f}", "" if row.share is None else f"{100 * row.share:.1f}"
+    if cost is None or row.bound is None:
+        return (*first, "", "", "", "", "", "")
+    drawn = f"{cost.l2_bytes * 1e-9:.2f}" if cost.l2_bytes else ""
+    rate = f"{cost.flops / ms * 1e-9:.0f}" if ms else ""
+    of_bound = f"{100 * (row.of_bound or 0):.0f} %"
+    return (*first, f"{cost.flops * 1e-12:.3f}", f"{cost.bytes * 1e-9:.3f}", drawn, rate, row.bound.resource, of_bound)
 
 
 def _reported(found: "VideoRun") -> Mapping[str, float]:
@@ -203,7 +192,7 @@ def _table(found: "VideoRun") -> page.Rows:
     """The stages; behind the time what others report, where they do."""
     from tilefold.bench.video.reported import DEVICE
 
-    rows, theirs = _rows(found.rows), _reported(found)
+    rows, theirs = tuple(map(_row, found.rows)), _reported(found)
     if not theirs:
         return page.Rows(HEAD, rows)
     head = (*HEAD[:2], f"reported ({DEVICE})", *HEAD[2:])
