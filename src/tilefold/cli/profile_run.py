@@ -1,6 +1,5 @@
 """`tilefold profile script | case | import`: kernels of a script, of a benchmark's case, or of a report of Nsight Compute."""
 
-import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -83,7 +82,7 @@ def case(
         with profile() as session:
             for _ in range(calls):
                 made.call()
-    if _watched():
+    if session.marks_only:
         return
     machine = with_roofs(runtime.record(), load_roofs())
     work = Declared(chosen.flops, chosen.bytes, getattr(chosen, "l2_bytes", None), chosen.dtype)
@@ -116,12 +115,6 @@ def _gpu() -> Runtime:
             "a profile needs a GPU, and none can be used here; `tilefold profile import` reads reports without"
         )
     return runtime
-
-
-def _watched() -> bool:
-    from tilefold.profiling.counters import ROLE_VARIABLE
-
-    return os.environ.get(ROLE_VARIABLE) == "ncu"
 
 
 def _run_script(path: Path, arguments: Sequence[str], marked: bool) -> "list[Profile]":
