@@ -91,40 +91,34 @@ def _beyond_causal(p: AttentionProblem) -> str | None:
     return None
 
 
-def _sdpa_refuses(backend: str) -> Callable[[Case, str], str | None]:
-    def refuses(case: Case, device: str) -> str | None:
-        p = case.problem
-        if device != "cuda" and backend in ("cudnn", "efficient"):
-            return "needs a GPU"
-        if p.dtype == "float32" and (backend == "cudnn" or (backend == "flash" and device == "cuda")):
-            return "takes float16 and bfloat16 only"
-        if backend == "cudnn" and not torch.backends.cudnn.is_available():
-            return "torch was built without cuDNN"
-        if p.varlen and backend not in ("cudnn", "flash"):
-            return "this adapter takes packed batches for cuDNN and FlashAttention-2 only"
-        if p.varlen and device != "cuda":
-            return "packed batches need a GPU"
-        return _beyond_causal(p)
-
-    return refuses
+def _sdpa_refuses(backend: str, case: Case, device: str) -> str | None:
+    p = case.problem
+    if device != "cuda" and backend in ("cudnn", "efficient"):
+        return "needs a GPU"
+    if p.dtype == "float32" and (backend == "cudnn" or (backend == "flash" and device == "cuda")):
+        return "takes float16 and bfloat16 only"
+    if backend == "cudnn" and not torch.backends.cudnn.is_available():
+        return "torch was built without cuDNN"
+    if p.varlen and backend not in ("cudnn", "flash"):
+        return "this adapter takes packed batches for cuDNN and FlashAttention-2 only"
+    if p.varlen and device != "cuda":
+        return "packed batches need a GPU"
+    return _beyond_causal(p)
 
 
-def _prepare_sdpa(backend: str) -> Callable[[Inputs], Calls]:
-    def prepare(inputs: Inputs) -> Calls:
-        from torch.nn.functional import scaled_dot_product_attention
+def _prepare_sdpa(backend: str, inputs: Inputs) -> Calls:
+    from torch.nn.functional import scaled_dot_product_attention
 
-        p = inputs.problem
-        # One query sees every key under a bottom-right causal mask, torch's top-left one would hide all but the first.
-        causal, grouped = p.causal and p.seq_q > 1, p.heads != p.kv_heads
+    p = inputs.problem
+    # One query sees every key under a bottom-right causal mask, torch's top-left one would hide all but the first.
+    causal, grouped = p.causal and p.seq_q > 1, p.heads != p.kv_heads
 
-        def function(*tensors: Tensor) -> Tensor:
-            q, k, v = (t.transpose(1, 2) for t in tensors)
-            return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
+    def function(*tensors: Tensor) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in tensors)
+        return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
 
-        packed = _packed_flash if backend == "flash" else _packed_sdpa
-        return prepared(inputs, packed(inputs) if p.varlen else function, lambda: sdpa_only(backend))
-
-    return prepare
+    packed = _packed_flash if backend == "flash" else _packed_sdpa
+    return prepared(inputs, packed(inputs) if p.varlen else function, lambda: sdpa_only(backend))
 
 
 def _packed_sdpa(inputs: Inputs) -> Function:
@@ -292,7 +286,8 @@ def _fa4_lists(inputs: Inputs, index: BlockIndex) -> Any:
 
 
 def _sdpa(name: str, title: str, what: str) -> Peer:
-    return Peer(name, title, f"torch SDPA, {what}", "torch", _prepare_sdpa(name), _sdpa_refuses(name))
+    prepare, refuses = functools.partial(_prepare_sdpa, name), functools.partial(_sdpa_refuses, name)
+    return Peer(name, title, f"torch SDPA, {what}", "torch", prepare, refuses)
 
 
 _ALL = (

@@ -3,6 +3,7 @@
 Those that know no pages or no quantised cache get the same numbers contiguous and in the queries' dtype, made before the clock
 starts; their times are then of another number of bytes, and their outputs are judged like all others."""
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
@@ -43,17 +44,14 @@ def _plain_refuses(case: DecodeCase, device: str) -> str | None:
 # --- torch ------------------------------------------------------------------------------------------------------------------
 
 
-def _sdpa_refuses(backend: str) -> Callable[[DecodeCase, str], str | None]:
-    def refuses(case: DecodeCase, device: str) -> str | None:
-        if case.uneven:
-            return "it knows no lengths"
-        if backend == "math":
-            return None
-        if device != "cuda":
-            return "needs a GPU"
-        return "takes float16 and bfloat16 only" if case.dtype == "float32" else None
-
-    return refuses
+def _sdpa_refuses(backend: str, case: DecodeCase, device: str) -> str | None:
+    if case.uneven:
+        return "it knows no lengths"
+    if backend == "math":
+        return None
+    if device != "cuda":
+        return "needs a GPU"
+    return "takes float16 and bfloat16 only" if case.dtype == "float32" else None
 
 
 def _prepare_sdpa(backend: str) -> Callable[[Sequence[DecodeInputs]], Calls]:
@@ -213,7 +211,7 @@ DECODE_PEERS = by_name(
     Peer("plain", "tilefold plain", "the same with the cache contiguous and in the queries' dtype", "tilefold",
          each(lambda inputs: attend_cached(inputs.plain)), _plain_refuses),
     *(
-        Peer(name, title, what, "torch", _prepare_sdpa(name), _sdpa_refuses(name))
+        Peer(name, title, what, "torch", _prepare_sdpa(name), functools.partial(_sdpa_refuses, name))
         for name, title, what in (
             ("cudnn", "cuDNN", "torch SDPA, cuDNN backend"),
             ("flash", "FA2", "torch SDPA, flash backend (FlashAttention-2)"),
