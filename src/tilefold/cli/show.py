@@ -1,8 +1,7 @@
 """`tilefold demo`: a trained model on real sentences, its attention layers running through tilefold."""
 
-import importlib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -40,9 +39,9 @@ def demo(
     console = Console()
     console.print(Text(runtime.note, style="dim"))
     try:
-        module: Any = importlib.import_module("tilefold.cli.demo")
-        options = module.DemoOptions(out, quick, runtime.device, layer, head, sentence)
-        result = module.run_demo(options, console)
+        from tilefold.cli.demo import DemoOptions, run_demo
+
+        result = run_demo(DemoOptions(out, quick, runtime.device, layer, head, sentence), console)
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("tilefold.") and error.name != "tilefold.cli.demo":
             raise
