@@ -16,12 +16,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import tilefold
 from tilefold.bench.decode.cases import DecodeCase
 from tilefold.bench.decode.inputs import make_decode_inputs
-from tilefold.bench.timers import graph_sampler, l2_bytes, quantile, rotations, time_alternating
+from tilefold.bench.timers import graph_sampler, l2_bytes, rotations, time_alternating
 
 HEADS, KV_HEADS, DIM = 28, 4, 128
 MOST_SETS = 64  # of buffers
@@ -117,8 +118,8 @@ def measure(problem: Problem, rounds: int) -> Overhead:
     }
     times = time_alternating(samplers, rounds)
     plain, checked = times["False"], times["device"]
-    ratios = sorted(100 * (b / a - 1) for a, b in zip(plain.values, checked.values, strict=True))
-    middle, low, high = (quantile(ratios, q) for q in (0.5, 0.2, 0.8))
+    ratios = [100 * (b / a - 1) for a, b in zip(plain.values, checked.values, strict=True)]
+    middle, low, high = np.quantile(ratios, (0.5, 0.2, 0.8)).tolist()
     return Overhead(problem.name, plain.us, middle, low, high, sets)
 
 

@@ -98,7 +98,7 @@ def difference_of(
     if first.shape != second.shape:
         raise ShapeError(f"{name} has shapes {tuple(first.shape)} and {tuple(second.shape)}: they must be the same")
     axis = max(0, min(axis, first.dim() - 1))
-    total = {"signed": 0.0, "abs": 0.0, "square": 0.0, "reference": 0.0}
+    sums = torch.zeros(4, dtype=torch.float64)  # of differences, their sizes, their squares, the squares of the second
     count, largest, differing, specials, close = 0, 0.0, 0, 0, True
     decades = torch.zeros(len(BINS), dtype=torch.int64)
     for a, b in zip(_chunks(first), _chunks(second.to(first.device)), strict=True):
@@ -114,20 +114,16 @@ def difference_of(
         if delta.numel():
             largest = max(largest, float(delta.max()))
         count += delta.numel()
-        total["signed"] += float(signed.sum())
-        total["abs"] += float(delta.sum())
-        total["square"] += float(delta.square().sum())
-        total["reference"] += float(reference.square().sum())
+        sums += torch.stack([signed.sum(), delta.sum(), delta.square().sum(), reference.square().sum()]).cpu()
         exponents = delta[delta > 0].log10().floor().clamp(BINS[0], BINS[-1]).long().cpu() - BINS[0]
         decades += torch.bincount(exponents, minlength=len(BINS))
-    relative = (
-        (total["square"] / total["reference"]) ** 0.5 if total["reference"] else (0.0 if largest == 0 else float("inf"))
-    )
+    total, size, squares, norm = sums.tolist()
+    relative = (squares / norm) ** 0.5 if norm else (0.0 if largest == 0 else float("inf"))
+    count = max(1, count)
     return Difference(
-        name, facts_of(first), facts_of(second), close, rtol, atol, largest,
-        total["signed"] / max(1, count), total["abs"] / max(1, count),
-        (total["square"] / max(1, count)) ** 0.5, relative, differing, specials, first.numel(),
-        tuple(decades.tolist()), axis, _along(first, second, axis),
+        name, facts_of(first), facts_of(second), close, rtol, atol, largest, total / count, size / count,
+        (squares / count) ** 0.5, relative, differing, specials, first.numel(), tuple(decades.tolist()), axis,
+        _along(first, second, axis),
     )  # fmt: skip
 
 

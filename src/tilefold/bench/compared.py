@@ -1,17 +1,15 @@
 """What implementations make of one problem, by name: the tensors that `tilefold compare` sets beside each other."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import tilefold
 from tilefold import reference, sparse
 from tilefold.bench.accuracy import LARGEST, exact_result
 from tilefold.bench.attention.block_peers import portable_plans
-from tilefold.bench.attention.peers import IMPLEMENTATIONS
-from tilefold.bench.implementation import Inputs, window_of
+from tilefold.bench.attention.peers import IMPLEMENTATIONS, tilefold_call
+from tilefold.bench.implementation import Inputs
 from tilefold.bench.video.stages import video_inputs
 from tilefold.errors import Unsupported, ValueRangeError
 from tilefold.plan.sparse.video import VideoShape
@@ -21,6 +19,7 @@ from tilefold.sparse.stages import SelectOptions
 GRADIENTS = ("dq", "dk", "dv")
 VIDEO_NAMES = ("tilefold", "fused", "fp64", "plain")
 ORACLES = ("fp64", "plain")
+LSE = ("tilefold", "portable")  # of attention, those that tell it
 # Of the video pipeline, in the order in which they are made; `kept` is 1 where a query block's list has a KV block.
 STAGES = ("coarse", "scores", "gini", "tau", "mass", "kept", "fine", "lse", "out")
 
@@ -52,39 +51,16 @@ def attention_results(name: str, inputs: Inputs, device: str) -> Results:
     if inputs.case.backward:
         return dict(zip(GRADIENTS, found, strict=True))
     results = {"out": found}
-    if name in _LSE:
-        results["lse"] = _LSE[name](inputs)
+    if name in LSE:
+        plans = portable_plans(inputs) if name == "portable" else None
+        chosen = {"plan": plans[0]} if plans else {}
+        results["lse"] = tilefold_call(inputs, return_lse=True, **chosen)(inputs.q, inputs.k, inputs.v)[1]
     return results
-
-
-def _own_lse(inputs: Inputs, plan: Any = None) -> Tensor:
-    p, tensors = inputs.problem, (inputs.q, inputs.k, inputs.v)
-    options: dict[str, Any] = {"causal": p.causal, "return_lse": True}
-    if inputs.index is not None:
-        found: Any = tilefold.sparse_attention(*tensors, inputs.index, plan=plan, **options)
-    elif p.varlen:
-        q, k, v = (t[0] for t in tensors)
-        ends = inputs.offsets
-        assert ends is not None
-        found = tilefold.attention_varlen(q, k, v, ends, ends, p.seq_q, p.seq_q, window=window_of(p), **options)
-    else:
-        found = tilefold.attention(*tensors, window=window_of(p), **options)
-    lse: Tensor = found[1]
-    return lse
-
-
-def _portable_lse(inputs: Inputs) -> Tensor:
-    plans = portable_plans(inputs)
-    assert plans is not None, "`prepare` has refused this case"
-    return _own_lse(inputs, plans[0])
-
-
-_LSE: dict[str, Callable[[Inputs], Tensor]] = {"tilefold": _own_lse, "portable": _portable_lse}
 
 
 def without_lse(names: tuple[str, str]) -> list[str]:
     """Those whose forward results have no lse."""
-    return [name for name in dict.fromkeys(names) if name not in _LSE and name != "fp64"]
+    return [name for name in dict.fromkeys(names) if name not in LSE and name != "fp64"]
 
 
 # --- the video pipeline -------------------------------------------------------------------------------------------------------
@@ -116,7 +92,7 @@ def video_results(
     seed: int,
     backward: bool,
     same_lists: bool,
-) -> list[Results]:
+) -> tuple[Results, Results]:
     """Of each name every stage's results and the output, or the gradients of q, k, v and both gates.
 
     tilefold: the stages one by one; fused: the fine stage's epilogue mixes the branches, so that only "out" is there; fp64: the
@@ -135,13 +111,10 @@ def video_results(
     grad = None
     if backward:
         grad = torch.randn(inputs.q.shape, generator=inputs.generator, device=device, dtype=inputs.q.dtype)
-    lists: Any = None
-    found = []
-    for name in names:
-        results, index = _pipeline(name, tensors, {"select": select, "block": shape.block}, grad, lists)
-        found.append(results)
-        lists = index if same_lists else None
-    return found
+    options = {"select": select, "block": shape.block}
+    first, index = _pipeline(names[0], tensors, options, grad, None)
+    second, _ = _pipeline(names[1], tensors, options, grad, index if same_lists else None)
+    return first, second
 
 
 def _pipeline(

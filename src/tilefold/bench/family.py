@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from tilefold.ops.environment import importable
 from tilefold.reference import Comparison
 
 if TYPE_CHECKING:
@@ -98,6 +99,13 @@ class Family:
     prepare: Callable[[Any, Sequence[Any]], Calls] = lambda peer, sets: peer.prepare(sets)
     replayed: Callable[[Any], bool] = lambda case: True
     attention: bool = False
+
+
+def absent(package: str, device: str, *modules: str) -> str | None:
+    """Why a library cannot be used here at all: it has none of these modules, or there is no GPU."""
+    if not any(map(importable, modules)):
+        return f"{package} is not installed"
+    return None if device == "cuda" else "needs a GPU"
 
 
 def by_name(*peers: Peer) -> dict[str, Peer]:

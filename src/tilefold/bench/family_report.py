@@ -1,21 +1,11 @@
 """A family's rows as tables, by events and by graph replays, as sentences, records and markdown."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tilefold.bench.loop import FAILED, OK, WRONG
 from tilefold.bench.page import Rows
-from tilefold.bench.records.record import (
-    LABELS,
-    Sheet,
-    digits,
-    head,
-    notes_text,
-    rounds_of,
-    tail,
-    times,
-    version_in,
-)
+from tilefold.bench.records.record import LABELS, Sheet, digits, head, notes_text, rounds_of, tail, times, version_in
 from tilefold.bench.run import METHODS, Cell, Row
 from tilefold.bench.setting import Setting
 
@@ -104,24 +94,20 @@ def ours_wrong(rows: Sequence[Row]) -> bool:
 # --- documents and data -----------------------------------------------------------------------------------------------------
 
 
-def family_records(rows: Sequence[Row], setting: Setting) -> list[dict[str, Any]]:
-    """One flat record per implementation and case; None where nothing was measured."""
-    return [
-        cell_record(row, cell, setting, row.family.record(row.case), _figures(row, cell))
-        for row in rows
-        for cell in row.cells
-    ]
+def family_records(
+    rows: Sequence[Row], setting: Setting, figures: Callable[[Row, Cell], dict[str, Any]] | None = None
+) -> list[dict[str, Any]]:
+    """One flat record per implementation and case; None where nothing was measured.  figures: of attention, whose columns of
+    times are its own."""
+    return [_record(row, cell, setting, (figures or _figures)(row, cell)) for row in rows for cell in row.cells]
 
 
-def cell_record(
-    row: Row, cell: Cell, setting: Setting, case: dict[str, Any], figures: dict[str, Any]
-) -> dict[str, Any]:
-    """What the record of a cell is in every family; case, figures: the columns that are a family's own."""
+def _record(row: Row, cell: Cell, setting: Setting, figures: dict[str, Any]) -> dict[str, Any]:
     peer = row.family.peers[cell.implementation]
     timed = {"events": cell.timing, "graph": cell.graph, "warm": cell.warm, "host": cell.host}
     return {
         **head(setting, row.family.name, row.case.name, row.case.direction if row.family.attention else "forward"),
-        **case,
+        **row.family.record(row.case),
         "implementation": cell.implementation,
         "ours": peer.ours,
         "version": version_in(peer.package, setting),

@@ -77,12 +77,7 @@ def output_of(result: Any) -> Any:
     return result[0] if isinstance(result, tuple) else result
 
 
-SDPA = {
-    "cudnn": "CUDNN_ATTENTION",
-    "flash": "FLASH_ATTENTION",
-    "efficient": "EFFICIENT_ATTENTION",
-    "math": "MATH",
-}
+SDPA = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
 
 
 def sdpa_only(backend: str) -> AbstractContextManager[Any]:

@@ -103,11 +103,7 @@ def run_cases(
         return Row(family, case, tuple(Cell(case, one.name, FAILED, note) for one in peers))
 
     return run_each(
-        cases,
-        lambda case: run_case(family, case, peers, device, options, progress),
-        failed,
-        finished,
-        options.budget_s,
+        cases, lambda case: run_case(family, case, peers, device, options, progress), failed, finished, options.budget_s
     )
 
 

@@ -48,9 +48,13 @@ def setting_of(device: str) -> Setting:
     else:
         what, backend = ("Triton interpreter", "interpreter") if interpreting() else ("plain torch", "cpu")
         title = f"{what} on {platform.machine()}, {os.cpu_count()} cores"
-    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     own = installed("tilefold") or "checkout"
-    return Setting(title, backend, now, commit(), own, torch.__version__, triton_version() or "none")
+    return Setting(title, backend, now(), commit(), own, torch.__version__, triton_version() or "none")
+
+
+def now() -> str:
+    """The date and time that a measurement carries: ISO, UTC, to the second."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 @functools.cache

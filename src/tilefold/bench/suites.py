@@ -16,11 +16,7 @@ from tilefold.errors import ValueRangeError
 
 ENGINES: dict[str, Engine] = {
     one.name: one
-    for one in (
-        *map(AttentionEngine, (DENSE, SPARSE)),
-        *map(Engine, (DECODE, GEMM, CONV, LOWBIT, MOVE)),
-        VideoEngine(),
-    )
+    for one in (*map(AttentionEngine, (DENSE, SPARSE)), *map(Engine, (DECODE, GEMM, CONV, LOWBIT, MOVE)), VideoEngine())
 }
 
 

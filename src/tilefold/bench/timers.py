@@ -14,14 +14,16 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 Call = Callable[[], object]
+Span = tuple[float, float]  # begin and end
 Sampler = Callable[[], list[float]]
 
 # A CUDA stream takes about a thousand launches before it makes the host wait; a call may launch a few kernels.
@@ -50,19 +52,10 @@ class Timing:
         return self.ms * 1e3
 
 
-def quantile(ordered: Sequence[float], q: float) -> float:
-    """The q-quantile of sorted samples, linearly interpolated."""
-    place = q * (len(ordered) - 1)
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
-
-
 def summarise(samples: Sequence[float], method: str) -> Timing:
     """A Timing from samples in milliseconds (at least one)."""
-    ordered = sorted(samples)
-    low, high = quantile(ordered, 0.2), quantile(ordered, 0.8)
-    return Timing(statistics.median(ordered), low, high, len(ordered), method, tuple(samples))
+    low, high = np.quantile(samples, (0.2, 0.8)).tolist()
+    return Timing(statistics.median(samples), low, high, len(samples), method, tuple(samples))
 
 
 def event_samples(call: Call, warmup_ms: float = 10, rep_ms: float = 40) -> list[float]:
@@ -214,6 +207,17 @@ def time_host(call: Call, synchronize: Call, calls: int = 100, repetitions: int 
         if collecting:
             gc.enable()
     return summarise(samples[1:], "host")
+
+
+def joined(spans: Iterable[Span]) -> list[Span]:
+    """What they cover, disjoint and ascending."""
+    found: list[Span] = []
+    for start, stop in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], stop))
+        else:
+            found.append((start, stop))
+    return found
 
 
 def l2_bytes() -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 
 from tilefold.cli.bench_flow import Session, peer_names
 from tilefold.cli.bench_parallel import EPILOG as PARALLEL_EPILOG
@@ -143,15 +144,15 @@ app = typer.Typer(
 def bench(
     family: str,
     run: RunOptions,
-    quick: Annotated[bool, typer.Option("--quick", help="Few and small cases (tiny ones without a GPU).")] = False,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
-    direction: Annotated[str, typer.Option(help="forward, backward or both.")] = "forward",
+    quick: Annotated[bool, Option("--quick", help="Few and small cases (tiny ones without a GPU).")] = False,
+    dtype: Annotated[str, Option(help="bf16, fp16 or fp32.")] = "bf16",
+    direction: Annotated[str, Option(help="forward, backward or both.")] = "forward",
     sparsity: Annotated[
         str | None,
-        typer.Option(metavar="PERCENTS", help="Random lists at these instead of the usual cases, as 1,10,20,...,99."),
+        Option(metavar="PERCENTS", help="Random lists at these instead of the usual cases, as 1,10,20,...,99."),
     ] = None,
-    host: Annotated[bool, typer.Option("--host", help="Measure the host cost of a call, too.")] = False,
-    graph: Annotated[bool, typer.Option("--graph", help="Measure CUDA-graph replays, too (GPU).")] = False,
+    host: Annotated[bool, Option("--host", help="Measure the host cost of a call, too.")] = False,
+    graph: Annotated[bool, Option("--graph", help="Measure CUDA-graph replays, too (GPU).")] = False,
 ) -> None:
     """Time the cases of a family and write what was asked for."""
     from tilefold.bench.choice import figures_in

@@ -12,7 +12,7 @@ from rich.text import Text
 from tilefold.bench.loop import GPU_LOST
 from tilefold.cli.options import RunOptions
 from tilefold.cli.progress import measuring
-from tilefold.cli.runtime import Runtime, header, print_tables, say, warn_of_times, writable
+from tilefold.cli.runtime import Outputs, Runtime, header, print_tables, say, warn_of_times
 from tilefold.errors import ValueRangeError
 from tilefold.ops.device import interpreting
 
@@ -56,9 +56,9 @@ class Session:
 
         self.run, self.runtime, self.console = run, runtime, Console()
         self.place = place_of(run.refresh) if run.refresh else None
-        self.files = {"csv": run.csv, "json": run.json, "markdown": run.markdown}
-        writable({**self.files, "refresh": self.place.path if self.place else None})
+        self.outputs = Outputs(csv=run.csv, json=run.json, markdown=run.markdown)
         if self.place is not None:
+            Outputs(refresh=self.place.path)
             self.place.check(families)
         if run.fail_slower is not None and run.compare is None:
             raise ValueRangeError(f"--fail-slower {run.fail_slower:g} needs --compare, which says slower than what")
@@ -158,16 +158,13 @@ class Session:
         whole = {done.engine.name: done.engine.findings(done.results) for done in parts}
         more |= next(iter(whole.values())) if len(parts) == 1 else {"families": whole}
         several = "\n".join(f"### {name}\n\n{text}" for name, text in marked.items())
-        texts = {
-            "csv": csv_text(rows),
-            "json": json_text(self.setting, rows, **more),
-            "markdown": several if len(parts) > 1 else next(iter(marked.values())),
-        }
+        self.outputs.write(
+            self.console,
+            csv=lambda: csv_text(rows),
+            json=lambda: json_text(self.setting, rows, **more),
+            markdown=lambda: several if len(parts) > 1 else next(iter(marked.values())),
+        )
         said = []
-        for kind, path in self.files.items():
-            if path is not None:
-                path.write_text(texts[kind], encoding="utf-8")
-                said.append(f"wrote {path}")
         if self.place is not None:
             names = self.place.write(marked)
             said.append(f"refreshed {', '.join(names) or 'nothing'} in {self.place.path}")

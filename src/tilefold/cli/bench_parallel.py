@@ -11,11 +11,12 @@ import torch
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Option
 
 from tilefold.cli.options import Budget, Json, Markdown
 from tilefold.cli.progress import measuring
 from tilefold.cli.runtime import (
-    Files,
+    Outputs,
     Runtime,
     dtype_named,
     header,
@@ -26,8 +27,6 @@ from tilefold.cli.runtime import (
     say,
     user_errors,
     warn_of_times,
-    writable,
-    write_files,
 )
 from tilefold.errors import CommunicationError, ValueRangeError
 
@@ -67,42 +66,37 @@ QUICK = {True: (32768,), False: (32,)}
 @user_errors
 def parallel(
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Processes to start.", show_default="all GPUs, or 2 without")
+        int | None, Option(min=1, help="Processes to start.", show_default="all GPUs, or 2 without")
     ] = None,
     tokens: Annotated[
-        str | None, typer.Option(metavar="N,N", help="Lengths of the whole sequence.", show_default="by device")
+        str | None, Option(metavar="N,N", help="Lengths of the whole sequence.", show_default="by device")
     ] = None,
     heads: Annotated[
-        str | None, typer.Option(metavar="Q,KV", help="Heads of Q, and of K and V.", show_default="32,8")
+        str | None, Option(metavar="Q,KV", help="Heads of Q, and of K and V.", show_default="32,8")
     ] = None,
-    dim: Annotated[int | None, typer.Option(help="Head dimension.", show_default="128")] = None,
-    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32.", show_default="bf16")] = None,
+    dim: Annotated[int | None, Option(help="Head dimension.", show_default="128")] = None,
+    dtype: Annotated[str | None, Option(help="bf16, fp16 or fp32.", show_default="bf16")] = None,
     ways: Annotated[
         str | None,
-        typer.Option(metavar="NAMES", help="Comma-separated, see below.", show_default="all but two_level and sparse"),
+        Option(metavar="NAMES", help="Comma-separated, see below.", show_default="all but two_level and sparse"),
     ] = None,
-    direction: Annotated[str, typer.Option(help="forward, backward or both.")] = "both",
-    full: Annotated[bool, typer.Option("--full", help="Without a causal mask.")] = False,
-    per_node: Annotated[int, typer.Option(min=1, help="Ranks of a node, for two_level.")] = 1,
+    direction: Annotated[str, Option(help="forward, backward or both.")] = "both",
+    full: Annotated[bool, Option("--full", help="Without a causal mask.")] = False,
+    per_node: Annotated[int, Option(min=1, help="Ranks of a node, for two_level.")] = 1,
     nondeterministic: Annotated[
-        bool,
-        typer.Option(
-            "--non-deterministic", help="Gradients by deterministic=False: non-deterministic, as torch's are."
-        ),
+        bool, Option("--non-deterministic", help="Gradients by deterministic=False: non-deterministic, as torch's are.")
     ] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="One length.")] = False,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed calls of each line.")] = 3,
+    quick: Annotated[bool, Option("--quick", help="One length.")] = False,
+    rounds: Annotated[int, Option(min=1, help="Timed calls of each line.")] = 3,
     budget: Budget = None,
     trace: Annotated[
-        str,
-        typer.Option(metavar="STEM", help="Trace one call of each line (GPU); a file STEM-WAY.json.gz for each way."),
+        str, Option(metavar="STEM", help="Trace one call of each line (GPU); a file STEM-WAY.json.gz for each way.")
     ] = "",
     json: Json = None,
     markdown: Markdown = None,
 ) -> None:
     """Time every scheme of context parallelism, beside PyTorch's own, each output checked first."""
-    files = {"json": json, "markdown": markdown}
-    writable(files)
+    outputs = Outputs(json=json, markdown=markdown)
     if direction not in ("forward", "backward", "both"):
         raise ValueRangeError(f"--direction must be forward, backward or both, got {direction!r}")
     runtime = prepare_runtime(kernels=False)
@@ -128,7 +122,7 @@ def parallel(
     )
     lines = _run(work, runtime, ranks)
     if lines is not None:
-        _report(work, lines, runtime, files)
+        _report(work, lines, runtime, outputs)
 
 
 def _heads(text: str) -> tuple[int, int]:
@@ -209,7 +203,7 @@ def _started(rank: int, ranks: int, work: "Work", folder: str) -> None:
     sys.stdout.flush()
 
 
-def _report(work: "Work", lines: "list[Line]", runtime: Runtime, files: Files) -> None:
+def _report(work: "Work", lines: "list[Line]", runtime: Runtime, outputs: Outputs) -> None:
     from dataclasses import asdict
 
     from tilefold.bench.parallel.loads import PEERS
@@ -235,7 +229,6 @@ def _report(work: "Work", lines: "list[Line]", runtime: Runtime, files: Files) -
     if len(lines) < wanted:
         console.print(Text(f"{len(lines)} of {wanted} lines were reached", style="yellow"))
     warn_of_times(runtime, console)
-    makers = {"json": lambda: to_json(lines, asdict(setting), work), "markdown": lambda: to_markdown(lines)}
-    write_files(files, makers, console)
+    outputs.write(console, json=lambda: to_json(lines, asdict(setting), work), markdown=lambda: to_markdown(lines))
     if any(line.way not in PEERS and line.status in ("WRONG", "failed") for line in lines):
         raise typer.Exit(1)

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from typer import Argument, Option
 
 from tilefold.cli.bench_flow import show_comparison
 from tilefold.cli.options import CaseFilter, FailSlower, Json, Markdown, Noise
-from tilefold.cli.runtime import json_text, print_tables, user_errors, writable, write_files
+from tilefold.cli.runtime import Outputs, print_tables, user_errors
 from tilefold.errors import ValueRangeError
 
 if TYPE_CHECKING:
@@ -43,9 +44,9 @@ def _filtered(found: "list[Measured]", family: str | None, case: str | None) -> 
 
 @user_errors
 def compare_runs(
-    old: Annotated[Path, typer.Argument(metavar="OLD", help="A .json, a .jsonl, FILE@COMMIT or a folder.")],
-    new: Annotated[Path, typer.Argument(metavar="NEW", help="The same.")],
-    family: Annotated[str | None, typer.Option(metavar="NAME", help="Only this one.")] = None,
+    old: Annotated[Path, Argument(metavar="OLD", help="A .json, a .jsonl, FILE@COMMIT or a folder.")],
+    new: Annotated[Path, Argument(metavar="NEW", help="The same.")],
+    family: Annotated[str | None, Option(metavar="NAME", help="Only this one.")] = None,
     case: CaseFilter = None,
     fail_slower: FailSlower = None,
     noise: Noise = 2.0,
@@ -53,8 +54,7 @@ def compare_runs(
     markdown: Markdown = None,
 ) -> None:
     """Compare two runs: ratios with intervals, what became slower, what is missing."""
-    files = {"json": json, "markdown": markdown}
-    writable(files)
+    outputs = Outputs(json=json, markdown=markdown)
     from tilefold.bench.records.changes import change_markdown, compare
     from tilefold.bench.records.runs import latest, read_measured, read_rows
 
@@ -66,8 +66,7 @@ def compare_runs(
         raise ValueRangeError(f"--fail-slower cannot judge: {found.differences[0]}")
     console = Console()
     bad = show_comparison(found, fail_slower, console)
-    makers = {"json": lambda: json_text(found.record()), "markdown": lambda: change_markdown(found)}
-    write_files(files, makers, console)
+    outputs.write(console, json=found.record, markdown=lambda: change_markdown(found))
     if bad:
         raise typer.Exit(1)
 

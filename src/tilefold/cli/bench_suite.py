@@ -3,9 +3,9 @@
 import time
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Argument
 
 from tilefold.cli.bench_flow import Done, Session, peer_names
 from tilefold.cli.options import RunOptions, with_run
@@ -36,7 +36,7 @@ there. Exit code 1 if a result of tilefold is wrong or failed, or became so.
 @user_errors
 def suite(
     run: RunOptions,
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Which one.", show_default="list them")] = None,
+    name: Annotated[str | None, Argument(metavar="NAME", help="Which one.", show_default="list them")] = None,
 ) -> None:
     """Run a named set of families and cases."""
     from tilefold.bench.suites import SUITES, peers_for, suite_named

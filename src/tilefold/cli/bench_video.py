@@ -2,20 +2,11 @@
 
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from tilefold.cli.bench_flow import Session
 from tilefold.cli.options import Budget, Html, Json, Markdown, Png, Results, RunOptions
-from tilefold.cli.runtime import (
-    Runtime,
-    dtype_named,
-    integers,
-    names_from,
-    prepare_runtime,
-    user_errors,
-    writable,
-    write_files,
-)
+from tilefold.cli.runtime import Outputs, Runtime, dtype_named, integers, names_from, prepare_runtime, user_errors
 from tilefold.errors import ValueRangeError
 
 if TYPE_CHECKING:
@@ -57,22 +48,18 @@ result of tilefold is wrong.
 @user_errors
 def video(
     sweep: Annotated[
-        str, typer.Option(metavar="NAMES", help="Comma-separated: sparsity, length, cached.")
+        str, Option(metavar="NAMES", help="Comma-separated: sparsity, length, cached.")
     ] = "sparsity,cached",
     values: Annotated[
         str | None,
-        typer.Option(
-            metavar="NUMBERS", help="What one sweep goes through: per cent, or tokens.", show_default="usual ones"
-        ),
+        Option(metavar="NUMBERS", help="What one sweep goes through: per cent, or tokens.", show_default="usual ones"),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="The first value of each sweep, one turn.")] = False,
-    module: Annotated[bool, typer.Option("--module", help="A layer of a video model instead of the sweeps.")] = False,
-    grid: Annotated[
-        str | None, typer.Option(metavar="T,H,W", help="Tokens of --module.", show_default="16,28,52")
-    ] = None,
+    quick: Annotated[bool, Option("--quick", help="The first value of each sweep, one turn.")] = False,
+    module: Annotated[bool, Option("--module", help="A layer of a video model instead of the sweeps.")] = False,
+    grid: Annotated[str | None, Option(metavar="T,H,W", help="Tokens of --module.", show_default="16,28,52")] = None,
     sparsity: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="NUMBERS",
             help="Per cent, of length, cached and --module.",
             show_default="80,90; cached 90; 65.1,90",
@@ -80,20 +67,17 @@ def video(
     ] = None,
     shape: Annotated[
         str | None,
-        typer.Option(
-            metavar="B,H,N,D", help="Batch, heads, tokens (of sparsity), head dim.", show_default="1,12,23296,128"
-        ),
+        Option(metavar="B,H,N,D", help="Batch, heads, tokens (of sparsity), head dim.", show_default="1,12,23296,128"),
     ] = None,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="KV heads.", show_default="as many as heads")] = None,
-    block: Annotated[int, typer.Option(help="Tokens of a block.")] = 64,
-    page_size: Annotated[int, typer.Option(min=0, help="Of the paged caches; 0: only contiguous ones.")] = 64,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    kv_heads: Annotated[int | None, Option(min=1, help="KV heads.", show_default="as many as heads")] = None,
+    block: Annotated[int, Option(help="Tokens of a block.")] = 64,
+    page_size: Annotated[int, Option(min=0, help="Of the paged caches; 0: only contiguous ones.")] = 64,
+    dtype: Annotated[str, Option(help="bf16, fp16 or fp32.")] = "bf16",
     peers: Annotated[
-        str | None,
-        typer.Option(metavar="NAMES", help="Dense attention, comma-separated, or none.", show_default="cudnn,fa4"),
+        str | None, Option(metavar="NAMES", help="Dense attention, comma-separated, or none.", show_default="cudnn,fa4")
     ] = None,
-    graph: Annotated[bool, typer.Option("--graph", help="Time CUDA-graph replays everywhere (GPU).")] = False,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns that each call gets.")] = 3,
+    graph: Annotated[bool, Option("--graph", help="Time CUDA-graph replays everywhere (GPU).")] = False,
+    rounds: Annotated[int, Option(min=1, help="Turns that each call gets.")] = 3,
     budget: Budget = None,
     json: Json = None,
     markdown: Markdown = None,
@@ -102,7 +86,7 @@ def video(
     results: Results = None,
 ) -> None:
     """Sweep the sparse video pipeline over sparsity, length or cached tokens, beside dense attention."""
-    writable({"png": png, "html": html})
+    outputs = Outputs(png=png, html=html)
     run = RunOptions(json=json, markdown=markdown, results=results, power=False)
     session = Session(run, ["video"], prepare_runtime(kernels=False))
     from tilefold.bench.setting import Options
@@ -116,11 +100,9 @@ def video(
     batch, heads, seq, dim = integers(shape, "--shape", 4) if shape else SHAPES[runtime.gpu]
     made = VideoShape(batch, heads, kv_heads or heads, seq, dim, dtype_named(dtype), block)
     if module:
-        named = {"--values": values, "--png": png, "--html": html, "--graph": graph or None}
-        changed = {"--sweep": sweep != "sparsity,cached", "--block": block != 64, "--page-size": page_size != 64}
-        if wrong := [name for name, given in named.items() if given is not None] + [
-            n for n, on in changed.items() if on
-        ]:
+        given = {"--values": values is not None, "--png": png is not None, "--html": html is not None, "--graph": graph,
+                 "--sweep": sweep != "sparsity,cached", "--block": block != 64, "--page-size": page_size != 64}  # fmt: skip
+        if wrong := [name for name, is_given in given.items() if is_given]:
             raise ValueRangeError(
                 f"{', '.join(wrong)} cannot be given with --module, which takes cubes of 4 x 4 x 4 tokens"
             )
@@ -133,11 +115,11 @@ def video(
     options = Options(rounds if runtime.gpu and not quick else 1, graph=graph, budget_s=budget)
     done = session.measure(engine, points, [engine.known[name] for name in ("tilefold", *names)], options)
     if done.results:
-        drawn = {
-            "png": lambda: report.picture_of(done.results).figure,
-            "html": lambda: report.to_html(done.results, session.setting),
-        }
-        write_files({"png": png, "html": html}, drawn, session.console)
+        outputs.write(
+            session.console,
+            png=lambda: report.picture_of(done.results).figure,
+            html=lambda: report.to_html(done.results, session.setting),
+        )
     session.finish([done])
 
 

@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer import Option
 
 import tilefold
 from tilefold import reference
@@ -124,7 +125,7 @@ def table_of(results: list[Result]) -> Table:
 
 
 @user_errors
-def check(quick: Annotated[bool, typer.Option("--quick", help="About half of the cases.")] = False) -> None:
+def check(quick: Annotated[bool, Option("--quick", help="About half of the cases.")] = False) -> None:
     """Compare the forward kernels of attention with their fp64 oracles on this machine."""
     runtime = prepare_runtime()
     console = Console()

@@ -1,6 +1,6 @@
 """`tilefold compare`: how two implementations, or two files, differ number by number."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
@@ -10,26 +10,17 @@ import typer
 from rich.console import Console
 from rich.text import Text
 from torch import Tensor
+from typer import Argument, Option
 
 from tilefold.bench import page
 from tilefold.cli.options import Html, Json, Png
-from tilefold.cli.runtime import (
-    Files,
-    dtype_named,
-    integers,
-    json_text,
-    prepare_runtime,
-    print_tables,
-    user_errors,
-    writable,
-    write_files,
-)
+from tilefold.cli.runtime import Outputs, dtype_named, integers, prepare_runtime, print_tables, user_errors
 from tilefold.errors import DtypeError, ValueRangeError
 
 if TYPE_CHECKING:
     from tilefold.bench.accuracy import Difference
 
-Pairs: TypeAlias = "list[tuple[str, Tensor, Tensor]]"  # name, of the first, of the second
+Results: TypeAlias = "tuple[dict[str, Tensor], dict[str, Tensor]]"  # by name, of the first and of the second
 
 FAMILIES = ("dense", "sparse", "video")
 AXES = dict.fromkeys(("lse", "scores", "gini", "tau", "mass", "kept"), 2)  # of the queries, where it is not 1
@@ -66,39 +57,33 @@ With --strict the exit code is 1 unless allclose holds everywhere.
 
 @user_errors
 def compare(
-    first: Annotated[str, typer.Argument(help="An implementation, or a file.")],
-    second: Annotated[str, typer.Argument(help="Another one.")],
-    family: Annotated[
-        str, typer.Option(help="Cases of `dense` or `sparse` attention, or the `video` pipeline.")
-    ] = "dense",
+    first: Annotated[str, Argument(help="An implementation, or a file.")],
+    second: Annotated[str, Argument(help="Another one.")],
+    family: Annotated[str, Option(help="Cases of `dense` or `sparse` attention, or the `video` pipeline.")] = "dense",
     case: Annotated[
-        str | None, typer.Option(metavar="FILTER", help="As in bench; the first case that matches is taken.")
+        str | None, Option(metavar="FILTER", help="As in bench; the first case that matches is taken.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A small case (a tiny one in the interpreter).")] = False,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
-    direction: Annotated[str, typer.Option(help="forward or backward.")] = "forward",
-    shape: Annotated[
-        str | None, typer.Option(metavar="B,H,N,D", help="Of video: batch, heads, tokens, head dim.")
-    ] = None,
+    quick: Annotated[bool, Option("--quick", help="A small case (a tiny one in the interpreter).")] = False,
+    dtype: Annotated[str, Option(help="bf16, fp16 or fp32.")] = "bf16",
+    direction: Annotated[str, Option(help="forward or backward.")] = "forward",
+    shape: Annotated[str | None, Option(metavar="B,H,N,D", help="Of video: batch, heads, tokens, head dim.")] = None,
     sparsity: Annotated[
-        float | None,
-        typer.Option(min=0, max=100, help="Of video: top-k, so many per cent left out.", show_default="Gini"),
+        float | None, Option(min=0, max=100, help="Of video: top-k, so many per cent left out.", show_default="Gini")
     ] = None,
     same_lists: Annotated[
-        bool, typer.Option("--same-lists", help="Of video: the second attends the first one's lists.")
+        bool, Option("--same-lists", help="Of video: the second attends the first one's lists.")
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of the inputs.")] = 0,
-    seeds: Annotated[int, typer.Option(min=1, help="Compare on so many inputs, from --seed on.")] = 1,
-    rtol: Annotated[float, typer.Option(min=0, help="Relative tolerance of allclose.")] = 1e-5,
-    atol: Annotated[float, typer.Option(min=0, help="Absolute tolerance of allclose.")] = 1e-5,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit code 1 unless allclose holds.")] = False,
+    seed: Annotated[int, Option(min=0, help="Of the inputs.")] = 0,
+    seeds: Annotated[int, Option(min=1, help="Compare on so many inputs, from --seed on.")] = 1,
+    rtol: Annotated[float, Option(min=0, help="Relative tolerance of allclose.")] = 1e-5,
+    atol: Annotated[float, Option(min=0, help="Absolute tolerance of allclose.")] = 1e-5,
+    strict: Annotated[bool, Option("--strict", help="Exit code 1 unless allclose holds.")] = False,
     json: Json = None,
     png: Png = None,
     html: Html = None,
 ) -> None:
     """Compare the results of two implementations on one case, or two files, number by number."""
-    outputs = {"json": json, "png": png, "html": html}
-    writable(outputs)
+    outputs = Outputs(json=json, png=png, html=html)
     if direction not in ("forward", "backward"):
         raise ValueRangeError(f"direction must be forward or backward, got {direction!r}")
     _check_family(
@@ -106,22 +91,25 @@ def compare(
     )
     names, files = (first, second), [Path(name) for name in (first, second) if Path(name).is_file()]
     console, every = Console(), range(seed, seed + seeds)
+    results: Callable[[int], Results]
     if files:
         if len(files) < 2:
             raise ValueRangeError(f"{files[0]} is a file, so the other one must be, too: {first!r}, {second!r}")
         if seeds > 1:
             raise ValueRangeError(f"--seeds is for implementations, and files are as they are, got {seeds}")
-        what, pairs = "files", iter([_pairs_of_files(*files)])
+        what, results = "files", lambda seed: _results_of_files(*files)
     elif family == "video":
         asked = shape, quick, dtype_named(dtype), sparsity
-        what, pairs = _runs_of_video(names, asked, direction, same_lists, every, console)
+        what, results = _video(names, asked, direction, same_lists, console)
     else:
-        what, pairs = _runs_of_case(names, (family, quick, case, dtype_named(dtype), direction), every, console)
+        what, results = _case(names, (family, quick, case, dtype_named(dtype), direction), console)
     from tilefold.bench.accuracy import difference_of
 
-    runs = [
-        [difference_of(name, a, b, rtol, atol, AXES.get(name, 1)) for name, a, b in each] for each in pairs
-    ]  # one seed's tensors at a time
+    runs = []
+    for own in every:  # one seed's tensors at a time
+        one, other = results(own)
+        both = [name for name in one if name in other]
+        runs.append([difference_of(name, one[name], other[name], rtol, atol, AXES.get(name, 1)) for name in both])
     _show(runs, names, seed, console)
     console.print(Text(f"allclose: rtol {rtol:g}, atol {atol:g}; mean has the sign of first - second", style="dim"))
     _write(runs, f"{first} and {second}, {what}", names, every, outputs, console)
@@ -142,8 +130,8 @@ def _check_family(family: str, options: dict[str, object]) -> None:
 # ---------------------------------------------------------------- what is compared
 
 
-def _pairs_of_files(first: Path, second: Path) -> list[tuple[str, Tensor, Tensor]]:
-    """(name, tensor of the first, tensor of the second) for every tensor that both have.
+def _results_of_files(first: Path, second: Path) -> Results:
+    """The tensors of both, by name.
 
     Raises DtypeError for what holds no tensors, ValueRangeError for files with different names in them."""
     a, b = _tensors_of(first), _tensors_of(second)
@@ -151,7 +139,7 @@ def _pairs_of_files(first: Path, second: Path) -> list[tuple[str, Tensor, Tensor
         raise ValueRangeError(
             f"{first} holds {', '.join(a)}, but {second} holds {', '.join(b)}: the names must be the same"
         )
-    return [(name, a[name], b[name]) for name in a]
+    return a, b
 
 
 def _tensors_of(path: Path) -> dict[str, Tensor]:
@@ -171,10 +159,10 @@ def _tensors_of(path: Path) -> dict[str, Tensor]:
     return {str(name): value for name, value in named.items()}
 
 
-def _runs_of_case(
-    names: tuple[str, str], chosen: tuple[str, bool, str | None, str, str], seeds: range, console: Console
-) -> tuple[str, Iterator[Pairs]]:
-    """(the case's name, the pairs of results of each seed)."""
+def _case(
+    names: tuple[str, str], chosen: tuple[str, bool, str | None, str, str], console: Console
+) -> tuple[str, Callable[[int], Results]]:
+    """(the case's name, what gives the results of a seed)."""
     from tilefold.bench.compared import attention_results, check_name, without_lse
 
     for name in names:
@@ -193,23 +181,19 @@ def _runs_of_case(
     if not case.backward and (silent := without_lse(names)):
         console.print(Text(f"no rows of lse: {' and '.join(silent)} tell none", style="dim"))
 
-    def runs() -> Iterator[Pairs]:
-        for seed in seeds:
-            inputs = make_inputs(case, runtime.device, seed)
-            yield _paired(*(attention_results(name, inputs, runtime.device) for name in names))
+    def results(seed: int) -> Results:
+        inputs = make_inputs(case, runtime.device, seed)
+        first, second = (attention_results(name, inputs, runtime.device) for name in names)
+        return first, second
 
-    return case.name, runs()
+    return case.name, results
 
 
-def _runs_of_video(
-    names: tuple[str, str],
-    asked: tuple[str | None, bool, str, float | None],
-    direction: str,
-    same_lists: bool,
-    seeds: range,
+def _video(
+    names: tuple[str, str], asked: tuple[str | None, bool, str, float | None], direction: str, same_lists: bool,
     console: Console,
-) -> tuple[str, Iterator[Pairs]]:
-    """(the pipeline's shape and selection, the pairs of results of each seed); asked: --shape, --quick, dtype, --sparsity."""
+) -> tuple[str, Callable[[int], Results]]:  # fmt: skip
+    """(the pipeline's shape and selection, what gives the results of a seed); asked: --shape, --quick, dtype, --sparsity."""
     from tilefold.bench.compared import check_video_names, video_results
 
     backward = direction == "backward"
@@ -227,17 +211,7 @@ def _runs_of_video(
     lists = ", the second over the first one's lists" if same_lists else ""
     what = f"video pipeline {direction}, {batch} x {seq} tokens, {heads} heads, D={dim}, {dtype}, {by}{lists}"
     console.print(Text(f"{runtime.note}\n{what}", style="dim"))
-
-    def runs() -> Iterator[Pairs]:
-        for seed in seeds:
-            yield _paired(*video_results(names, shape, select, runtime.device, seed, backward, same_lists))
-
-    return what, runs()
-
-
-def _paired(first: dict[str, Tensor], second: dict[str, Tensor]) -> Pairs:
-    """What both made."""
-    return [(name, first[name], second[name]) for name in first if name in second]
+    return what, lambda seed: video_results(names, shape, select, runtime.device, seed, backward, same_lists)
 
 
 # ---------------------------------------------------------------- what is shown
@@ -305,7 +279,7 @@ def _write(
     title: str,
     names: tuple[str, str],
     seeds: range,
-    files: Files,
+    outputs: Outputs,
     console: Console,
 ) -> None:
     """Write the files that were asked for and say so; with several seeds a tensor's name has its seed behind it."""
@@ -316,9 +290,9 @@ def _write(
         for each in run
     ]
 
-    def document() -> str:
+    def document() -> dict[str, Any]:
         tensors = [asdict(each) for each in found]
-        return json_text({"first": names[0], "second": names[1], "title": title, "seeds": [*seeds], "tensors": tensors})
+        return {"first": names[0], "second": names[1], "title": title, "seeds": [*seeds], "tensors": tensors}
 
     def html() -> str:
         whole = [_all_seeds(f"{each[0].name}, {ALL}", each) for each in zip(*runs, strict=True)] if several else []
@@ -330,7 +304,7 @@ def _write(
         )
         return page.to_html(title, parts)
 
-    write_files(files, {"json": document, "png": lambda: _picture(found).figure, "html": html}, console)
+    outputs.write(console, json=document, png=lambda: _picture(found).figure, html=html)
 
 
 def _picture(found: "list[Difference]") -> page.Picture:

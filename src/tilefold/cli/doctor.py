@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer import Option
 
 import tilefold
 from tilefold.ops.device import device_of
@@ -195,7 +196,7 @@ def table_of(found: list[Finding]) -> Table:
     return table
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
+def doctor(as_json: Annotated[bool, Option("--json", help="Print the findings as JSON.")] = False) -> None:
     """Say what this machine has, which kernels run on it, and why the others do not."""
     found = findings()
     usable = gpu_fault() is None or interpreter_fault() is None

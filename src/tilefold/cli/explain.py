@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from tilefold.cli.runtime import dtype_named, pair_of, prepare_runtime, user_errors
 from tilefold.errors import Unsupported, ValueRangeError
@@ -57,81 +58,74 @@ What calls take on this machine: its GPU, or plain torch:
 
 @user_errors
 def explain(
-    heads: Annotated[int, typer.Option(help="Query heads.")],
-    dim: Annotated[int, typer.Option(help="Head dimension of Q and K.")],
+    heads: Annotated[int, Option(help="Query heads.")],
+    dim: Annotated[int, Option(help="Head dimension of Q and K.")],
     q: Annotated[
-        int | None, typer.Option(help="Queries per sequence (with --varlen: of the longest); needed unless --trace.")
+        int | None, Option(help="Queries per sequence (with --varlen: of the longest); needed unless --trace.")
     ] = None,
     device: Annotated[
-        str,
-        typer.Option(help="A device known by name (h200, h100, a100, l4, ..., cpu), or `here`: what calls take here."),
+        str, Option(help="A device known by name (h200, h100, a100, l4, ..., cpu), or `here`: what calls take here.")
     ] = "h200",
-    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
-    kv_heads: Annotated[int | None, typer.Option(help="KV heads.", show_default="heads")] = None,
-    kv: Annotated[int | None, typer.Option(help="Keys per sequence.", show_default="q")] = None,
-    dim_v: Annotated[int | None, typer.Option(help="Head dimension of V and the output.", show_default="dim")] = None,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
-    causal: Annotated[bool, typer.Option("--causal", help="Causal mask, aligned to the bottom right.")] = False,
+    batch: Annotated[int, Option(help="Sequences.")] = 1,
+    kv_heads: Annotated[int | None, Option(help="KV heads.", show_default="heads")] = None,
+    kv: Annotated[int | None, Option(help="Keys per sequence.", show_default="q")] = None,
+    dim_v: Annotated[int | None, Option(help="Head dimension of V and the output.", show_default="dim")] = None,
+    dtype: Annotated[str, Option(help="bf16, fp16 or fp32.")] = "bf16",
+    causal: Annotated[bool, Option("--causal", help="Causal mask, aligned to the bottom right.")] = False,
     window: Annotated[
-        str | None, typer.Option(metavar="LEFT,RIGHT", help="Sliding window, inclusive; -1 is unbounded.")
+        str | None, Option(metavar="LEFT,RIGHT", help="Sliding window, inclusive; -1 is unbounded.")
     ] = None,
-    softcap: Annotated[bool, typer.Option("--softcap", help="Scores capped by tanh.")] = False,
-    alibi: Annotated[bool, typer.Option("--alibi", help="ALiBi slopes.")] = False,
-    bias: Annotated[bool, typer.Option("--bias", help="An additive bias.")] = False,
-    mask: Annotated[bool, typer.Option("--mask", help="A boolean mask.")] = False,
-    sinks: Annotated[bool, typer.Option("--sinks", help="Attention sinks.")] = False,
-    varlen: Annotated[bool, typer.Option("--varlen", help="Sequences of different lengths, packed.")] = False,
-    mean: Annotated[int | None, typer.Option(help="With --varlen: queries of a sequence in the mean.")] = None,
+    softcap: Annotated[bool, Option("--softcap", help="Scores capped by tanh.")] = False,
+    alibi: Annotated[bool, Option("--alibi", help="ALiBi slopes.")] = False,
+    bias: Annotated[bool, Option("--bias", help="An additive bias.")] = False,
+    mask: Annotated[bool, Option("--mask", help="A boolean mask.")] = False,
+    sinks: Annotated[bool, Option("--sinks", help="Attention sinks.")] = False,
+    varlen: Annotated[bool, Option("--varlen", help="Sequences of different lengths, packed.")] = False,
+    mean: Annotated[int | None, Option(help="With --varlen: queries of a sequence in the mean.")] = None,
     blocks: Annotated[
-        str | None, typer.Option(metavar="Q,KV", help="Block-sparse, with so many tokens per query and KV block.")
+        str | None, Option(metavar="Q,KV", help="Block-sparse, with so many tokens per query and KV block.")
     ] = None,
-    listed: Annotated[
-        int | None, typer.Option(help="With --blocks: KV blocks per list.", show_default="all of them")
-    ] = None,
-    sizes: Annotated[bool, typer.Option("--sizes", help="With --blocks: some KV blocks are partly valid.")] = False,
+    listed: Annotated[int | None, Option(help="With --blocks: KV blocks per list.", show_default="all of them")] = None,
+    sizes: Annotated[bool, Option("--sizes", help="With --blocks: some KV blocks are partly valid.")] = False,
     page_size: Annotated[
-        int, typer.Option(help="With --blocks or --cache: keys per page of a paged KV cache, 0 for none.")
+        int, Option(help="With --blocks or --cache: keys per page of a paged KV cache, 0 for none.")
     ] = 0,
     cache: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Over a KV cache, by attention_kvcache, which holds the same dtype as q, e4m3 or int8: same, e4m3, int8."
         ),
     ] = None,
-    v_in_k: Annotated[bool, typer.Option("--v-in-k", help="With --cache: V is the first columns of K (MLA).")] = False,
+    v_in_k: Annotated[bool, Option("--v-in-k", help="With --cache: V is the first columns of K (MLA).")] = False,
     policy: Annotated[
         str | None,
-        typer.Option(
-            help="Whose decision to split keys: flash-attn or tilefold.", show_default="tilefold with --trace"
-        ),
+        Option(help="Whose decision to split keys: flash-attn or tilefold.", show_default="tilefold with --trace"),
     ] = None,
     call: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="With --policy or --trace: flash_attn's function, dense, varlen or kvcache.",
             show_default="dense: keys that grow by one a step",
         ),
     ] = None,
     capacity: Annotated[
-        int | None,
-        typer.Option(help="With --call kvcache: rows of the cache.", show_default="the keys, or prompt + new"),
+        int | None, Option(help="With --call kvcache: rows of the cache.", show_default="the keys, or prompt + new")
     ] = None,
-    paged: Annotated[bool, typer.Option("--paged", help="With --policy or --trace: there is a block table.")] = False,
-    append: Annotated[bool, typer.Option("--append", help="With --call kvcache: new keys are written first.")] = False,
+    paged: Annotated[bool, Option("--paged", help="With --policy or --trace: there is a block table.")] = False,
+    append: Annotated[bool, Option("--append", help="With --call kvcache: new keys are written first.")] = False,
     num_splits: Annotated[
-        int, typer.Option(help="With --call kvcache or --cache: the caller's number of splits, 0 for none.")
+        int, Option(help="With --call kvcache or --cache: the caller's number of splits, 0 for none.")
     ] = 0,
-    trace: Annotated[bool, typer.Option("--trace", help="All steps of a generation, of --prompt and --new.")] = False,
-    prompt: Annotated[int | None, typer.Option(help="With --trace: tokens of the prompt.")] = None,
-    new: Annotated[int | None, typer.Option(help="With --trace: tokens that are generated.")] = None,
+    trace: Annotated[bool, Option("--trace", help="All steps of a generation, of --prompt and --new.")] = False,
+    prompt: Annotated[int | None, Option(help="With --trace: tokens of the prompt.")] = None,
+    new: Annotated[int | None, Option(help="With --trace: tokens that are generated.")] = None,
     ranks: Annotated[
-        int | None,
-        typer.Option(min=1, help="Over so many GPUs, by tilefold.parallel: the scheme, traffic, memory, scaling."),
+        int | None, Option(min=1, help="Over so many GPUs, by tilefold.parallel: the scheme, traffic, memory, scaling.")
     ] = None,
-    per_node: Annotated[int | None, typer.Option(min=1, help="With --ranks: GPUs of a node.", show_default="1")] = None,
+    per_node: Annotated[int | None, Option(min=1, help="With --ranks: GPUs of a node.", show_default="1")] = None,
     link: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="INSIDE,ACROSS",
             help="With --ranks: GB/s of a GPU, in a node and between nodes.",
             show_default="290,50",
@@ -139,21 +133,19 @@ def explain(
     ] = None,
     tflops: Annotated[
         float | None,
-        typer.Option(
+        Option(
             help="With --ranks: attention TFLOP/s of one GPU.", show_default="680; backward 530, non-deterministic 565"
         ),
     ] = None,
-    memory: Annotated[float | None, typer.Option(help="With --ranks: spare GB of a GPU.", show_default="any")] = None,
-    shards: Annotated[
-        str | None, typer.Option(help="With --ranks: zigzag or contiguous.", show_default="zigzag")
-    ] = None,
+    memory: Annotated[float | None, Option(help="With --ranks: spare GB of a GPU.", show_default="any")] = None,
+    shards: Annotated[str | None, Option(help="With --ranks: zigzag or contiguous.", show_default="zigzag")] = None,
     backward: Annotated[
-        bool, typer.Option("--backward", help="The plan of the gradients; with --ranks: gradients follow.")
+        bool, Option("--backward", help="The plan of the gradients; with --ranks: gradients follow.")
     ] = False,
     nondeterministic: Annotated[
-        bool, typer.Option("--non-deterministic", help="With --backward: gradients by deterministic=False.")
+        bool, Option("--non-deterministic", help="With --backward: gradients by deterministic=False.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Say which kernel, tile and grid an attention call gets on a device, why, and what was rejected.
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Option
 
 from tilefold.cache_formats import FORMATS
-from tilefold.cli.runtime import DTYPES, integers, print_tables, say, user_errors, writable
+from tilefold.cli.runtime import DTYPES, Outputs, integers, print_tables, say, user_errors
 from tilefold.errors import DtypeError, ValueRangeError
 
 if TYPE_CHECKING:
@@ -39,35 +40,33 @@ STORED = {**DTYPES, **{name: each.name for each in FORMATS for name in (each.sho
 
 @user_errors
 def kv_memory(
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="A model known by name, as qwen2.5-7b.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Without --model: layers.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="Without --model: KV heads.")] = None,
-    dim: Annotated[int | None, typer.Option(help="Without --model: head dimension of K.")] = None,
-    dim_v: Annotated[int | None, typer.Option(help="Without --model: head dimension of V.", show_default="dim")] = None,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32, e4m3 or int8.")] = "bf16",
-    requests: Annotated[int, typer.Option(min=1, max=1_000_000, help="Sequences that are drawn.")] = 256,
-    prompt: Annotated[int, typer.Option(min=1, help="Median tokens of a prompt.")] = 512,
-    output: Annotated[int, typer.Option(min=1, help="Median tokens that are generated.")] = 256,
-    spread: Annotated[float, typer.Option(min=0, max=5, help="Sigma of both lognormal distributions.")] = 0.8,
-    seed: Annotated[int, typer.Option(help="Of the lengths.")] = 0,
+    model: Annotated[str | None, Option(metavar="NAME", help="A model known by name, as qwen2.5-7b.")] = None,
+    layers: Annotated[int | None, Option(help="Without --model: layers.")] = None,
+    kv_heads: Annotated[int | None, Option(help="Without --model: KV heads.")] = None,
+    dim: Annotated[int | None, Option(help="Without --model: head dimension of K.")] = None,
+    dim_v: Annotated[int | None, Option(help="Without --model: head dimension of V.", show_default="dim")] = None,
+    dtype: Annotated[str, Option(help="bf16, fp16, fp32, e4m3 or int8.")] = "bf16",
+    requests: Annotated[int, Option(min=1, max=1_000_000, help="Sequences that are drawn.")] = 256,
+    prompt: Annotated[int, Option(min=1, help="Median tokens of a prompt.")] = 512,
+    output: Annotated[int, Option(min=1, help="Median tokens that are generated.")] = 256,
+    spread: Annotated[float, Option(min=0, max=5, help="Sigma of both lognormal distributions.")] = 0.8,
+    seed: Annotated[int, Option(help="Of the lengths.")] = 0,
     lengths: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Lengths of sequences, one a line, instead of drawn ones.")
+        Path | None, Option(metavar="FILE", help="Lengths of sequences, one a line, instead of drawn ones.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of a sequence.")] = 8192,
-    shared_prefix: Annotated[int, typer.Option(min=0, help="First tokens that all sequences have in common.")] = 0,
-    budget: Annotated[float, typer.Option(min=0, metavar="GIB", help="Memory for the cache.")] = 40.0,
-    page_sizes: Annotated[str, typer.Option(metavar="N,N", help="Tokens of a page.")] = "1,16,64,256",
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw it, as .png or .svg (needs matplotlib).")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    max_tokens: Annotated[int, Option(min=1, help="The most tokens of a sequence.")] = 8192,
+    shared_prefix: Annotated[int, Option(min=0, help="First tokens that all sequences have in common.")] = 0,
+    budget: Annotated[float, Option(min=0, metavar="GIB", help="Memory for the cache.")] = 40.0,
+    page_sizes: Annotated[str, Option(metavar="N,N", help="Tokens of a page.")] = "1,16,64,256",
+    plot: Annotated[Path | None, Option(metavar="FILE", help="Draw it, as .png or .svg (needs matplotlib).")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
     """Compare the memory of a contiguous KV cache with that of a paged one, for a model and a workload."""
     from tilefold.bench.decode.kv_memory import GIB, Workload, draw_plot, layouts_of, lengths_in
 
     if plot is not None and plot.suffix not in (".png", ".svg"):
         raise ValueRangeError(f"--plot must end with .png or .svg, got {str(plot)!r}")
-    writable({"plot": plot})
+    Outputs(plot=plot)
     sizes = integers(page_sizes, "--page-sizes")
     chosen = _model(model, {"--layers": layers, "--kv-heads": kv_heads, "--dim": dim}, dim_v)
     stored = _stored(dtype)

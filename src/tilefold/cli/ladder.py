@@ -8,23 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Option
 from typer.core import TyperCommand
 
 from tilefold.cli.options import Json, Markdown, Png
 from tilefold.cli.progress import measuring
-from tilefold.cli.runtime import (
-    Files,
-    Runtime,
-    dtype_named,
-    integers,
-    json_text,
-    prepare_runtime,
-    show,
-    table_of,
-    user_errors,
-    writable,
-    write_files,
-)
+from tilefold.cli.runtime import Outputs, Runtime, dtype_named, integers, prepare_runtime, show, table_of, user_errors
 from tilefold.errors import ShapeError, ValueRangeError
 from tilefold.plan.problem import AttentionProblem
 
@@ -82,44 +71,38 @@ class Ladder(TyperCommand):
 def ladder(
     context: typer.Context,
     rung: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Measure the rungs up to this one.", show_default="a list")
+        str | None, Option(metavar="NAME", help="Measure the rungs up to this one.", show_default="a list")
     ] = None,
     seq: Annotated[
-        str | None, typer.Option(metavar="N,N", help="Keys of a sequence.", show_default="1024,4096; no GPU: 64,128")
+        str | None, Option(metavar="N,N", help="Keys of a sequence.", show_default="1024,4096; no GPU: 64,128")
     ] = None,
     queries: Annotated[
-        int | None, typer.Option(min=0, help="Queries of a sequence; 0: one a key.", show_default="0; split: 1")
+        int | None, Option(min=0, help="Queries of a sequence; 0: one a key.", show_default="0; split: 1")
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
-    heads: Annotated[int | None, typer.Option(min=1, help="Query heads.", show_default="16; no GPU: 2")] = None,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="KV heads.", show_default="as many as heads")] = None,
-    dim: Annotated[int | None, typer.Option(min=1, max=256, help="Head dim.", show_default="128; no GPU: 32")] = None,
-    dtype: Annotated[str, typer.Option(metavar="NAME,NAME", help="bf16, fp16 or fp32, or several.")] = "bf16",
-    causal: Annotated[bool, typer.Option("--causal", help="Queries see no later keys.")] = False,
+    batch: Annotated[int, Option(min=1, help="Sequences.")] = 1,
+    heads: Annotated[int | None, Option(min=1, help="Query heads.", show_default="16; no GPU: 2")] = None,
+    kv_heads: Annotated[int | None, Option(min=1, help="KV heads.", show_default="as many as heads")] = None,
+    dim: Annotated[int | None, Option(min=1, max=256, help="Head dim.", show_default="128; no GPU: 32")] = None,
+    dtype: Annotated[str, Option(metavar="NAME,NAME", help="bf16, fp16 or fp32, or several.")] = "bf16",
+    causal: Annotated[bool, Option("--causal", help="Queries see no later keys.")] = False,
     splits: Annotated[
-        str | None,
-        typer.Option(metavar="N,N", help="Parts that split cuts the keys into.", show_default="as the rung plans"),
+        str | None, Option(metavar="N,N", help="Parts that split cuts the keys into.", show_default="as the rung plans")
     ] = None,
     sweep: Annotated[
         bool | None,
-        typer.Option(
-            "--sweep/--no-sweep", help="Also the rung with other tiles.", show_default="on a GPU, off with --quick"
-        ),
+        Option("--sweep/--no-sweep", help="Also the rung with other tiles.", show_default="on a GPU, off with --quick"),
     ] = None,
-    vary: Annotated[
-        bool, typer.Option("--vary", help="Also with each of tile, warps and stages changed alone.")
-    ] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="The shortest length, and no sweep unless asked for.")] = False,
+    vary: Annotated[bool, Option("--vary", help="Also with each of tile, warps and stages changed alone.")] = False,
+    quick: Annotated[bool, Option("--quick", help="The shortest length, and no sweep unless asked for.")] = False,
     new: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Check and measure your own kernel, the attention of this file.")
+        Path | None, Option(metavar="FILE", help="Check and measure your own kernel, the attention of this file.")
     ] = None,
     json: Json = None,
     markdown: Markdown = None,
     png: Png = None,
 ) -> None:
     """Attention in five rungs (naive, profile, paged, flash, split): read, run, check and measure them."""
-    files = {"json": json, "markdown": markdown, "png": png}
-    writable(files)
+    outputs = Outputs(json=json, markdown=markdown, png=png)
     console = Console()
     if rung is None and new is None:
         _list(console)
@@ -147,17 +130,14 @@ def ladder(
 
     kinds = kinds_of(rung_named(name), sweep, vary)
     found = _measure(console, runtime, name, problems, parts, new, kinds)
-    _report(console, runtime, name, *found, files, context.meta[COMMAND])
+    _report(console, runtime, name, *found, outputs, context.meta[COMMAND])
 
 
 def _list(console: Console) -> None:
     from tilefold.ladder.rungs import RUNGS
 
     rows = [(str(i), each.name, each.lesson, each.best_use) for i, each in enumerate(RUNGS.values(), 1)]
-    table = table_of(("", "rung", "what it teaches", "best use"), rows)
-    for column in table.columns[1:]:
-        column.justify = "left"
-    console.print(table)
+    console.print(table_of(("", "rung", "what it teaches", "best use"), rows, left=4))
     console.print(Text("Measure one: tilefold ladder --rung flash. The course: docs/tutorials/ladder/.", style="dim"))
 
 
@@ -196,7 +176,7 @@ def _measure(
 
 
 def _report(
-    console: Console, runtime: Runtime, name: str, results: "list[Result]", swept: "list[Swept]", files: Files,
+    console: Console, runtime: Runtime, name: str, results: "list[Result]", swept: "list[Swept]", outputs: Outputs,
     command: str,
 ) -> None:  # fmt: skip
     """Print, write what was asked for, end with exit code 1 if something is wrong."""
@@ -207,15 +187,15 @@ def _report(
     show(console, parts)
     setting = setting_of(runtime.device)
 
-    def document() -> str:
+    def document() -> dict[str, Any]:
         each = {"results": [one.as_json() for one in results], "sweeps": [asdict(one) for one in swept]}
-        return json_text({"rung": name, "command": command, "setting": asdict(setting), **each})
+        return {"rung": name, "command": command, "setting": asdict(setting), **each}
 
-    makers = {
-        "json": document,
-        "markdown": lambda: ladder_report.markdown(parts, setting, command),
-        "png": lambda: ladder_report.drawn(results, runtime.gpu),
-    }
-    write_files(files, makers, console)
+    outputs.write(
+        console,
+        json=document,
+        markdown=lambda: ladder_report.markdown(parts, setting, command),
+        png=lambda: ladder_report.drawn(results, runtime.gpu),
+    )
     if not (all(each.ok for each in results) and all(each.ok for each in swept)):
         raise typer.Exit(1)

@@ -7,28 +7,24 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Option
 
 CaseFilter = Annotated[
     str | None,
-    typer.Option(
-        metavar="FILTER", help="Only cases whose name has these comma-separated parts; | separates alternatives."
-    ),
+    Option(metavar="FILTER", help="Only cases whose name has these comma-separated parts; | separates alternatives."),
 ]
-Budget = Annotated[float | None, typer.Option(min=0, metavar="SECONDS", help="Begin no further case after so long.")]
-Json = Annotated[Path | None, typer.Option(metavar="FILE", help="Write everything as JSON.")]
-Markdown = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the tables for a document.")]
-Png = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the figures (needs matplotlib).")]
-Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write tables and drawing as one HTML file.")]
+Budget = Annotated[float | None, Option(min=0, metavar="SECONDS", help="Begin no further case after so long.")]
+Json = Annotated[Path | None, Option(metavar="FILE", help="Write everything as JSON.")]
+Markdown = Annotated[Path | None, Option(metavar="FILE", help="Write the tables for a document.")]
+Png = Annotated[Path | None, Option(metavar="FILE", help="Draw the figures (needs matplotlib).")]
+Html = Annotated[Path | None, Option(metavar="FILE", help="Write tables and drawing as one HTML file.")]
 Results = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="Append the figures of each case, when it is done, to DIR/FAMILY.jsonl."),
+    Path | None, Option(metavar="DIR", help="Append the figures of each case, when it is done, to DIR/FAMILY.jsonl.")
 ]
 FailSlower = Annotated[
-    float | None,
-    typer.Option(min=0, metavar="PERCENT", help="Exit code 1 if tilefold surely became slower by more."),
+    float | None, Option(min=0, metavar="PERCENT", help="Exit code 1 if tilefold surely became slower by more.")
 ]
-Noise = Annotated[float, typer.Option(min=0, metavar="PERCENT", help="What may differ between runs of the same code.")]
+Noise = Annotated[float, Option(min=0, metavar="PERCENT", help="What may differ between runs of the same code.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,37 +33,35 @@ class RunOptions:
 
     peers: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="NAMES",
             help="Comma-separated, or `none`; what is not installed is left out.",
             show_default="those usual here",
         ),
     ] = None
     against: Annotated[
-        str | None,
-        typer.Option(metavar="NAMES", help="As --peers, but they must be installed; `installed`: all that are."),
+        str | None, Option(metavar="NAMES", help="As --peers, but they must be installed; `installed`: all that are.")
     ] = None
     case: CaseFilter = None
-    rounds: Annotated[int, typer.Option(min=1, help="Turns that each implementation gets.")] = 5
+    rounds: Annotated[int, Option(min=1, help="Turns that each implementation gets.")] = 5
     budget: Budget = None
-    log: Annotated[bool, typer.Option("--log", help="A line for each step, to see where a run got stuck.")] = False
-    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures as CSV.")] = None
+    log: Annotated[bool, Option("--log", help="A line for each step, to see where a run got stuck.")] = False
+    csv: Annotated[Path | None, Option(metavar="FILE", help="Write the figures as CSV.")] = None
     json: Json = None
     markdown: Markdown = None
     refresh: Annotated[
-        str | None,
-        typer.Option(metavar="FILE[#LABEL]", help="Put them between a document's marks for the family."),
+        str | None, Option(metavar="FILE[#LABEL]", help="Put them between a document's marks for the family.")
     ] = None
     results: Results = None
     compare: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="OLD", help="Compare with a .json or .jsonl (FILE@COMMIT: one commit's) or a folder of results."
         ),
     ] = None
     fail_slower: FailSlower = None
     noise: Noise = 2.0
-    power: Annotated[bool, typer.Option(help="Record clocks, power and temperature (NVIDIA).")] = True
+    power: Annotated[bool, Option(help="Record clocks, power and temperature (NVIDIA).")] = True
 
 
 def with_run(command: Callable[..., None]) -> Callable[..., None]:

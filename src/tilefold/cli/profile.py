@@ -8,26 +8,17 @@ import typer
 import typer.core
 from rich.console import Console
 from rich.text import Text
+from typer import Option
 
 from tilefold.bench import page
 from tilefold.cli import profile_run
 from tilefold.cli.options import Html, Json, Png
-from tilefold.cli.runtime import (
-    dtype_named,
-    integers,
-    json_text,
-    names_from,
-    prepare_runtime,
-    show,
-    user_errors,
-    writable,
-    write_files,
-)
+from tilefold.cli.runtime import Outputs, dtype_named, integers, names_from, prepare_runtime, show, user_errors
 from tilefold.errors import ValueRangeError
 
 if TYPE_CHECKING:
     from tilefold.bench.video.stages import StageRow, VideoRun
-    from tilefold.profiling.video import Explanation, LaunchRow
+    from tilefold.profiling.video import Explanation
 
 EPILOG = """
 **Examples**
@@ -99,28 +90,25 @@ def profile() -> None:
 @user_errors
 def video(
     shape: Annotated[
-        str | None,
-        typer.Option(metavar="B,H,N,D", help="Batch, heads, tokens, head dim.", show_default="1,12,23296,128"),
+        str | None, Option(metavar="B,H,N,D", help="Batch, heads, tokens, head dim.", show_default="1,12,23296,128")
     ] = None,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="KV heads.", show_default="as many as heads")] = None,
-    block: Annotated[int, typer.Option(help="Tokens of a block.")] = 64,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
-    coarse: Annotated[
-        str, typer.Option(help="How the coarse branch reduces k and v: block, dense or pooled.")
-    ] = "block",
-    method: Annotated[str, typer.Option(help="How blocks are selected: top_k, top_p or gini.")] = "top_k",
-    sparsity: Annotated[float, typer.Option(min=0, max=1, help="With top_k: the share of blocks left out.")] = 0.651,
-    top_p: Annotated[float, typer.Option(min=0, max=1, help="With top_p: the mass to keep.")] = 0.9,
-    tau: Annotated[str, typer.Option(metavar="MIN,MAX", help="With gini: the range of the mass to keep.")] = "0.5,0.95",
+    kv_heads: Annotated[int | None, Option(min=1, help="KV heads.", show_default="as many as heads")] = None,
+    block: Annotated[int, Option(help="Tokens of a block.")] = 64,
+    dtype: Annotated[str, Option(help="bf16, fp16 or fp32.")] = "bf16",
+    coarse: Annotated[str, Option(help="How the coarse branch reduces k and v: block, dense or pooled.")] = "block",
+    method: Annotated[str, Option(help="How blocks are selected: top_k, top_p or gini.")] = "top_k",
+    sparsity: Annotated[float, Option(min=0, max=1, help="With top_k: the share of blocks left out.")] = 0.651,
+    top_p: Annotated[float, Option(min=0, max=1, help="With top_p: the mass to keep.")] = 0.9,
+    tau: Annotated[str, Option(metavar="MIN,MAX", help="With gini: the range of the mass to keep.")] = "0.5,0.95",
     peers: Annotated[
-        str, typer.Option(metavar="NAMES", help="Dense attention beside it, comma-separated, or none.")
+        str, Option(metavar="NAMES", help="Dense attention beside it, comma-separated, or none.")
     ] = "cudnn",
-    backward: Annotated[bool, typer.Option("--backward", help="Also forward + backward.")] = False,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns that each call gets.")] = 5,
-    quick: Annotated[bool, typer.Option("--quick", help="4096 tokens unless --shape says more, one turn.")] = False,
+    backward: Annotated[bool, Option("--backward", help="Also forward + backward.")] = False,
+    rounds: Annotated[int, Option(min=1, help="Turns that each call gets.")] = 5,
+    quick: Annotated[bool, Option("--quick", help="4096 tokens unless --shape says more, one turn.")] = False,
     explain: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--explain/--no-explain", help="Trace each stage's launches: what bounds each, and whether they add up."
         ),
     ] = True,
@@ -129,8 +117,7 @@ def video(
     html: Html = None,
 ) -> None:
     """Time each stage of sparse video attention, the whole of it, and dense attention beside it."""
-    files = {"json": json, "png": png, "html": html}
-    writable(files)
+    outputs = Outputs(json=json, png=png, html=html)
     runtime = prepare_runtime()
     from tilefold.bench.video.stages import PEERS, prepare_stages, profile_video
     from tilefold.plan.sparse.video import VideoShape
@@ -165,12 +152,12 @@ def video(
     show(console, [page.Heading(title), *parts])
     if not runtime.gpu:
         console.print(Text("Times in the interpreter say nothing about a GPU.", style="yellow"))
-    makers = {
-        "json": lambda: json_text(_document(found, why, title)),
-        "png": lambda: _picture(found, why).figure,
-        "html": lambda: page.to_html(title, [*parts, _picture(found, why)]),
-    }
-    write_files(files, makers, console)
+    outputs.write(
+        console,
+        json=lambda: _document(found, why, title),
+        png=lambda: _picture(found, why).figure,
+        html=lambda: page.to_html(title, [*parts, _picture(found, why)]),
+    )
 
 
 def _pair(text: str) -> tuple[float, float]:
@@ -181,27 +168,16 @@ def _pair(text: str) -> tuple[float, float]:
     return low, high
 
 
-def _rows(rows: "tuple[StageRow, ...]") -> tuple[tuple[str, ...], ...]:
-    return tuple(
-        (
-            row.name,
-            f"{row.timing.ms:.3f}",
-            "" if row.share is None else f"{100 * row.share:.1f}",
-            *(
-                ("", "", "", "", "", "")
-                if row.cost is None or row.bound is None
-                else (
-                    f"{row.cost.flops * 1e-12:.3f}",
-                    f"{row.cost.bytes * 1e-9:.3f}",
-                    f"{row.cost.l2_bytes * 1e-9:.2f}" if row.cost.l2_bytes else "",
-                    f"{row.cost.flops / row.timing.ms * 1e-9:.0f}" if row.timing.ms else "",
-                    row.bound.resource,
-                    f"{100 * (row.of_bound or 0):.0f} %",
-                )
-            ),
-        )
-        for row in rows
-    )
+def _row(row: "StageRow") -> tuple[str, ...]:
+    """Under `HEAD`."""
+    ms, cost = row.timing.ms, row.cost
+    first = row.name, f"{ms:.3f}", "" if row.share is None else f"{100 * row.share:.1f}"
+    if cost is None or row.bound is None:
+        return (*first, "", "", "", "", "", "")
+    drawn = f"{cost.l2_bytes * 1e-9:.2f}" if cost.l2_bytes else ""
+    rate = f"{cost.flops / ms * 1e-9:.0f}" if ms else ""
+    of_bound = f"{100 * (row.of_bound or 0):.0f} %"
+    return (*first, f"{cost.flops * 1e-12:.3f}", f"{cost.bytes * 1e-9:.3f}", drawn, rate, row.bound.resource, of_bound)
 
 
 def _reported(found: "VideoRun") -> Mapping[str, float]:
@@ -216,7 +192,7 @@ def _table(found: "VideoRun") -> page.Rows:
     """The stages; behind the time what others report, where they do."""
     from tilefold.bench.video.reported import DEVICE
 
-    rows, theirs = _rows(found.rows), _reported(found)
+    rows, theirs = tuple(map(_row, found.rows)), _reported(found)
     if not theirs:
         return page.Rows(HEAD, rows)
     head = (*HEAD[:2], f"reported ({DEVICE})", *HEAD[2:])
@@ -265,32 +241,29 @@ def _parts(found: "VideoRun", why: "Explanation | None") -> list[page.Part]:
 
 def _picture(found: "VideoRun", why: "Explanation | None") -> page.Picture:
     """The time of each row, and beside it what its slowest resource needs; below, the same of each launch."""
-    rows = found.rows[::-1]
-    launches = () if why is None else why.launches
+    rows = [(row.name, row.timing.ms, row.bound.seconds * 1e3 if row.bound else 0.0) for row in found.rows]
+    launches = [
+        (row.name, (row.evidence.seconds or 0.0) * 1e6, row.predicted.seconds * 1e6 if row.predicted else 0.0)
+        for row in (why.launches if why else ())
+    ]
     figure = page.new_figure(9, 1 + 0.45 * (len(rows) + len(launches)))
+    caption = "Time of each stage, of the whole, and of dense attention"
     if launches:
         axes, below = figure.subplots(2, height_ratios=(len(rows), len(launches)))
-        _draw(below, launches)
+        _draw(below, launches, "explained", "us")
+        caption += "; below, of each launch"
     else:
         axes = figure.subplots()
-    places = range(len(rows))
-    axes.barh(places, [row.timing.ms for row in rows], height=0.7, label="taken")
-    least = [0.0 if row.bound is None else row.bound.seconds * 1e3 for row in rows]
-    axes.barh(places, least, height=0.3, label="least, by the slowest resource")
-    axes.set_yticks(places, [row.name for row in rows])
-    axes.set_xlabel("ms")
-    axes.legend()
-    caption = "Time of each stage, of the whole, and of dense attention"
-    return page.Picture(figure, f"{caption}; below, of each launch." if launches else f"{caption}.")
+    _draw(axes, rows, "least, by the slowest resource", "ms")
+    return page.Picture(figure, f"{caption}.")
 
 
-def _draw(axes: Any, launches: "Sequence[LaunchRow]") -> None:
-    """Bars of what each launch takes and of what explains it."""
-    rows = launches[::-1]
+def _draw(axes: Any, rows: "Sequence[tuple[str, float, float]]", inner: str, unit: str) -> None:
+    """Two bars of each (name, time taken, a part of it), the first one on top; inner: what the part is."""
+    names, taken, parts = zip(*rows[::-1], strict=True)
     places = range(len(rows))
-    axes.barh(places, [(row.evidence.seconds or 0.0) * 1e6 for row in rows], height=0.7, label="taken")
-    explained = [0.0 if row.predicted is None else row.predicted.seconds * 1e6 for row in rows]
-    axes.barh(places, explained, height=0.3, label="explained")
-    axes.set_yticks(places, [row.name for row in rows])
-    axes.set_xlabel("us")
+    axes.barh(places, taken, height=0.7, label="taken")
+    axes.barh(places, parts, height=0.3, label=inner)
+    axes.set_yticks(places, names)
+    axes.set_xlabel(unit)
     axes.legend()

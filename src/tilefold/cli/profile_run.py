@@ -1,6 +1,5 @@
 """`tilefold profile script | case | import`: kernels of a script, of a benchmark's case, or of a report of Nsight Compute."""
 
-import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -8,45 +7,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import torch
-import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Argument, Option
 
 from tilefold.cli.options import Json, Markdown
-from tilefold.cli.runtime import (
-    Files,
-    Runtime,
-    json_text,
-    prepare_runtime,
-    print_tables,
-    say,
-    user_errors,
-    writable,
-    write_files,
-)
+from tilefold.cli.runtime import Outputs, Runtime, prepare_runtime, print_tables, say, user_errors
 from tilefold.errors import DeviceError, TilefoldError, ValueRangeError
 
 if TYPE_CHECKING:
     from tilefold.profiling.counters import Measured
     from tilefold.profiling.report import Profile
 
-Ncu = Annotated[bool, typer.Option("--ncu", help="Run again under Nsight Compute for hardware counters.")]
+Ncu = Annotated[bool, Option("--ncu", help="Run again under Nsight Compute for hardware counters.")]
 Kernels = Annotated[
-    str | None, typer.Option(metavar="REGEX", help="With --ncu: only kernels whose name matches.", show_default="all")
+    str | None, Option(metavar="REGEX", help="With --ncu: only kernels whose name matches.", show_default="all")
 ]
-Launches = Annotated[
-    int, typer.Option(min=1, help="With --ncu: at most so many launches, each replayed some ten times.")
-]
+Launches = Annotated[int, Option(min=1, help="With --ncu: at most so many launches, each replayed some ten times.")]
 
 
 @user_errors
 def script(
-    path: Annotated[Path, typer.Argument(metavar="SCRIPT.py", help="The script.")],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(help="Its arguments, after -- if they begin with a dash.")
-    ] = None,
+    path: Annotated[Path, Argument(metavar="SCRIPT.py", help="The script.")],
+    arguments: Annotated[list[str] | None, Argument(help="Its arguments, after -- if they begin with a dash.")] = None,
     marked: Annotated[
-        bool, typer.Option("--marked", help="Only what runs inside the script's own `with tilefold.profile():`.")
+        bool, Option("--marked", help="Only what runs inside the script's own `with tilefold.profile():`.")
     ] = False,
     ncu: Ncu = False,
     kernels: Kernels = None,
@@ -55,27 +40,24 @@ def script(
     markdown: Markdown = None,
 ) -> None:
     """Profile every kernel that a script launches, whoever's they are."""
-    files = {"json": json, "markdown": markdown}
-    writable(files)
+    outputs = Outputs(json=json, markdown=markdown)
     if not path.is_file():
         raise ValueRangeError(f"the script must be a file, got {str(path)!r}")
     _gpu()
     found = _run_script(path, arguments or [], marked)
     counters = _counters([sys.executable, str(path), *(arguments or [])], kernels, launches, marked) if ncu else ()
-    _show(found, counters, files)
+    _show(found, counters, outputs)
 
 
 @user_errors
 def case(
     family: Annotated[
-        str, typer.Argument(help="dense, sparse, decode, gemm, conv, lowbit or move, as `tilefold bench`, or ladder.")
+        str, Argument(help="dense, sparse, decode, gemm, conv, lowbit or move, as `tilefold bench`, or ladder.")
     ],
-    name: Annotated[
-        str, typer.Argument(metavar="FILTER", help="Parts of the case's name, as d128,causal; the first match.")
-    ],
-    direction: Annotated[str, typer.Option(help="forward or backward, of dense and sparse.")] = "forward",
-    calls: Annotated[int, typer.Option(min=1, help="How many calls are watched.")] = 5,
-    quick: Annotated[bool, typer.Option("--quick", help="Of the small cases that `bench --quick` runs.")] = False,
+    name: Annotated[str, Argument(metavar="FILTER", help="Parts of the case's name, as d128,causal; the first match.")],
+    direction: Annotated[str, Option(help="forward or backward, of dense and sparse.")] = "forward",
+    calls: Annotated[int, Option(min=1, help="How many calls are watched.")] = 5,
+    quick: Annotated[bool, Option("--quick", help="Of the small cases that `bench --quick` runs.")] = False,
     ncu: Ncu = False,
     kernels: Kernels = None,
     launches: Launches = 10,
@@ -83,8 +65,7 @@ def case(
     markdown: Markdown = None,
 ) -> None:
     """Profile one case of a benchmark, with the FLOPs and bytes that the benchmark counts."""
-    files = {"json": json, "markdown": markdown}
-    writable(files)
+    outputs = Outputs(json=json, markdown=markdown)
     from tilefold.bench.choice import select_cases
     from tilefold.profiling.cases import cases_in, prepare_case
 
@@ -101,30 +82,30 @@ def case(
         with profile() as session:
             for _ in range(calls):
                 made.call()
-    if _watched():
+    if session.marks_only:
         return
     machine = with_roofs(runtime.record(), load_roofs())
-    found = with_declared(session.profile, Declared(made.flops, made.bytes, made.l2_bytes, made.dtype), calls, machine)
-    Console().print(Text(f"{family} {made.name}, {calls} calls", style="bold"))
+    work = Declared(chosen.flops, chosen.bytes, getattr(chosen, "l2_bytes", None), chosen.dtype)
+    found = with_declared(session.profile, work, calls, machine)
+    Console().print(Text(f"{family} {chosen.name}, {calls} calls", style="bold"))
     options = f"--direction {direction} {'--quick ' * quick}--calls 1".split()
     again = [sys.executable, "-m", "tilefold", "profile", "case", family, name, *options]
     counters = _counters(again, kernels, launches, True) if ncu else ()
-    _show([found], counters, files)
+    _show([found], counters, outputs)
 
 
 @user_errors
 def import_report(
-    path: Annotated[Path, typer.Argument(metavar="REPORT", help="A .ncu-rep, or what `ncu --csv --page raw` printed.")],
+    path: Annotated[Path, Argument(metavar="REPORT", help="A .ncu-rep, or what `ncu --csv --page raw` printed.")],
     json: Json = None,
     markdown: Markdown = None,
 ) -> None:
     """Verdicts on the kernels of a report that Nsight Compute made, by its counters alone; needs no GPU."""
-    files = {"json": json, "markdown": markdown}
-    writable(files)
+    outputs = Outputs(json=json, markdown=markdown)
     from tilefold.profiling.counters import import_report as read
     from tilefold.profiling.session import profile_of_counters
 
-    _show([profile_of_counters(read(path), f"{path.name}, counters alone")], (), files)
+    _show([profile_of_counters(read(path), f"{path.name}, counters alone")], (), outputs)
 
 
 def _gpu() -> Runtime:
@@ -134,12 +115,6 @@ def _gpu() -> Runtime:
             "a profile needs a GPU, and none can be used here; `tilefold profile import` reads reports without"
         )
     return runtime
-
-
-def _watched() -> bool:
-    from tilefold.profiling.counters import ROLE_VARIABLE
-
-    return os.environ.get(ROLE_VARIABLE) == "ncu"
 
 
 def _run_script(path: Path, arguments: Sequence[str], marked: bool) -> "list[Profile]":
@@ -182,7 +157,7 @@ def _counters(program: Sequence[str], kernels: str | None, launches: int, marked
         return ()
 
 
-def _show(found: "list[Profile]", counters: "Sequence[Measured]", files: Files) -> None:
+def _show(found: "list[Profile]", counters: "Sequence[Measured]", outputs: Outputs) -> None:
     from tilefold.profiling.report import HEAD
     from tilefold.profiling.session import with_counters
 
@@ -193,9 +168,9 @@ def _show(found: "list[Profile]", counters: "Sequence[Measured]", files: Files) 
         print_tables(console, HEAD, each.table())
         say(each.lines(), console, "")
 
-    def document() -> str:
-        documents = [each.document() for each in profiles]
-        return json_text(documents[0] if len(documents) == 1 else {"kind": "profiles", "profiles": documents})
-
-    makers = {"json": document, "markdown": lambda: "\n".join(each.markdown() for each in profiles)}
-    write_files(files, makers, console)
+    documents = [each.document() for each in profiles]
+    outputs.write(
+        console,
+        json=lambda: documents[0] if len(documents) == 1 else {"kind": "profiles", "profiles": documents},
+        markdown=lambda: "\n".join(each.markdown() for each in profiles),
+    )

@@ -15,12 +15,7 @@ def measuring(
 ) -> Iterator[Callable[[str, str], None]]:
     """A bar of `total` steps while it is open -> step(case, what it does now); log: each step also leaves a line;
     by_case: all that is done of one case is one step."""
-    columns = (
-        TextColumn(verb),
-        BarColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False),
-    )
+    columns = (TextColumn(verb), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=console, transient=True) as progress:
         task, begun = progress.add_task("", total=total), set[object]()
 

@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import torch
-import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Argument, Option
 
 from tilefold.cli.options import Png
-from tilefold.cli.runtime import prepare_runtime, say, table_of, user_errors, writable, write_files
+from tilefold.cli.runtime import Outputs, prepare_runtime, say, table_of, user_errors
 from tilefold.errors import DeviceError, ValueRangeError
 from tilefold.plan.device import Device, device_named
 
@@ -33,24 +33,18 @@ in the user's cache (TILEFOLD_ROOFS names another folder); without them, or with
 
 @user_errors
 def roofline(
-    files: Annotated[list[Path] | None, typer.Argument(metavar="FILES", help="Results to draw.")] = None,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Measure the roofs of this machine and keep them.")
-    ] = False,
+    files: Annotated[list[Path] | None, Argument(metavar="FILES", help="Results to draw.")] = None,
+    measure: Annotated[bool, Option("--measure", help="Measure the roofs of this machine and keep them.")] = False,
     device: Annotated[
-        str | None, typer.Option(help="Recorded roofs of a known device, such as h200.", show_default="this machine")
+        str | None, Option(help="Recorded roofs of a known device, such as h200.", show_default="this machine")
     ] = None,
-    match: Annotated[
-        str | None, typer.Option("--filter", metavar="TEXT", help="Only kernels whose name has TEXT.")
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a page: hover, zoom, filter; no network.")
-    ] = None,
+    match: Annotated[str | None, Option("--filter", metavar="TEXT", help="Only kernels whose name has TEXT.")] = None,
+    html: Annotated[Path | None, Option(metavar="FILE", help="Write a page: hover, zoom, filter; no network.")] = None,
     png: Png = None,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the measured roofs.")] = None,
+    json: Annotated[Path | None, Option(metavar="FILE", help="Write the measured roofs.")] = None,
 ) -> None:
     """Show what this machine can do at most, and how near to it kernels came."""
-    writable({"html": html, "png": png, "json": json})
+    outputs = Outputs(html=html, png=png, json=json)
     if measure and device:
         raise ValueRangeError("--measure measures this machine; it cannot be combined with --device")
     console = Console()
@@ -67,12 +61,12 @@ def roofline(
     runs = tuple(drawing.read_run(path, match) for path in files or ())
     say((f"{run.name}: {len(run.points)} kernels" for run in runs), console)
     picture = drawing.Picture(record, roofs is not None, runs)
-    makers = {
-        "html": lambda: drawing.to_html(picture),
-        "png": lambda: drawing.figure_of(picture),
-        "json": lambda: roofs.to_json() if roofs else "",
-    }
-    write_files({"html": html, "png": png, "json": json}, makers, console)
+    outputs.write(
+        console,
+        html=lambda: drawing.to_html(picture),
+        png=lambda: drawing.figure_of(picture),
+        json=lambda: roofs.to_json() if roofs else "",
+    )
 
 
 def _machine(measure: bool, name: str | None, console: Console) -> "tuple[Device, Roofs | None]":

@@ -15,17 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tilefold.bench.page import (
-    Heading,
-    Part,
-    Picture,
-    Rows,
-    Words,
-    columns_that_fit,
-    grouped_tables,
-    save_png,
-    to_html,
-)
+from tilefold.bench.page import Heading, Part, Picture, Rows, Words, columns_that_fit, grouped_tables, save_png, to_html
 from tilefold.errors import DeviceError, DtypeError, TilefoldError, ValueRangeError
 from tilefold.ops.device import device_of, interpreting
 from tilefold.ops.environment import check_environment, triton_fault
@@ -38,16 +28,8 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-DTYPES = {
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "fp16": "float16",
-    "half": "float16",
-    "float16": "float16",
-    "fp32": "float32",
-    "float": "float32",
-    "float32": "float32",
-}
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+DTYPES = _SHORT | {name: name for name in _SHORT.values()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,27 +183,25 @@ def show(console: Console, parts: Sequence[Part]) -> None:
             console.print(table)
 
 
-Files = Mapping[str, Path | None]
-"""Option without its dashes -> the file that it names."""
+class Outputs:
+    """The files that a command was asked for, by the options that name them: ValueRangeError now if one cannot be written later,
+    when an hour of work would be lost."""
 
+    def __init__(self, **files: Path | None) -> None:
+        self.files = {kind: path for kind, path in files.items() if path is not None}
+        for kind, path in self.files.items():
+            known = path if path.exists() else path.parent
+            if path.is_dir() or not path.parent.is_dir() or not os.access(known, os.W_OK):
+                raise ValueRangeError(
+                    f"--{kind} must be a file that can be written in an existing folder, got {str(path)!r}"
+                )
 
-def writable(files: Files) -> None:
-    """Raise ValueRangeError now if an output file cannot be written later, when an hour of work would be lost."""
-    for kind, path in files.items():
-        folder = path and path.parent
-        if path is None or folder is None:
-            continue
-        if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-            raise ValueRangeError(
-                f"--{kind} must be a file that can be written in an existing folder, got {str(path)!r}"
-            )
-
-
-def write_files(files: Files, makers: Mapping[str, Callable[[], Any]], console: Console) -> None:
-    """Write those that were asked for, and say so.  makers: make the text of each, or the figure of a picture."""
-    for kind, path in files.items():
-        if path is not None:
+    def write(self, console: Console, **makers: Callable[[], Any]) -> None:
+        """Write them, and say so.  makers: make the text of each, a mapping for JSON, or the figure of a picture."""
+        for kind, path in self.files.items():
             made = makers[kind]()
+            if isinstance(made, Mapping):
+                made = json.dumps(made, indent=2, allow_nan=False) + "\n"
             if isinstance(made, str):
                 path.write_text(made, encoding="utf-8")
             else:
@@ -244,11 +224,6 @@ def write_report(out: Path, name: str, title: str, parts: Sequence[Part]) -> tup
     save_png(next(part.figure for part in parts if isinstance(part, Picture)), drawing)
     page.write_text(to_html(title, parts), encoding="utf-8")
     return page, drawing
-
-
-def json_text(document: Any) -> str:
-    """As the files have it."""
-    return json.dumps(document, indent=2, allow_nan=False) + "\n"
 
 
 LOUD = ("WRONG", "failed", "ended with", "DEVICE", "GPU was lost")

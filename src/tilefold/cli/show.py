@@ -1,12 +1,12 @@
 """`tilefold demo`: a trained model on real sentences, its attention layers running through tilefold."""
 
-import importlib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Option
 
 from tilefold.cli.runtime import prepare_runtime, user_errors
 from tilefold.errors import Unsupported
@@ -24,11 +24,11 @@ Exit code 1 if a result differs from PyTorch's by more than the tolerance.
 
 @user_errors
 def demo(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write the results.")] = Path("out/demo"),
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer sentences.")] = False,
-    layer: Annotated[int, typer.Option(min=0, help="The layer of the heat map, from 0.")] = 3,
-    head: Annotated[int, typer.Option(min=0, help="The head of the heat map, from 0.")] = 1,
-    sentence: Annotated[int, typer.Option(min=0, help="The sentence of the heat map, from 0.")] = 0,
+    out: Annotated[Path, Option(metavar="DIR", help="Where to write the results.")] = Path("out/demo"),
+    quick: Annotated[bool, Option("--quick", help="Fewer sentences.")] = False,
+    layer: Annotated[int, Option(min=0, help="The layer of the heat map, from 0.")] = 3,
+    head: Annotated[int, Option(min=0, help="The head of the heat map, from 0.")] = 1,
+    sentence: Annotated[int, Option(min=0, help="The sentence of the heat map, from 0.")] = 0,
 ) -> None:
     """Embed real sentences with a small trained model whose attention layers run through tilefold.
 
@@ -39,9 +39,9 @@ def demo(
     console = Console()
     console.print(Text(runtime.note, style="dim"))
     try:
-        module: Any = importlib.import_module("tilefold.cli.demo")
-        options = module.DemoOptions(out, quick, runtime.device, layer, head, sentence)
-        result = module.run_demo(options, console)
+        from tilefold.cli.demo import DemoOptions, run_demo
+
+        result = run_demo(DemoOptions(out, quick, runtime.device, layer, head, sentence), console)
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("tilefold.") and error.name != "tilefold.cli.demo":
             raise

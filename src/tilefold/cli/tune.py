@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import torch
-import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Argument, Option
 
 from tilefold.bench.loop import OK, WRONG
 from tilefold.cli.progress import measuring
-from tilefold.cli.runtime import Runtime, integers, names_from, prepare_runtime, table_of, user_errors
+from tilefold.cli.runtime import Runtime, integers, names_from, prepare_runtime, say, table_of, user_errors
 from tilefold.errors import DeviceError, ValueRangeError
 from tilefold.plan.device import Device
 from tilefold.plan.table import OFF, VARIABLE, Table, read_table, table_path, write_table
@@ -40,25 +40,20 @@ and with --take it writes what was measured. TILEFOLD_TUNED names another table 
 
 @user_errors
 def tune(
-    case: Annotated[
-        str | None, typer.Argument(metavar="CASE", help="Part of cases' names, or dense, decode, gemm.")
-    ] = None,
-    model: Annotated[Path | None, typer.Option(metavar="FILE", help="A model's config.json of Hugging Face.")] = None,
-    batches: Annotated[str, typer.Option(metavar="N,N", help="With --model: sequences of a step.")] = "1,32",
-    prompts: Annotated[str, typer.Option(metavar="N,N", help="With --model: tokens of a prompt.")] = "2048",
-    caches: Annotated[str, typer.Option(metavar="N,N", help="With --model: keys that a cache has room for.")] = "8192",
+    case: Annotated[str | None, Argument(metavar="CASE", help="Part of cases' names, or dense, decode, gemm.")] = None,
+    model: Annotated[Path | None, Option(metavar="FILE", help="A model's config.json of Hugging Face.")] = None,
+    batches: Annotated[str, Option(metavar="N,N", help="With --model: sequences of a step.")] = "1,32",
+    prompts: Annotated[str, Option(metavar="N,N", help="With --model: tokens of a prompt.")] = "2048",
+    caches: Annotated[str, Option(metavar="N,N", help="With --model: keys that a cache has room for.")] = "8192",
     only: Annotated[
-        str | None,
-        typer.Option(metavar="PARTS", help="With --model: of attention, decode, linear.", show_default="all"),
+        str | None, Option(metavar="PARTS", help="With --model: of attention, decode, linear.", show_default="all")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=1, help="No candidate is begun later.")] = 120.0,
-    quick: Annotated[bool, typer.Option("--quick", help="Half of the candidates, those that promise most.")] = False,
-    take: Annotated[bool, typer.Option("--take", help="Write the table; without it nothing changes.")] = False,
-    table: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The table.", show_default="in the user's cache")
-    ] = None,
-    show: Annotated[bool, typer.Option("--show", help="Print the table, measure nothing.")] = False,
-    forget: Annotated[bool, typer.Option("--forget", help="Delete the table and what was measured.")] = False,
+    seconds: Annotated[float, Option(min=1, help="No candidate is begun later.")] = 120.0,
+    quick: Annotated[bool, Option("--quick", help="Half of the candidates, those that promise most.")] = False,
+    take: Annotated[bool, Option("--take", help="Write the table; without it nothing changes.")] = False,
+    table: Annotated[Path | None, Option(metavar="FILE", help="The table.", show_default="in the user's cache")] = None,
+    show: Annotated[bool, Option("--show", help="Print the table, measure nothing.")] = False,
+    forget: Annotated[bool, Option("--forget", help="Delete the table and what was measured.")] = False,
 ) -> None:
     """Measure which plans are fastest on this GPU, for cases or for a model's shapes, and keep them for later processes.
 
@@ -138,20 +133,16 @@ def _tune(
     worth = [one for one in found if one.worth]
     if not take:
         what = "with --take they go to" if worth else "nothing to take for"
-        console.print(
-            Text(f"Nothing has changed: {len(worth)} plans are faster, {what} {path}.", style="bold"), soft_wrap=True
-        )
+        say([f"Nothing has changed: {len(worth)} plans are faster, {what} {path}."], console, "bold")
         return
     before = _read(path) if path.exists() else None
     made = table_of_outcomes(found, identity, before)
     dropped = 0 if before is None else len(before.entries) - sum(entry in made.entries for entry in before.entries)
     write_table(path, made)
-    console.print(
-        Text(f"Wrote {path}: {len(made.entries)} plans; later processes use them.", style="bold"), soft_wrap=True
-    )
+    say([f"Wrote {path}: {len(made.entries)} plans; later processes use them."], console, "bold")
     if dropped:
         why = "measured again, or with other versions"
-        console.print(Text(f"{dropped} earlier ones are replaced or left out: {why}.", style="dim"), soft_wrap=True)
+        say([f"{dropped} earlier ones are replaced or left out: {why}."], console)
 
 
 def _print(found: "Sequence[Outcome]", console: Console) -> None:
@@ -193,13 +184,11 @@ def _show(path: Path, console: Console) -> None:
     from tilefold.tune.candidates import shown
 
     if not path.exists():
-        console.print(Text(f"There is no table {path}: plans come from the rules."), soft_wrap=True)
+        say([f"There is no table {path}: plans come from the rules."], console, "")
         return
     table = _read(path)
     versions = f"torch {table.torch}, triton {table.triton}, tilefold {table.tilefold}"
-    console.print(
-        Text(f"{path}: {len(table.entries)} plans measured on {table.title} ({versions})", style="bold"), soft_wrap=True
-    )
+    say([f"{path}: {len(table.entries)} plans measured on {table.title} ({versions})"], console, "bold")
     rows = [
         (entry.name, f"{entry.planned_us:.2f}", f"{entry.tuned_us:.2f}", f"{entry.gain:.2f}x", entry.date[:10],
          shown(dict(entry.instead_of), dict(entry.plan)))
@@ -212,4 +201,4 @@ def _forget(path: Path, console: Console) -> None:
     for each in (path, _log(path)):
         there = each.exists()
         each.unlink(missing_ok=True)
-        console.print(Text(f"deleted {each}" if there else f"there is no {each}"), soft_wrap=True)
+        say([f"deleted {each}" if there else f"there is no {each}"], console, "")

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Argument, Option
 
 from tilefold.bench.page import Rows, Words
 from tilefold.cli.runtime import prepare_runtime, say, user_errors, write_report
@@ -39,14 +40,14 @@ def video() -> None:
 @app.command(name="demo", epilog=EPILOG)
 @user_errors
 def demo(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write the results.")] = Path("out/demo-video"),
-    quick: Annotated[bool, typer.Option("--quick", help="A smaller video.")] = False,
-    sparsity: Annotated[float, typer.Option(min=0, max=1, help="What policies that are told leave out.")] = 0.8,
-    head: Annotated[int, typer.Option(min=0, help="The head whose blocks are shown, 0 to 3.")] = 2,
+    out: Annotated[Path, Option(metavar="DIR", help="Where to write the results.")] = Path("out/demo-video"),
+    quick: Annotated[bool, Option("--quick", help="A smaller video.")] = False,
+    sparsity: Annotated[float, Option(min=0, max=1, help="What policies that are told leave out.")] = 0.8,
+    head: Annotated[int, Option(min=0, help="The head whose blocks are shown, 0 to 3.")] = 2,
     query: Annotated[
-        str | None, typer.Option(metavar="T,H,W", help="The token whose block is shown.", show_default="in the middle")
+        str | None, Option(metavar="T,H,W", help="The token whose block is shown.", show_default="in the middle")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the rendered video.")] = 0,
+    seed: Annotated[int, Option(help="Of the rendered video.")] = 0,
 ) -> None:
     """Render a short video, attend it densely and by each policy, and draw the blocks that one query attends.
 
@@ -61,15 +62,15 @@ def demo(
 @app.command(name="show", epilog=EPILOG)
 @user_errors
 def show(
-    policy: Annotated[Path, typer.Argument(metavar="FILE", help="policy.json, as `calibrate` writes it.")],
-    layer: Annotated[int, typer.Option(min=0, help="Whose lists are shown, from 0.")] = 0,
-    head: Annotated[int, typer.Option(min=0, help="The head whose blocks are shown, from 0.")] = 0,
+    policy: Annotated[Path, Argument(metavar="FILE", help="policy.json, as `calibrate` writes it.")],
+    layer: Annotated[int, Option(min=0, help="Whose lists are shown, from 0.")] = 0,
+    head: Annotated[int, Option(min=0, help="The head whose blocks are shown, from 0.")] = 0,
     query: Annotated[
-        str | None, typer.Option(metavar="T,H,W", help="The token whose block is shown.", show_default="in the middle")
+        str | None, Option(metavar="T,H,W", help="The token whose block is shown.", show_default="in the middle")
     ] = None,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write the results.")] = Path("out/show-video"),
-    quick: Annotated[bool, typer.Option("--quick", help="A smaller video.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the rendered video.")] = 0,
+    out: Annotated[Path, Option(metavar="DIR", help="Where to write the results.")] = Path("out/show-video"),
+    quick: Annotated[bool, Option("--quick", help="A smaller video.")] = False,
+    seed: Annotated[int, Option(help="Of the rendered video.")] = 0,
 ) -> None:
     """Draw the blocks that one query attends by the policy of a layer, over the frames of a rendered video.
 
@@ -107,18 +108,18 @@ def _show(tried: list[Any], heads: int, out: Path, quick: bool, head: int, query
 def calibrate(
     model: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="MODULE:FUNCTION",
             help="A function that returns (model, inputs) or (model, inputs, adapter); inputs: arguments by name, for each step.",
             show_default="a small model with planted heads",
         ),
     ] = None,
-    error: Annotated[float, typer.Option(help="The relative L2 error of the model's output that is allowed.")] = 0.05,
+    error: Annotated[float, Option(help="The relative L2 error of the model's output that is allowed.")] = 0.05,
     cube: Annotated[
-        str | None, typer.Option(metavar="T,H,W", help="Tokens of a block.", show_default="the one that pads least")
+        str | None, Option(metavar="T,H,W", help="Tokens of a block.", show_default="the one that pads least")
     ] = None,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write the results.")] = Path("out/calibrate"),
-    quick: Annotated[bool, typer.Option("--quick", help="A smaller video; without a model of your own only.")] = False,
+    out: Annotated[Path, Option(metavar="DIR", help="Where to write the results.")] = Path("out/calibrate"),
+    quick: Annotated[bool, Option("--quick", help="A smaller video; without a model of your own only.")] = False,
 ) -> None:
     """Measure in each layer, head and step of a model what each policy leaves out, and fit the cheapest that meets an error.
 

@@ -10,14 +10,11 @@ from torch import nn
 
 from tilefold.bench.page import Heading, Part, Picture, Rows, Words, new_figure
 from tilefold.cli.runtime import folder, write_report
-from tilefold.cli.video_demo import whole_numbers
+from tilefold.cli.video_demo import least_times, whole_numbers
 from tilefold.errors import ValueRangeError
-from tilefold.plan.device import H200
-from tilefold.plan.sparse.video import VideoShape
 from tilefold.sparse import GridTiling
 from tilefold.video import Adapter, Pooled, scene
 from tilefold.video.calibrate import CANDIDATES, Calibration, Fitted, calibrate, fit, model_error, policy_to_json
-from tilefold.video.measure import least_seconds
 from tilefold.video.planted import Planted, PlantedAdapter
 
 HEADS = ("candidate", "left out", "mass", "error, mean", "worst head")
@@ -80,8 +77,7 @@ class Report:
 
     def fits(self) -> list[tuple[str, ...]]:
         """The fitted policy, and the uniform one of as many pairs."""
-        sparse, dense = least_seconds(VideoShape(1, 40, 40, 75600, 128), self.fitted.listed, H200)
-        times = f"{1e3 * sparse:.1f}", f"{dense / sparse:.1f}"
+        times = least_times(self.fitted.listed)
         both = ("fitted", self.fitted.error), (f"all heads {plain(self.same)}", self.uniform)
         return [(name, f"{1 - self.fitted.listed:.1%}", f"{error:.4f}", *times) for name, error in both]
 

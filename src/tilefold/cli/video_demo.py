@@ -83,13 +83,11 @@ class Demo:
         index = policy(*self.qkv[:2], site)
         found = left_out(*self.qkv, index, self.tiling, site.scale, self.dense)
         listed, mass, error = (float(one.mean()) for one in found)
-        shape = VideoShape(1, 40, 40, 75600, 128)
-        sparse, dense = least_seconds(shape, listed, H200)
         shown = policy.policies[self.head] if isinstance(policy, video.ByHead) else policy
         name = repr(shown).replace(", top_p=None, window=None", "")
         if shown is not policy:
             name = f"head {self.head}: {name}"
-        figures = (f"{1 - listed:.1%}", f"{mass:.1%}", f"{error:.3f}", f"{1e3 * sparse:.1f}", f"{dense / sparse:.1f}")
+        figures = (f"{1 - listed:.1%}", f"{mass:.1%}", f"{error:.3f}", *least_times(listed))
         self.rows.append((name, *figures, self._judged(index, site)))
         here = index.expand(1, self.heads).to_map()[0, self.head, self.block]
         self.shown.append((f"{name}\nleaves out {1 - listed:.0%}, keeps {mass:.0%} of the mass", here.float()))
@@ -164,6 +162,13 @@ class Demo:
         height, width = (side * step for side, step in zip(self.tiling.cube[1:], PATCH[1:], strict=True))
         corner = at[2] * width - 0.5, at[1] * height - 0.5
         axes.add_patch(Rectangle(corner, width, height, fill=False, edgecolor=RED, linewidth=2))
+
+
+def least_times(listed: float) -> tuple[str, str]:
+    """Cells, with such a share of blocks listed: the least milliseconds of a layer's attention of Wan 14B at 720p on an H200, and
+    how many times less than dense attention that is."""
+    sparse, dense = least_seconds(VideoShape(1, 40, 40, 75600, 128), listed, H200)
+    return f"{1e3 * sparse:.1f}", f"{dense / sparse:.1f}"
 
 
 def _token(query: str | None, grid: tuple[int, int, int]) -> tuple[int, int, int]:

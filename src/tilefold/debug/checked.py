@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from triton.runtime.autotuner import Heuristics
 from triton.runtime.errors import InterpreterError
 from triton.runtime.jit import JITFunction
 
-from tilefold.debug.compare import Outcome, Tolerance, judge, references
+from tilefold.debug.compare import Tolerance, judge, references
 from tilefold.debug.guard import Guarded
 from tilefold.debug.report import Fault, KernelReport
 from tilefold.debug.tensors import check_outputs, check_tensors, tensor_names
@@ -22,14 +21,8 @@ __all__ = ["CheckedKernel", "check_kernel", "checked"]
 
 ORDER = ("raised", "store", "load", "input", "race", "guard", "unwritten", "mismatch")
 LAUNCH_OPTIONS = (
-    "num_warps",
-    "num_stages",
-    "num_ctas",
-    "maxnreg",
-    "launch_pdl",
-    "launch_cooperative_grid",
-    "enable_fp_fusion",
-)
+    "num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl", "launch_cooperative_grid", "enable_fp_fusion",
+)  # fmt: skip
 Grid = Sequence[int] | Callable[[Mapping[str, Any]], Sequence[int]]
 """Programs along each axis, or a function of the launch's arguments that gives them."""
 
@@ -67,56 +60,40 @@ def check_kernel(
     given = tensor_names(bound)
     _check_names(given, outputs, in_place)
     wanted = references(reference, bound, {name: given[name] for name in outputs}, tolerance)
-    run = _run(kernel, grid, bound, given, options, outputs, in_place)
-    outcomes: list[Outcome] = []
-    if not any(fault.kind == "raised" for fault in run.faults):
-        outcomes = [judge(run.copies[name], wanted[name], tolerance, run.trace, name in in_place) for name in outputs]
-    faults = [*run.faults, *(fault for one in outcomes for fault in one.faults)]
-    return KernelReport(
-        function.__name__,
-        run.trace.programs if run.started else 0,
-        tuple(sorted(faults, key=lambda fault: ORDER.index(fault.kind))),
-        tuple((one.name, one.words) for one in outcomes if one.words),
-    )
-
-
-@dataclass
-class _Run:
-    """A finished run: guarded copies by name, the trace, and the faults seen before anything was compared."""
-
-    copies: dict[str, Guarded]
-    trace: Trace
-    faults: list[Fault]
-    started: bool
-
-
-def _run(
-    kernel: Any,
-    grid: Grid,
-    bound: Mapping[str, Any],
-    given: Mapping[str, torch.Tensor],
-    options: Mapping[str, Any],
-    outputs: Sequence[str],
-    in_place: Sequence[str],
-) -> _Run:
-    """Copy, launch, and look at the memory around."""
     copies = {
         name: Guarded(name, one, name in outputs, name not in outputs or name in in_place)
         for name, one in given.items()
     }
     trace = Trace(list(copies.values()))
+    replaced = {name: _replaced(name, value, copies) for name, value in bound.items()}
+    faults = _run(kernel, grid, {**replaced, **options}, copies, trace)
+    words: list[tuple[str, str]] = []
+    for name in () if any(fault.kind == "raised" for fault in faults) else outputs:
+        found, near = judge(copies[name], wanted[name], tolerance, trace, name in in_place)
+        faults += found
+        words += [(name, near)] if near else []
+    return KernelReport(
+        function.__name__,
+        trace.programs,
+        tuple(sorted(faults, key=lambda fault: ORDER.index(fault.kind))),
+        tuple(words),
+    )
+
+
+def _run(
+    kernel: Any, grid: Grid, arguments: Mapping[str, Any], copies: Mapping[str, Guarded], trace: Trace
+) -> list[Fault]:
+    """Launch, and look at the memory around: the faults that are seen before anything is compared."""
     faults: list[Fault] = []
-    started = False
 
     def counted(meta: Mapping[str, Any]) -> tuple[int, ...]:
-        nonlocal started
         sizes = grid(meta) if callable(grid) else grid
-        trace.rank, started = len(sizes), True
+        trace.rank, trace.started = len(sizes), True
         return tuple(int(size) for size in sizes)
 
     with trace.watching():
         try:
-            kernel[counted](**{name: _replaced(name, value, copies) for name, value in bound.items()}, **options)
+            kernel[counted](**arguments)
         except InterpreterError as error:
             cause = error.__cause__ or error
             while isinstance(cause, InterpreterError) and cause.__cause__ is not None:
@@ -129,7 +106,7 @@ def _run(
         if where is not None:
             text = f"memory around {name} was changed, {where} bytes from its first element, by something that is no tl.store"
             faults.append(Fault("guard", name, None, None, 1, text))
-    return _Run(copies, trace, faults, started)
+    return faults
 
 
 def _replaced(name: str, value: Any, copies: Mapping[str, Guarded]) -> Any:

@@ -42,15 +42,6 @@ class Wanted:
     plain: torch.Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What came of one output: its faults, and in words how near it came (empty without a reference)."""
-
-    name: str
-    faults: tuple[Fault, ...]
-    words: str
-
-
 def references(
     reference: Callable[..., Any], bound: Mapping[str, Any], outputs: Mapping[str, torch.Tensor], tolerance: Tolerance
 ) -> dict[str, Wanted | None]:
@@ -77,10 +68,7 @@ def _narrowest(bound: Mapping[str, Any], outputs: Mapping[str, torch.Tensor]) ->
 
 
 def _called(
-    reference: Callable[..., Any],
-    bound: Mapping[str, Any],
-    outputs: Mapping[str, torch.Tensor],
-    dtype: torch.dtype,
+    reference: Callable[..., Any], bound: Mapping[str, Any], outputs: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> dict[str, torch.Tensor | None]:
     """The reference's results by output, on the CPU; its errors pass through."""
     parameters = inspect.signature(reference).parameters
@@ -131,10 +119,13 @@ def _result(name: str, one: Any, output: torch.Tensor) -> torch.Tensor | None:
     return one.detach().cpu()
 
 
-def judge(copy: Guarded, wanted: Wanted | None, tolerance: Tolerance, trace: Trace, in_place: bool) -> Outcome:
-    """Unwritten elements of an output that has a reference, and its first wrong element among those that were written."""
+def judge(
+    copy: Guarded, wanted: Wanted | None, tolerance: Tolerance, trace: Trace, in_place: bool
+) -> tuple[list[Fault], str]:
+    """Unwritten elements of an output that has a reference, and its first wrong element among those that were written; and in
+    words how near it came (empty without a reference)."""
     if wanted is None:
-        return Outcome(copy.name, (), "")
+        return [], ""
     here = np.full(copy.view.numel(), -1, np.int64)  # offset in memory by flat index
     filled = np.flatnonzero(copy.element >= 0)
     here[copy.element[filled]] = filled
@@ -144,7 +135,7 @@ def judge(copy: Guarded, wanted: Wanted | None, tolerance: Tolerance, trace: Tra
     wrong, words = _wrong(copy.view, wanted, tolerance, torch.from_numpy(missing))
     if wrong.any():
         faults.append(_mismatch(copy, wanted, int(np.argmax(wrong)), here, int(wrong.sum()), words, trace))
-    return Outcome(copy.name, tuple(faults), words)
+    return faults, words
 
 
 def _wrong(

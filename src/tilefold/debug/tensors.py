@@ -8,22 +8,11 @@ from tilefold.debug.inside import interpreting
 from tilefold.debug.overlap import overlap, overlaps_itself
 from tilefold.errors import DeviceError, DtypeError, LayoutError, ValueRangeError
 
-KERNEL_DTYPES = tuple(
-    getattr(torch, name)
-    for name in (
-        *(
-            "float16",
-            "bfloat16",
-            "float32",
-            "float64",
-            "float8_e4m3fn",
-            "float8_e5m2",
-            "float8_e4m3fnuz",
-            "float8_e5m2fnuz",
-        ),
-        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-    )
-)  # what Triton makes pointers of
+_NAMES = (
+    "float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+)  # fmt: skip
+KERNEL_DTYPES = tuple(getattr(torch, name) for name in _NAMES)  # what Triton makes pointers of
 
 
 def check_tensors(

@@ -18,17 +18,18 @@ from tilefold.debug.guard import Guarded
 from tilefold.debug.report import Fault
 from tilefold.errors import Unsupported
 
+VERBS = {"store": "stored to", "load": "loaded from"}
 METHODS = ("create_masked_load", "create_masked_store", "create_atomic_rmw", "create_atomic_cas")
 
 
 class Trace:
-    """What a kernel did to the given tensors. rank: axes of its grid, once it runs; programs: how many it has."""
+    """What a kernel did to the given tensors. rank: axes of its grid, once it is started; programs: how many it has, 0 before."""
 
     def __init__(self, tensors: Sequence[Guarded]) -> None:
         self.tensors = sorted(tensors, key=lambda one: one.low)
         self.lows = np.array([one.low for one in self.tensors], np.uint64)
         self.found: dict[tuple[str, str], Fault] = {}
-        self.rank = 3
+        self.rank, self.started = 3, False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -61,7 +62,7 @@ class Trace:
 
     @property
     def programs(self) -> int:
-        return int(np.prod(interpreter.interpreter_builder.grid_dim))
+        return int(np.prod(interpreter.interpreter_builder.grid_dim)) if self.started else 0
 
     def ids(self, linear: int) -> tuple[int, ...]:
         """Program ids from the number that `Guarded.writer` holds."""
@@ -72,12 +73,11 @@ class Trace:
         _, along_y, along_z = interpreter.interpreter_builder.grid_dim
         return int((x * along_y + y) * along_z + z)
 
-    def blame(self, kind: str, tensor: str, index: tuple[int, ...] | None, count: int, text: str) -> None:
-        """Record a fault of the running program; later ones of the same kind in the same tensor are counted."""
-        known = self.found.get((kind, tensor))
-        program = known.program if known else self.program
-        first = known or Fault(kind, tensor, index, program, 0, text)
-        self.found[kind, tensor] = Fault(kind, tensor, first.index, program, first.count + count, first.text)
+    def blame(self, kind: str, tensor: str, index: tuple[int, ...] | None, count: int, did: str) -> None:
+        """Record what the running program did wrong; later faults of the same kind in the same tensor are counted."""
+        text = f"program {as_ids(self.program)} {did}"
+        known = self.found.get((kind, tensor)) or Fault(kind, tensor, index, self.program, 0, text)
+        self.found[kind, tensor] = dataclasses.replace(known, count=known.count + count)
 
     def _load(self, original: Any, pointers: Any, mask: Any, *rest: Any, **named: Any) -> Any:
         live = _lanes(mask, pointers)
@@ -176,51 +176,39 @@ class Trace:
         if same.any():
             lane = int(order[int(np.argmax(same)) + 1])
             index = one.index(int(places[lane]))
-            words = f"program {as_ids(self.program)} wrote {one.name}{at_index(index)} in two lanes of one store, differently"
-            self.blame("race", one.name, index, int(same.sum()), words)
+            did = f"wrote {one.name}{at_index(index)} in two lanes of one store, differently"
+            self.blame("race", one.name, index, int(same.sum()), did)
         one.writer[places] = own
 
     def _race(self, one: Guarded, place: int, bits: Any, count: int) -> None:
         index, first = one.index(place), self.ids(int(one.writer[place]))
-        self.blame(
-            "race",
-            one.name,
-            index,
-            count,
-            f"program {as_ids(self.program)} wrote {one.value(bits)} to {one.name}{at_index(index)}, where program "
-            f"{as_ids(first)} had written {one.value(one.bits[place])}",
-        )
+        where = f"{one.name}{at_index(index)}, where program {as_ids(first)} had written {one.value(one.bits[place])}"
+        self.blame("race", one.name, index, count, f"wrote {one.value(bits)} to {where}")
 
     def _outside(self, one: Guarded, kind: str, addresses: Any) -> None:
         past = addresses >= np.uint64(one.end)
         nearest = int(addresses[past].min() if past.any() else addresses.max())
         away = (nearest - one.end) // one.itemsize + 1 if past.any() else -((nearest - one.begin) // one.itemsize)
-        verb = "stored to" if kind == "store" else "loaded from"
         where = "behind the last" if past.any() else "before the first"
-        words = (
-            f"program {as_ids(self.program)} {verb} {one.name} {list(one.shape)} outside of it, {away} {where} element"
-            f"{f' and at {addresses.size - 1} places more' if addresses.size > 1 else ''}"
-        )
-        self.blame(kind, one.name, None, int(addresses.size), words)
+        more = f" and at {addresses.size - 1} places more" if addresses.size > 1 else ""
+        did = f"{VERBS[kind]} {one.name} {list(one.shape)} outside of it, {away} {where} element{more}"
+        self.blame(kind, one.name, None, int(addresses.size), did)
 
     def _nowhere(self, kind: str, addresses: Any, lanes: Any) -> None:
         if lanes.any():
-            verb = "stored to" if kind == "store" else "loaded from"
             where = f"{int(addresses[lanes][0]):#x}, far from every tensor that it was given"
-            text = f"program {as_ids(self.program)} {verb} address {where}"
-            self.blame(kind, "", None, int(lanes.sum()), text)
+            self.blame(kind, "", None, int(lanes.sum()), f"{VERBS[kind]} address {where}")
 
     def _gap(self, one: Guarded, addresses: Any) -> None:
         place = (int(addresses[0]) - one.begin) // one.itemsize
-        text = (
-            f"program {as_ids(self.program)} stored between the rows of {one.name}, {place} elements behind its first"
-        )
-        self.blame("store", one.name, None, int(addresses.size), text)
+        did = f"stored between the rows of {one.name}, {place} elements behind its first"
+        self.blame("store", one.name, None, int(addresses.size), did)
 
     def _into_input(self, one: Guarded, place: int, count: int) -> None:
         index = one.index(place)
-        text = f"program {as_ids(self.program)} stored to {one.name}{at_index(index)}, which is not among the outputs"
-        self.blame("input", one.name, index, count, text)
+        self.blame(
+            "input", one.name, index, count, f"stored to {one.name}{at_index(index)}, which is not among the outputs"
+        )
 
 
 def _lanes(mask: Any, pointers: Any) -> Any:

@@ -1,28 +1,12 @@
-"""Cases of the benchmarks as calls to profile: the same inputs and the same call, with the work that they declare."""
+"""Cases of the benchmarks as calls to profile: the same inputs and the same call."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
+from tilefold.bench.family import Calls
 from tilefold.bench.suites import ENGINES
 from tilefold.errors import ValueRangeError
 
 FAMILIES = (*(name for name in ENGINES if name != "video"), "ladder")
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """A case ready to run: its name, the call, what has to be open while it runs, FLOPs and bytes of one call; l2_bytes: drawn
-    from the L2 cache, where the case declares it."""
-
-    name: str
-    call: Callable[[], object]
-    context: Callable[[], AbstractContextManager[Any]]
-    flops: int
-    bytes: int
-    dtype: str
-    l2_bytes: int | None = None
 
 
 def cases_in(family: str, size: str, direction: str = "forward") -> tuple[Any, ...]:
@@ -46,9 +30,8 @@ def _family(name: str) -> Any:
     return LADDER
 
 
-def prepare_case(family: str, case: Any, device: str) -> Chosen:
+def prepare_case(family: str, case: Any, device: str) -> Calls:
     """Inputs and call of one case by tilefold, as its benchmark makes them. Unsupported where tilefold refuses it."""
     found = _family(family)
-    calls = found.prepare(found.peers["tilefold"], [found.inputs(case, device, 0)])
-    drawn = getattr(case, "l2_bytes", None)
-    return Chosen(case.name, calls.calls[0], calls.context, case.flops, case.bytes, case.dtype, drawn)
+    calls: Calls = found.prepare(found.peers["tilefold"], [found.inputs(case, device, 0)])
+    return calls

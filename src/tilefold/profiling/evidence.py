@@ -122,11 +122,10 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Waves:
-    """waves: programs over those that are resident at once. busy_sms: share of the SMs that get a program at all, 0 to 1.
-    filled: share of the places that hold a program, over all waves (below one wave: of the SMs' turns, by the fullest SM)."""
+    """waves: programs over those that are resident at once. filled: share of the places that hold a program, over all waves
+    (below one wave: of the SMs' turns, by the fullest SM)."""
 
     waves: float
-    busy_sms: float
     filled: float
 
 
@@ -136,7 +135,7 @@ def waves_of(programs: int, sms: int, resident: int) -> Waves:
     waves = programs / slots
     # Below a wave an SM's programs share its units: the SM with the most of them ends last.
     filled = waves / math.ceil(waves) if waves > 1 else programs / (sms * math.ceil(programs / sms))
-    return Waves(waves, min(1.0, programs / sms), filled)
+    return Waves(waves, filled)
 
 
 @dataclass(frozen=True, slots=True)

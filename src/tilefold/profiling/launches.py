@@ -174,14 +174,11 @@ def region_of(
 ) -> Region:  # fmt: skip
     """The region between the first begin and the last end; what ran side by side is busy once."""
     times = [seconds for kernel in kernels for seconds in kernel.seconds]
-    if not spans:
+    whole = timers.joined(spans)
+    if not whole:
         return Region(0.0, 0.0, 0, 0.0, launch_seconds, replayed)
-    busy, reached = 0.0, spans[0][0]
-    for begin, end in spans:
-        busy += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    median = statistics.median(times) if times else 0.0
-    return Region(reached - spans[0][0], busy, len(times), median, launch_seconds, replayed)
+    busy, median = sum(end - begin for begin, end in whole), statistics.median(times) if times else 0.0
+    return Region(whole[-1][1] - whole[0][0], busy, len(times), median, launch_seconds, replayed)
 
 
 def codes_of(names: Iterable[str]) -> tuple[Code, ...]:

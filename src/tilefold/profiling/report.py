@@ -10,21 +10,9 @@ from tilefold.profiling.evidence import Evidence, Region
 from tilefold.profiling.verdict import Verdict
 
 HEAD = (
-    "kernel",
-    "x",
-    "us",
-    "%",
-    "GB/s",
-    "TFLOP/s",
-    "of bound",
-    "regs",
-    "spills",
-    "smem KiB",
-    "prog/SM",
-    "waves",
-    "filled",
-    "verdict",
-)
+    "kernel", "x", "us", "%", "GB/s", "TFLOP/s", "of bound", "regs", "spills", "smem KiB", "prog/SM", "waves",
+    "filled", "verdict",
+)  # fmt: skip
 COUNTED = {  # column of the table of counters -> field of `Counters`
     "DRAM": "dram",
     "L2": "l2",

@@ -6,7 +6,6 @@ bounds look for them. Plans never see them: what was measured in a user's cache 
 """
 
 import dataclasses
-import datetime
 import json
 import os
 import re
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tilefold.bench.setting import now
 from tilefold.plan.device import Device, Rates
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def measure_roofs(device: Device, torch_device: Any, sizes: "Sizes | None" = Non
     rate: Callable[[float, Callable[[], object]], float] = lambda amount, call: amount / timer(call)  # noqa: E731
     return Roofs(
         device=name, driver=driver, torch=torch, triton=triton,
-        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        date=now(),
         dram_read=rate(moved, work.read()),
         dram_write=rate(moved, work.write()),
         dram_copy=rate(2 * moved, work.copy()),

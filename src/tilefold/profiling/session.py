@@ -48,20 +48,20 @@ class Declared:
 
 
 class Session:
-    """One profiled region. `profile`: what was found, there once the region has ended."""
+    """One profiled region. `profile`: what was found, there once the region has ended. marks_only: Nsight Compute watches."""
 
     def __init__(self, declare: Mapping[str, Declared], metadata: bool) -> None:
         self._declare, self._metadata = dict(declare), metadata
         self._seen: dict[str, list[Declared]] = {}
         self._profiler: Any = None
         self._profile: Profile | None = None
-        self._marks_only = os.environ.get(ROLE_VARIABLE) == "ncu"
+        self.marks_only = os.environ.get(ROLE_VARIABLE) == "ncu"
 
     @property
     def profile(self) -> Profile:
         """The result. Unsupported while the region has not ended, and under Nsight Compute, which keeps it."""
         if self._profile is None:
-            why = "Nsight Compute watches this process" if self._marks_only else "its region has not ended"
+            why = "Nsight Compute watches this process" if self.marks_only else "its region has not ended"
             raise Unsupported(f"the profile is not there: {why}")
         return self._profile
 
@@ -69,7 +69,7 @@ class Session:
         if not torch.cuda.is_available():
             raise DeviceError("tilefold.profile watches a GPU, and torch sees none here")
         torch.cuda.synchronize()
-        if self._marks_only:
+        if self.marks_only:
             torch.cuda.profiler.start()
             return self
         if _ACTIVE:
@@ -91,17 +91,17 @@ class Session:
     ) -> None:
         try:
             torch.cuda.synchronize()
-            if self._marks_only:
+            if self.marks_only:
                 torch.cuda.profiler.stop()
         finally:
             if self._profiler is not None:
                 self._profiler.__exit__(kind, error, trace)
                 _ACTIVE.remove(self)
-            if self._metadata and not self._marks_only:
+            if self._metadata and not self.marks_only:
                 from triton import knobs
 
                 knobs.runtime.launch_enter_hook.remove(self._declared_by_launch)
-        if kind is None and not self._marks_only:
+        if kind is None and not self.marks_only:
             self._finish()
 
     def _declared_by_launch(self, metadata: Any) -> None:

@@ -37,30 +37,7 @@ STALLED = 0.4  # of all waiting
 IDLE = 0.3  # of a region
 EAGER_SECONDS = 30e-6  # an eager launch through Triton's dispatch, watched by a profiler
 
-RESOURCES: dict[str, str] = {
-    "launch": "the launch of the kernel, not its work",
-    "spills": "registers spilled to local memory",
-    "uncoalesced": "memory sectors moved for a few of their bytes",
-    "bank conflicts": "passes over shared memory repeated for bank conflicts",
-    "L2-to-SM path": "the crossbar from the L2 cache to the SMs",
-    "DRAM": "device memory",
-    "L2": "the L2 cache's own throughput",
-    "L1": "the L1 cache and the way from it to the registers",
-    "shared memory": "shared memory's throughput",
-    "tensor pipe": "the tensor cores",
-    "FMA pipe": "multiply-adds outside the tensor cores",
-    "ALU pipe": "integer and logic instructions",
-    "exp unit": "exponentials and other special functions",
-    "issue slots": "instructions issued",
-    "too few programs": "SMs without work",
-    "tail wave": "a last wave that fills a part of the device",
-    "memory latency": "waiting for loads that were asked for too late",
-    "barriers": "waiting at barriers",
-    "tensor latency": "waiting for the results of tensor instructions",
-    "host": "a device that waits for its host",
-    "unknown": "not enough evidence",
-}
-
+# What a verdict names (docs/reference/verdicts.md says what each means) -> one thing to try.
 TRY = {
     "launch": "fuse it with its neighbours, batch the calls, or replay them from a CUDA graph",
     "spills": "use smaller tiles, more warps, or fewer values alive at once (a larger maxnreg, if occupancy allows)",
@@ -97,7 +74,7 @@ STALLS = {
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """resource: a key of `RESOURCES`. sentence: with the numbers. advice: one thing to try, "" for "unknown".
+    """resource: a key of `TRY`, or "unknown". sentence: with the numbers. advice: one thing to try, "" for "unknown".
     missing: what would have to be known, for "unknown" only."""
 
     resource: str

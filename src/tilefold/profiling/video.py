@@ -27,19 +27,8 @@ from tilefold.profiling.verdict import Verdict, judge
 
 EMPTY, ROW = 1, 9  # empty launches of a call, to tell the first one's cost from that of those behind it
 LAUNCH_HEAD = (
-    "stage",
-    "launch",
-    "us",
-    "inside",
-    "GFLOP",
-    "MB",
-    "L2 MB",
-    "bound",
-    "of bound",
-    "explained",
-    "not",
-    "verdict",
-)
+    "stage", "launch", "us", "inside", "GFLOP", "MB", "L2 MB", "bound", "of bound", "explained", "not", "verdict",
+)  # fmt: skip
 SUM_HEAD = ("adds up", "ms", "host", "device", "launches", "their ms", "gaps", "left", "left %")
 INSIDE_HEAD = ("inside the pipeline", "launches", "ms", "%")
 

@@ -2,7 +2,6 @@
 
 Whatever is found is appended to a file at once, so that a second call goes on where the first one ended, or was ended."""
 
-import datetime
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -136,7 +135,7 @@ class Log:
     def write(self, case: str, state: str, **values: Any) -> None:
         """Append a line."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        row = {**self.identity, "date": _today(), "case": case, "state": state, **values}
+        row = {**self.identity, "date": setting.now(), "case": case, "state": state, **values}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
@@ -236,7 +235,7 @@ class _Search:
         clear = after.high < before.low
         trials = tuple(self.trials.values())
         searched = "" if not complete else HALF if self.limits.quick else ALL
-        made = Outcome(tunable, problem, ruled, best, before.us, after.us, trials, searched, _today(), clear)
+        made = Outcome(tunable, problem, ruled, best, before.us, after.us, trials, searched, setting.now(), clear)
         self.log.write(self.case, FINAL, problem=problem, planned=ruled, best=best, planned_us=before.us, tuned_us=after.us,
                        searched=searched, clear=clear)  # fmt: skip
         return made
@@ -374,7 +373,3 @@ def _key(fields: Changes) -> str:
 def _plain(value: Any) -> Any:
     """A field as plans have it: JSON knows no tuples."""
     return tuple(value) if isinstance(value, list) else value
-
-
-def _today() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

@@ -14,6 +14,7 @@ from tilefold.bench.attention.cases import Case, cases_of
 from tilefold.bench.choice import select_cases
 from tilefold.bench.decode.cases import DecodeCase, decode_cases
 from tilefold.bench.decode.inputs import DecodeJudge, make_decode_inputs
+from tilefold.bench.decode.peers import attend_cached
 from tilefold.bench.family import Judge
 from tilefold.bench.implementation import make_inputs, window_of
 from tilefold.bench.judge import Judge as AttentionJudge
@@ -186,21 +187,12 @@ def _attention(case: Case, device: str, count: int) -> Work:
 
 
 def _decode(case: DecodeCase, device: str, count: int) -> Work:
-    def options(i: Any) -> dict[str, Any]:
-        found = {"cache_seqlens": i.lengths, "block_table": i.table, "causal": case.causal}
-        return found | ({"k_scale": i.k_scale, "v_scale": i.v_scale} if case.cache else {})
-
     sets = [make_decode_inputs(case, device, seed) for seed in range(count)]
     first = sets[0]
-    planned = tilefold.attention_kvcache_plan(first.q, first.k_cache, first.v_cache, **options(first))
+    planned = tilefold.attention_kvcache_plan(first.q, first.k_cache, first.v_cache, **first.options)
     if case.cache == "" and not case.shared and (why := decode_kernel_refusal(planned.problem.attention)):
         raise Unsupported(f"another kernel takes this step, whose plan is not tuned: {why}")
-    return Work(
-        sets,
-        planned.problem,
-        lambda i, plan: lambda: tilefold.attention_kvcache(i.q, i.k_cache, i.v_cache, plan=plan, **options(i)),
-        lambda: DecodeJudge(first),
-    )
+    return Work(sets, planned.problem, lambda i, plan: attend_cached(i, plan=plan), lambda: DecodeJudge(first))
 
 
 def _matmul(case: GemmCase, device: str, count: int) -> Work:

@@ -293,6 +293,7 @@ def modules(monkeypatch):
     fake = types.SimpleNamespace(import_module=found.__getitem__)
     monkeypatch.setattr(decode_peers, "importlib", fake)
     monkeypatch.setattr(decode_peers, "importable", found.__contains__)
+    monkeypatch.setattr("tilefold.bench.family.importable", found.__contains__)
     sms = types.SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sms)
     return found

@@ -274,7 +274,7 @@ def test_the_portable_row_follows_the_plans_that_count(monkeypatch, gluon, backw
 def installed(monkeypatch):
     """A machine with every peer and an sm_90 GPU."""
     monkeypatch.setattr(block_peers, "version_of", lambda package: "1.0")
-    monkeypatch.setattr("tilefold.bench.attention.peers.importable", lambda module: True)
+    monkeypatch.setattr("tilefold.bench.family.importable", lambda module: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
 
 

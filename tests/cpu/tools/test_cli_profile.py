@@ -207,9 +207,9 @@ def test_every_family_gives_a_call(family):
     made = prepare_case(family, case, "cpu")
     with made.context():
         assert made.call() is not None
-    assert made.name == case.name and made.flops > 0 and made.bytes > 0
-    assert (made.l2_bytes or 0) > 0 or family != "ladder"
-    assert device_named("h200").matmul_rate(made.dtype) > 0
+    assert case.flops > 0 and case.bytes > 0
+    assert family != "ladder" or case.l2_bytes > 0
+    assert device_named("h200").matmul_rate(case.dtype) > 0
 
 
 def test_a_direction_that_a_family_has_not_is_refused():

@@ -17,58 +17,50 @@ from torch import Tensor
 import tilefold
 from tilefold.bench.attention.block_peers import BLOCK_PEERS, portable_plans
 from tilefold.bench.attention.cases import Case, cases_of
-from tilefold.bench.family import Calls, Family, Peer, by_name
+from tilefold.bench.family import Calls, Family, Peer, absent, by_name
 from tilefold.bench.implementation import Function, Inputs, make_inputs, output_of, prepared, sdpa_only, window_of
 from tilefold.bench.judge import Judge
 from tilefold.errors import Unsupported
-from tilefold.ops.environment import importable
 from tilefold.plan.problem import AttentionProblem
 from tilefold.sparse import BlockIndex
 
 # --- tilefold: as a user calls it, and by kernels that a plan would not take ------------------------------------------------
 
 
-def _prepare_tilefold(inputs: Inputs) -> Calls:
-    """The public function, as a user calls it."""
+def tilefold_call(inputs: Inputs, **options: Any) -> Callable[[Tensor, Tensor, Tensor], Any]:
+    """The public function of q, k and v, as a user calls it; of a packed batch its result is [tokens, H, Dv]."""
     p, index, ends = inputs.problem, inputs.index, inputs.offsets
-    window = window_of(p)
+    options["causal"] = p.causal
+    if index is not None:
+        return lambda q, k, v: tilefold.sparse_attention(q, k, v, index, **options)
+    options["window"] = window_of(p)
+    if ends is None:
+        return lambda q, k, v: tilefold.attention(q, k, v, **options)
+    lengths = ends, ends, p.seq_q, p.seq_q
+    return lambda q, k, v: tilefold.attention_varlen(q[0], k[0], v[0], *lengths, **options)
 
-    def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        if index is not None:
-            return tilefold.sparse_attention(q, k, v, index, causal=p.causal)
-        if ends is None:
-            return tilefold.attention(q, k, v, causal=p.causal, window=window)
-        lengths = ends, ends, p.seq_q, p.seq_q
-        return tilefold.attention_varlen(q[0], k[0], v[0], *lengths, causal=p.causal, window=window)[None]
 
-    return prepared(inputs, function)
+def _prepare_tilefold(inputs: Inputs) -> Calls:
+    function = tilefold_call(inputs)
+    return prepared(inputs, (lambda *tensors: function(*tensors)[None]) if inputs.problem.varlen else function)
 
 
 def _prepare_nondeterministic(inputs: Inputs) -> Calls:
     """Non-deterministic gradients, where a plan makes them by another kernel then."""
-    causal, window = inputs.problem.causal, window_of(inputs.problem)
+    mask: dict[str, Any] = {"causal": inputs.problem.causal, "window": window_of(inputs.problem)}
     tensors = (inputs.q, inputs.k, inputs.v)
-    kept, free = (
-        tilefold.attention_backward_plan(*tensors, causal=causal, window=window, deterministic=d).kernel
-        for d in (True, False)
-    )
+    kept, free = (tilefold.attention_backward_plan(*tensors, **mask, deterministic=d).kernel for d in (True, False))
     if kept == free:
         raise Unsupported(f"the plan takes {kept} in either case")
-
-    return prepared(
-        inputs, lambda q, k, v: tilefold.attention(q, k, v, causal=causal, window=window, deterministic=False)
-    )
+    return prepared(inputs, tilefold_call(inputs, deterministic=False))
 
 
 def _prepare_portable(inputs: Inputs) -> Calls:
     """`sparse_attention` by the portable kernels, where a plan takes another one by itself."""
-    index, plans = inputs.index, portable_plans(inputs)
-    if index is None or plans is None:
+    plans = portable_plans(inputs)
+    if plans is None:
         raise Unsupported("it is what tilefold runs by itself here")
-    plan, backward = plans
-    return prepared(
-        inputs, lambda q, k, v: tilefold.sparse_attention(q, k, v, index, plan=plan, backward_plan=backward)
-    )
+    return prepared(inputs, tilefold_call(inputs, plan=plans[0], backward_plan=plans[1]))
 
 
 def _tilefold_refuses(case: Case, device: str) -> str | None:
@@ -99,40 +91,34 @@ def _beyond_causal(p: AttentionProblem) -> str | None:
     return None
 
 
-def _sdpa_refuses(backend: str) -> Callable[[Case, str], str | None]:
-    def refuses(case: Case, device: str) -> str | None:
-        p = case.problem
-        if device != "cuda" and backend in ("cudnn", "efficient"):
-            return "needs a GPU"
-        if p.dtype == "float32" and (backend == "cudnn" or (backend == "flash" and device == "cuda")):
-            return "takes float16 and bfloat16 only"
-        if backend == "cudnn" and not torch.backends.cudnn.is_available():
-            return "torch was built without cuDNN"
-        if p.varlen and backend not in ("cudnn", "flash"):
-            return "this adapter takes packed batches for cuDNN and FlashAttention-2 only"
-        if p.varlen and device != "cuda":
-            return "packed batches need a GPU"
-        return _beyond_causal(p)
-
-    return refuses
+def _sdpa_refuses(backend: str, case: Case, device: str) -> str | None:
+    p = case.problem
+    if device != "cuda" and backend in ("cudnn", "efficient"):
+        return "needs a GPU"
+    if p.dtype == "float32" and (backend == "cudnn" or (backend == "flash" and device == "cuda")):
+        return "takes float16 and bfloat16 only"
+    if backend == "cudnn" and not torch.backends.cudnn.is_available():
+        return "torch was built without cuDNN"
+    if p.varlen and backend not in ("cudnn", "flash"):
+        return "this adapter takes packed batches for cuDNN and FlashAttention-2 only"
+    if p.varlen and device != "cuda":
+        return "packed batches need a GPU"
+    return _beyond_causal(p)
 
 
-def _prepare_sdpa(backend: str) -> Callable[[Inputs], Calls]:
-    def prepare(inputs: Inputs) -> Calls:
-        from torch.nn.functional import scaled_dot_product_attention
+def _prepare_sdpa(backend: str, inputs: Inputs) -> Calls:
+    from torch.nn.functional import scaled_dot_product_attention
 
-        p = inputs.problem
-        # One query sees every key under a bottom-right causal mask, torch's top-left one would hide all but the first.
-        causal, grouped = p.causal and p.seq_q > 1, p.heads != p.kv_heads
+    p = inputs.problem
+    # One query sees every key under a bottom-right causal mask, torch's top-left one would hide all but the first.
+    causal, grouped = p.causal and p.seq_q > 1, p.heads != p.kv_heads
 
-        def function(*tensors: Tensor) -> Tensor:
-            q, k, v = (t.transpose(1, 2) for t in tensors)
-            return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
+    def function(*tensors: Tensor) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in tensors)
+        return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
 
-        packed = _packed_flash if backend == "flash" else _packed_sdpa
-        return prepared(inputs, packed(inputs) if p.varlen else function, lambda: sdpa_only(backend))
-
-    return prepare
+    packed = _packed_flash if backend == "flash" else _packed_sdpa
+    return prepared(inputs, packed(inputs) if p.varlen else function, lambda: sdpa_only(backend))
 
 
 def _packed_sdpa(inputs: Inputs) -> Function:
@@ -237,10 +223,8 @@ def flex_mask(inputs: Inputs) -> Any:
 
 def _fa4_refuses(case: Case, device: str) -> str | None:
     p, pattern = case.problem, case.pattern
-    if not importable("flash_attn.cute"):
-        return "flash-attn-4 is not installed"
-    if device != "cuda":
-        return "needs a GPU"
+    if why := absent("flash-attn-4", device, "flash_attn.cute"):
+        return why
     if torch.cuda.get_device_capability()[0] < 9:
         return "needs sm_90 or newer"
     if p.dtype == "float32":
@@ -302,7 +286,8 @@ def _fa4_lists(inputs: Inputs, index: BlockIndex) -> Any:
 
 
 def _sdpa(name: str, title: str, what: str) -> Peer:
-    return Peer(name, title, f"torch SDPA, {what}", "torch", _prepare_sdpa(name), _sdpa_refuses(name))
+    prepare, refuses = functools.partial(_prepare_sdpa, name), functools.partial(_sdpa_refuses, name)
+    return Peer(name, title, f"torch SDPA, {what}", "torch", prepare, refuses)
 
 
 _ALL = (
@@ -347,6 +332,7 @@ DENSE, SPARSE = (
         Judge,
         IMPLEMENTATIONS,
         DEFAULT_PEERS[name],
+        record=lambda case: {"density": case.density, "kept": case.kept, "dtype": case.dtype},
         prepare=_calls,
         replayed=lambda case: case.replayed,
         attention=True,

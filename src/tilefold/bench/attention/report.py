@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from tilefold.bench.attention.crossing import Crossing, crossing_of
-from tilefold.bench.family_report import OURS, cell_record, speedup
+from tilefold.bench.family_report import OURS, family_records, speedup
 from tilefold.bench.loop import OK
 from tilefold.bench.page import grouped_tables
 from tilefold.bench.records.record import LABELS, Sheet, digits, times
@@ -200,11 +200,7 @@ def plain_cell(cell: Cell | None, scale: float) -> str:
 
 def records_of(rows: Sequence[Row], setting: Setting) -> list[dict[str, Any]]:
     """One flat record per cell. Times in ms and us, rates in TFLOP/s; None where nothing was measured."""
-    return [cell_record(row, cell, setting, _case(row), _figures(row, cell)) for row in rows for cell in row.cells]
-
-
-def _case(row: Row) -> dict[str, Any]:
-    return {"density": row.case.density, "kept": row.case.kept, "dtype": row.case.dtype}
+    return family_records(rows, setting, _figures)
 
 
 def _figures(row: Row, cell: Cell) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,12 @@ class DecodeInputs:
     table: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of `attention_kvcache` and its plan."""
+        found = {"cache_seqlens": self.lengths, "block_table": self.table, "causal": self.case.causal}
+        return found | ({"k_scale": self.k_scale, "v_scale": self.v_scale} if self.case.cache else {})
 
     @cached_property
     def plain(self) -> "DecodeInputs":

@@ -3,6 +3,7 @@
 Those that know no pages or no quantised cache get the same numbers contiguous and in the queries' dtype, made before the clock
 starts; their times are then of another number of bytes, and their outputs are judged like all others."""
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from torch import Tensor
 import tilefold
 from tilefold.bench.decode.cases import DecodeCase, decode_cases
 from tilefold.bench.decode.inputs import DecodeInputs, DecodeJudge, make_decode_inputs
-from tilefold.bench.family import Calls, Family, Peer, by_name, each
+from tilefold.bench.family import Calls, Family, Peer, absent, by_name, each
 from tilefold.bench.implementation import output_of, sdpa_only
 from tilefold.bench.run import METHODS, Row
 from tilefold.errors import Unsupported
@@ -28,11 +29,9 @@ LEAST_PAGE = 16  # of what a contiguous cache is cut into for those who know pag
 # --- tilefold ---------------------------------------------------------------------------------------------------------------
 
 
-def attend_cached(inputs: DecodeInputs) -> Callable[[], Tensor]:
+def attend_cached(inputs: DecodeInputs, **more: Any) -> Callable[[], Tensor]:
     """The step as a user of tilefold calls it."""
-    i, case = inputs, inputs.case
-    options: dict[str, Any] = {"cache_seqlens": i.lengths, "block_table": i.table, "causal": case.causal}
-    options |= {"k_scale": i.k_scale, "v_scale": i.v_scale} if case.cache else {}
+    i, options = inputs, inputs.options | more
     return lambda: tilefold.attention_kvcache(i.q, i.k_cache, i.v_cache, **options)
 
 
@@ -45,17 +44,14 @@ def _plain_refuses(case: DecodeCase, device: str) -> str | None:
 # --- torch ------------------------------------------------------------------------------------------------------------------
 
 
-def _sdpa_refuses(backend: str) -> Callable[[DecodeCase, str], str | None]:
-    def refuses(case: DecodeCase, device: str) -> str | None:
-        if case.uneven:
-            return "it knows no lengths"
-        if backend == "math":
-            return None
-        if device != "cuda":
-            return "needs a GPU"
-        return "takes float16 and bfloat16 only" if case.dtype == "float32" else None
-
-    return refuses
+def _sdpa_refuses(backend: str, case: DecodeCase, device: str) -> str | None:
+    if case.uneven:
+        return "it knows no lengths"
+    if backend == "math":
+        return None
+    if device != "cuda":
+        return "needs a GPU"
+    return "takes float16 and bfloat16 only" if case.dtype == "float32" else None
 
 
 def _prepare_sdpa(backend: str) -> Callable[[Sequence[DecodeInputs]], Calls]:
@@ -106,16 +102,9 @@ def _flex_refuses(case: DecodeCase, device: str) -> str | None:
 # --- FlashAttention-4 (CuTe DSL) --------------------------------------------------------------------------------------------
 
 
-def _absent(package: str, modules: Sequence[str], device: str) -> str | None:
-    """Why a library cannot be used here at all: it has none of these modules, or there is no GPU."""
-    if not any(map(importable, modules)):
-        return f"{package} is not installed"
-    return None if device == "cuda" else "needs a GPU"
-
-
 def _fa4_refuses(case: DecodeCase, device: str) -> str | None:
     single = "takes float16 and bfloat16 only" if case.dtype == "float32" else None
-    return _absent("flash-attn-4", ("flash_attn.cute",), device) or single
+    return absent("flash-attn-4", device, "flash_attn.cute") or single
 
 
 def _prepare_fa4(sets: Sequence[DecodeInputs]) -> Calls:
@@ -161,7 +150,7 @@ def in_pages(inputs: DecodeInputs) -> tuple[Tensor, Tensor, Tensor, int]:
 
 def _flashinfer_refuses(case: DecodeCase, device: str) -> str | None:
     shared = "this adapter takes keys and values apart only" if case.shared else None
-    return _absent("flashinfer", ("flashinfer",), device) or shared
+    return absent("flashinfer", device, "flashinfer") or shared
 
 
 def _flashinfer_call(inputs: DecodeInputs) -> Callable[[], Tensor]:
@@ -191,7 +180,7 @@ def _flashinfer_call(inputs: DecodeInputs) -> Callable[[], Tensor]:
 
 
 def _vllm_refuses(case: DecodeCase, device: str) -> str | None:
-    return _absent("vllm", VLLM_MODULES, device) or ("takes one query a sequence" if case.queries > 1 else None)
+    return absent("vllm", device, *VLLM_MODULES) or ("takes one query a sequence" if case.queries > 1 else None)
 
 
 def _vllm_call(inputs: DecodeInputs) -> Callable[[], Tensor]:
@@ -222,7 +211,7 @@ DECODE_PEERS = by_name(
     Peer("plain", "tilefold plain", "the same with the cache contiguous and in the queries' dtype", "tilefold",
          each(lambda inputs: attend_cached(inputs.plain)), _plain_refuses),
     *(
-        Peer(name, title, what, "torch", _prepare_sdpa(name), _sdpa_refuses(name))
+        Peer(name, title, what, "torch", _prepare_sdpa(name), functools.partial(_sdpa_refuses, name))
         for name, title, what in (
             ("cudnn", "cuDNN", "torch SDPA, cuDNN backend"),
             ("flash", "FA2", "torch SDPA, flash backend (FlashAttention-2)"),

@@ -10,17 +10,7 @@ from tilefold.bench.family import Calls, Family, Peer, by_name, each, normal_num
 from tilefold.bench.matrix import eight
 from tilefold.bench.matrix.eight import EightCase
 from tilefold.bench.matrix.lowbit_peers import LIBRARIES
-from tilefold.bench.matrix.product import (
-    BYTES,
-    Call,
-    Operands,
-    WholeJudge,
-    name_of,
-    ours,
-    product_of,
-    roof_of,
-    unusual,
-)
+from tilefold.bench.matrix.product import BYTES, Call, Operands, WholeJudge, name_of, ours, product_of, roof_of, unusual
 from tilefold.quant import quantize_weight
 
 

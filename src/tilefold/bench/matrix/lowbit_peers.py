@@ -10,11 +10,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tilefold.bench.family import Calls, Peer, each
+from tilefold.bench.family import Calls, Peer, absent, each
 from tilefold.bench.matrix.eight import EightCase
 from tilefold.bench.matrix.product import Call, product_of
 from tilefold.errors import Unsupported
-from tilefold.ops.environment import importable
 
 NF4_BLOCK = 64
 
@@ -23,10 +22,8 @@ def _refuses(module: str, bits: tuple[int, ...], dtypes: tuple[str, ...], groups
     def refuses(case: Any, device: str) -> str | None:
         if isinstance(case, EightCase):
             return "multiplies 16-bit activations only"
-        if not importable(module):
-            return f"{module} is not installed"
-        if device != "cuda":
-            return "needs a GPU"
+        if why := absent(module, device, module):
+            return why
         if case.bits not in bits:
             return f"has {', '.join(map(str, bits))} bits only"
         if groups and case.group not in groups:

@@ -6,16 +6,7 @@ import torch
 from torch import Tensor
 
 from tilefold.bench.family import Judge, normal_numbers
-from tilefold.bench.matrix.product import (
-    BYTES,
-    Call,
-    Operands,
-    WholeJudge,
-    name_of,
-    ours,
-    torch_family,
-    unusual,
-)
+from tilefold.bench.matrix.product import BYTES, Call, Operands, WholeJudge, name_of, ours, torch_family, unusual
 from tilefold.reference import Comparison
 
 ITEMS = {**BYTES, "uint8": 1, "float64": 8}

@@ -139,9 +139,5 @@ def _lse(
 
 
 def _compared(pairs: list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]) -> list[str]:
-    wrong = []
-    for name, got, exact, plain in pairs:
-        verdict = compare(got, exact, plain)
-        if not verdict.ok:
-            wrong.append(f"{name}: {verdict}")
-    return wrong
+    verdicts = [(name, compare(got, exact, plain)) for name, got, exact, plain in pairs]
+    return [f"{name}: {verdict}" for name, verdict in verdicts if not verdict.ok]

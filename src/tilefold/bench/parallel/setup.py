@@ -167,21 +167,17 @@ def rates_of(work: Work, tokens: int, backward: bool, blocks: bool, device: torc
     found: list[Any] = [None]
     if dist.get_rank() == 0:
         least = min(BASE[device.type], tokens)
-        seconds, most = seconds_of(least, _nobody), tokens
+        seconds, most = seconds_of(least, lambda: None), tokens
         while most > 2 * least and seconds * (most / least) ** 2 > LONG:
             most //= 2
         if most > least:
-            least, seconds = most, seconds_of(most, _nobody)
+            least, seconds = most, seconds_of(most, lambda: None)
         found = [(seconds, least)]
     dist.broadcast_object_list(found, src=0)
     seconds, alone = found[0]
     flops = load_of(alone).flops
     each = together(seconds_of(alone, barrier)) if dist.get_world_size() > 1 else [seconds]
     return Rates(flops / seconds, alone, tuple(flops / one for one in each))
-
-
-def _nobody() -> None:
-    pass
 
 
 def step_of(call: Callable[..., torch.Tensor], inputs: Inputs, backward: bool) -> Callable[[], object]:

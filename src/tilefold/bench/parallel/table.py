@@ -39,20 +39,9 @@ class Line:
 
 
 HEAD = (
-    "way",
-    "tokens",
-    "direction",
-    "ms",
-    "predicted",
-    "TFLOP/s",
-    "of rank 0",
-    "of all",
-    "GB",
-    "predicted",
-    "hidden",
-    "exposed",
-    "waiting",
-)
+    "way", "tokens", "direction", "ms", "predicted", "TFLOP/s", "of rank 0", "of all", "GB", "predicted", "hidden",
+    "exposed", "waiting",
+)  # fmt: skip
 
 
 def cells_of(line: Line) -> tuple[str, ...]:

@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilefold.bench.timers import exported
-
-Span = tuple[float, float]
+from tilefold.bench.timers import Span, exported, joined
 
 
 class Hidden(NamedTuple):
@@ -30,16 +28,10 @@ class Hidden(NamedTuple):
         """Seconds of communication during which nothing else runs."""
         return self.communication - self.both
 
-    def __str__(self) -> str:
-        return (
-            f"{self.communication * 1e3:.2f} ms of transfers, {self.both * 1e3:.2f} ms ({self.share:.0%}) of them behind "
-            f"{self.computation * 1e3:.2f} ms of kernels"
-        )
-
 
 def hidden_of(communication: Iterable[Span], computation: Iterable[Span]) -> Hidden:
     """From (start, end) of every operation of each kind, in seconds, any order, overlapping or not."""
-    first, second = _joined(communication), _joined(computation)
+    first, second = joined(communication), joined(computation)
     both, i, j = 0.0, 0, 0
     while i < len(first) and j < len(second):
         both += max(0.0, min(first[i][1], second[j][1]) - max(first[i][0], second[j][0]))
@@ -48,17 +40,6 @@ def hidden_of(communication: Iterable[Span], computation: Iterable[Span]) -> Hid
         else:
             j += 1
     return Hidden(sum(b - a for a, b in first), sum(b - a for a, b in second), both)
-
-
-def _joined(spans: Iterable[Span]) -> list[Span]:
-    """Disjoint and ascending."""
-    found: list[Span] = []
-    for start, stop in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], stop))
-        else:
-            found.append((start, stop))
-    return found
 
 
 MARK = "tilefold: the measured call"

@@ -11,7 +11,6 @@ import tilefold
 from tilefold import sparse
 from tilefold.bench import timers
 from tilefold.bench.attention.cases import Case
-from tilefold.bench.attention.lists import Pattern
 from tilefold.bench.attention.peers import IMPLEMENTATIONS
 from tilefold.bench.family import Peer
 from tilefold.bench.implementation import Inputs
@@ -85,7 +84,7 @@ def profile_video(
         calls["pipeline, forward + backward"] = lambda: torch.autograd.grad(
             sparse.sparse_video_attention(**leaves, **made.options), [*leaves.values()], grad
         )
-    dense, notes = dense_calls(dense_case(shape), tensors, where, peers, grad if backward else None)
+    dense, notes = calls_of("dense", peers, Inputs(dense_case(shape), *tensors), where, grad if backward else None)
     timings = time_calls(calls | dense, where, rounds)
     costs = stage_costs(shape, made.listed, made.options["coarse"].kind)
     beside = {ALONE: index_cost(shape, made.index.capacity)}
@@ -200,44 +199,19 @@ def dense_case(shape: VideoShape, queries: int | None = None) -> Case:
     return Case("dense", AttentionProblem(shape.batch, rows, keys, *heads, shape.dim, shape.dim, dtype=shape.dtype))
 
 
-def dense_calls(
-    case: Case,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    where: str,
-    peers: tuple[str, ...],
-    grad: Tensor | None = None,
-) -> tuple[dict[str, Call], list[str]]:
-    """(calls of the peers by their titles, forward, and with a grad forward + backward; why any of them is missing)."""
-    return _calls_of("dense", [IMPLEMENTATIONS[name] for name in peers], Inputs(case, *tensors), where, grad)
-
-
-def listed_calls(
-    case: Case,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    index: BlockIndex,
-    sparsity: float,
-    where: str,
-    peers: tuple[str, ...],
-) -> tuple[dict[str, Call], list[str]]:
-    """The same of peers that follow lists, over those of the fine stage; sparsity: per cent, as it was asked for."""
-    known = implementations()
-    listed = Case("sparse", case.problem, Pattern("random", sparsity, index.block_q, index.block_k))
-    return _calls_of("lists", [known[name] for name in peers], Inputs(listed, *tensors, index), where)
-
-
 def implementations() -> dict[str, Peer]:
     """Everybody who may take part, by name: dense PEERS, and LISTED, who follow lists ("fa4-lists": fa4 over them)."""
     known = {name: IMPLEMENTATIONS[name] for name in ("tilefold", *PEERS, *LISTED) if name in IMPLEMENTATIONS}
     return known | {"fa4-lists": replace(IMPLEMENTATIONS["fa4"], name="fa4-lists")}
 
 
-def _calls_of(
-    kind: str, peers: Sequence[Peer], inputs: Inputs, where: str, grad: Tensor | None = None
+def calls_of(
+    kind: str, names: Sequence[str], inputs: Inputs, where: str, grad: Tensor | None = None
 ) -> tuple[dict[str, Call], list[str]]:
-    """(calls by "kind title", why any peer is missing)."""
+    """(calls of the peers by "kind title", forward, and with a grad forward + backward; why any of them is missing)."""
     calls: dict[str, Call] = {}
     notes = []
-    for peer in peers:
+    for peer in map(implementations().__getitem__, names):
         if why := peer.refuses(inputs.case, where):
             notes.append(f"{peer.title}: {why}")
             continue

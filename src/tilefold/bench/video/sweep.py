@@ -10,6 +10,8 @@ from torch import Tensor
 
 import tilefold
 from tilefold import reference, sparse
+from tilefold.bench.attention.cases import Case
+from tilefold.bench.attention.lists import Pattern
 from tilefold.bench.implementation import Inputs
 from tilefold.bench.judge import Judge, verdict_of
 from tilefold.bench.loop import OK, WRONG, first_line
@@ -20,9 +22,8 @@ from tilefold.bench.video.stages import (
     TOTAL,
     Made,
     VideoInputs,
-    dense_calls,
+    calls_of,
     dense_case,
-    listed_calls,
     listed_pairs,
     self_attention,
     time_calls,
@@ -201,13 +202,17 @@ def measure_point(
         if point.queries is None
         else cached_step(point, inputs, coarse, select)
     )
-    tensors = inputs.q, inputs.k, inputs.v
-    dense, notes = dense_calls(case, tensors, where, tuple(name for name in peers if name in PEERS))
-    others = tuple(name for name in peers if name in LISTED)
-    listed, more = listed_calls(case, tensors, made.index, point.sparsity, where, others)
+    tensors, index = (inputs.q, inputs.k, inputs.v), made.index
+    lists = Case("sparse", case.problem, Pattern("random", point.sparsity, index.block_q, index.block_k))
+    whole, over_lists = Inputs(case, *tensors), Inputs(lists, *tensors, index)
+    dense, notes = calls_of("dense", [name for name in peers if name in PEERS], whole, where)
+    listed, more = calls_of("lists", [name for name in peers if name in LISTED], over_lists, where)
     notes += more
-    judge = Judge(Inputs(case, *tensors, made.index))
-    verdicts = {**_own_verdicts(point, inputs, made, judge), **_dense_verdicts(point, inputs, dense)}
+    judge = Judge(over_lists)
+    verdicts = _own_verdicts(point, inputs, made, judge)
+    if dense:
+        every_pair = Judge(whole)
+        verdicts |= {name: every_pair.verdict(call()) for name, call in dense.items()}
     verdicts |= {name: judge.verdict(call()) for name, call in listed.items()}
     for name, verdict in verdicts.items():
         if not verdict.ok:
@@ -309,10 +314,3 @@ def _own_verdicts(point: Point, inputs: VideoInputs, made: Made, judge: Judge) -
     fine: Any = made.calls[FINE]()
     want, plain = mixed(judge.want[0], torch.float64), mixed(judge.plain[0], q.dtype)
     return {FINE: judge.verdict(fine), TOTAL: verdict_of((made.out,), [(made.out[:, rows], want, plain)])}
-
-
-def _dense_verdicts(point: Point, inputs: VideoInputs, dense: dict[str, Callable[[], Any]]) -> dict[str, Comparison]:
-    if not dense:
-        return {}
-    judge = Judge(Inputs(dense_case(point.shape, point.queries), inputs.q, inputs.k, inputs.v))
-    return {name: judge.verdict(call()) for name, call in dense.items()}
