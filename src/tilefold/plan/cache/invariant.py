@@ -262,8 +262,8 @@ def _stages(plan: InvariantPlan) -> int:
     tile, size = plan.block_n * problem.row_bytes, problem.attention.itemsize
     others = plan.block_m * (problem.block_k + problem.block_rest + plan.block_n) * size + 4096
     spare = 0 if plan.block_m >= 64 and device.has("shared operands") and size == 2 else 1
-    rooms = (device.smem_per_sm // 2 - others, device.smem_per_block - others)
-    for room in rooms[plan.grid <= device.sms :]:
+    shared = (device.smem_per_sm // 2 - others, device.smem_per_block - others)
+    for room in shared[plan.grid <= device.sms :]:
         if room >= (2 - spare) * tile:
             return max(1, min(3, spare + room // tile))
     return 1
