@@ -25,10 +25,12 @@ _REFUSED = {
     "head_mask": "drop the head mask",
     "output_attentions": "attention weights are never written to memory: use attn_implementation='eager'",
     "cache": "of caches only continuous batching's, with cu_seq_lens_k by kind of layer, is served",
+    "block_table": "of block tables only continuous batching's, with its cache, are served",
     "indices": "attention over chosen keys is not served: use attn_implementation='eager'",
     "block_indices": "attention over chosen blocks is not served: use attn_implementation='eager'",
     "sinks": "sinks have to come as s_aux",
 }
+_BIASED = "position_bias is not served with packed sequences: it goes by places in the row"
 
 
 class _View(NamedTuple):
@@ -83,12 +85,15 @@ def attention_forward(
         facts: dict[str, Any] = {"cu_seq_lens_k": cu_seq_lens_k, "max_length_k": max_length_k}
         cache = others.pop("cache", None)
         facts |= {name: others.pop(name, None) for name in ("read_index", "write_index", "block_table")}
-        facts["cu_seq_lens_q"] = cu_seq_lens_q
         _refuse(others)  # before the cache is written
+        if position_bias is not None:
+            raise Unsupported(_BIASED)
+        if dropout and facts["block_table"] is not None:
+            raise Unsupported(f"attn_implementation='tilefold' has no dropout over block tables, got {dropout}")
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=facts)
         if facts["block_table"] is not None:
             changes = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
-            return _decoded(query, key, value, facts, sliding_window, changes), None
+            return _decoded(query, key, value, facts, cu_seq_lens_q, sliding_window, changes), None
         cu_seq_lens_k, max_length_k, attention_mask = facts["cu_seq_lens_k"], facts["max_length_k"], None
     _refuse(others)
     again = attention_mask.again if isinstance(attention_mask, Visible) and not torch.compiler.is_compiling() else None
@@ -139,7 +144,7 @@ def attention_forward(
             view = view._replace(bias=None if view.bias is None else view.bias[..., : view.end])
         return attention(q, k, v, mask=view.mask, bias=view.bias, **options), None
     if view.bias is not None:
-        raise Unsupported("position_bias is not served with packed sequences: it goes by places in the row")
+        raise Unsupported(_BIASED)
     # One row after the other: a view where projections made the tensors, a copy where a cache with several rows did.
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     out = attention_varlen(q, k, v, *packed, **options)
@@ -147,10 +152,11 @@ def attention_forward(
 
 
 def _decoded(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, facts: dict[str, Any], window: int | None,
-    changes: dict[str, Any],
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, facts: dict[str, Any], queries: torch.Tensor | None,
+    window: int | None, changes: dict[str, Any],
 ) -> torch.Tensor:  # fmt: skip
-    """A token of each sequence, [1, heads, sequences, dim], over the pages of its cache, to which its key and value go.
+    """A token of each sequence, [1, heads, sequences, dim], over the pages of its cache, to which its key and value go.  queries:
+    [sequences + 1] offsets of the tokens.
 
     Sequences that pad the batch have no keys and no pages: nothing is written, and their rows are 0."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [sequences, heads, dim]
@@ -158,9 +164,7 @@ def _decoded(
     lengths = offsets[1 : len(q) + 1] - offsets[: len(q)]  # the new token's included
     pages = {"block_table": facts["block_table"]}
     before = (lengths - 1).clamp_min(0)
-    kvcache_append(
-        k, v, facts["k_cache"], facts["v_cache"], cache_seqlens=before, cu_seqlens=facts["cu_seq_lens_q"], **pages
-    )
+    kvcache_append(k, v, facts["k_cache"], facts["v_cache"], cache_seqlens=before, cu_seqlens=queries, **pages)
     seen = None if window is None else (window - 1, 0)
     out = attention_kvcache(
         q[:, None],

@@ -154,12 +154,21 @@ def test_sequences_that_pad_a_batch(numerics):
     assert torch.equal(k_cache, before)
 
 
-def test_what_is_refused_is_refused_before_the_cache_is_written():
+@pytest.mark.parametrize(
+    ("refused", "match"),
+    [
+        ({"block_indices": 1}, "does not take block_indices"),
+        ({"position_bias": torch.zeros(1, 2, 5, 5)}, "position_bias is not served with packed sequences"),
+        ({"block_table": 1, "dropout": 0.1}, "no dropout over block tables, got 0.1"),
+        ({"block_table": 1, "cu_seq_lens_k": None}, "does not take block_table"),
+    ],
+    ids=["block_indices", "position_bias", "dropout", "no cache"],
+)
+def test_what_is_refused_is_refused_before_the_cache_is_written(refused, match):
     q = torch.randn(1, 2, 5, 16)
-    with pytest.raises(tilefold.errors.Unsupported, match="does not take block_indices"):
-        AttentionInterface()["tilefold"](
-            torch.nn.Identity(), q, q, q, None, cu_seq_lens_k={}, max_length_k={}, cache=None, block_indices=q
-        )
+    asked = {"cu_seq_lens_k": {}, "max_length_k": {}, "cache": None} | refused
+    with pytest.raises(tilefold.errors.Unsupported, match=match):
+        AttentionInterface()["tilefold"](torch.nn.Identity(), q, q, q, None, **asked)
 
 
 def test_unregister_gives_the_manager_its_own_check_back():

@@ -219,7 +219,7 @@ def hopper_tile(problem: AttentionProblem, device: Device) -> Tile:
     K, and for V, as many as a bias or a mask leaves room for.
 
     128 keys, or 64 where V is wider than 128 (its accumulator and 128 scores a row would fill the registers) or where there is
-    no room for two buffers."""
+    no room for two buffers.  Head dims from SPLIT_FROM on: 64 queries of two warpgroups, 32 keys."""
     widths = widths_of(problem)
     if is_split(problem):
         made = [Tile(block_m=64, block_n=32, num_warps=4, num_stages=stages) for stages in (4, 3, 2, 1)]
