@@ -59,7 +59,7 @@ def distance(score, batch, head, q_index, kv_index, args):
 
 def case_of(mod: Mod, tokens: int, heads: int, device: str) -> Case:
     args = tuple(one.to(device) if isinstance(one, Tensor) else one for one in mod.args(tokens, heads))
-    flex = tanh_by_instruction if mod.name == "softcap_rational" and device == "cuda" else mod.in_torch(args, tokens)
+    flex = tanh_by_instruction if mod.name == "softcap_approximate" and device == "cuda" else mod.in_torch(args, tokens)
     return Case(
         mod.name,
         mod.options(args),

@@ -209,6 +209,7 @@ import triton
 import triton.language as tl
 
 import tilefold
+from tilefold.device import approximate
 
 torch.set_default_device("cuda")  # without a GPU: TRITON_INTERPRET=1, and not this line
 q, k, v = (torch.randn(1, 256, 4, 64, dtype=torch.bfloat16) for _ in range(3))

@@ -6,10 +6,12 @@ from types import MappingProxyType
 
 import pytest
 import torch
+from gallery import softcap_approximate
 
 import tilefold
 from cases import hold, hopper, hopper_plan, judge, packed, qkv, rand
 from cases.device import DEVICE, SM_90, alike_every_run, captured, followed
+from cases.gradient import gradients, judged, oracle, upstream
 from cases.hopper import held, held_packed
 from cases.mods import alone, filled, slanted, sliding, sliding_twin, users
 from tilefold import masks, reference
@@ -439,6 +441,20 @@ def test_user_is_taken_and_compiled_once_for_all_numbers():
         plain = reference.attention(q[:, -64:], k, v, dtype=BF, mask_mod=sliding_twin, mask_args=(reach,))
         out = tilefold.attention(q, k, v, mask_mod=sliding, mask_args=(reach,))
         judge(out[:, -64:], twin[0], plain[0], f"out {reach}")
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_tanh_by_one_instruction(dim):
+    """As the softcap that is built in, forward and backward, in the kernels for sm_90."""
+    tensors = qkv(2, 333, 1001, 4, 2, dim, dtype=BF, device=DEVICE)
+    capped = {"score_mod": softcap_approximate, "score_args": (2.0,)}
+    assert tilefold.attention_plan(*tensors, **capped).kernel == HOPPER
+    out = tilefold.attention(*tensors, **capped)
+    wanted, plain = (reference.attention(*tensors, softcap=2.0, **how)[0] for how in ({}, {"dtype": BF}))
+    judge(out, wanted, plain, "out")
+    dout, _ = upstream(tensors[0], tensors[2], lse=False)
+    exact, rounded = (oracle(tensors, dout, None, dtype, softcap=2.0) for dtype in (torch.float64, BF))
+    judged(gradients(tensors, dout, None, **capped), exact, rounded, f"{dim}")
 
 
 def test_a_mod_that_cannot_be_inlined_runs_in_a_portable_kernel():

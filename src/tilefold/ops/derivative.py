@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from triton.language import math
 
+from ..device import approximate
 from ..errors import Unsupported
 
 Node = ast.expr
@@ -30,9 +31,9 @@ def derivative_of(mod: Any) -> Any:
     """The derivative of a score_mod by the score, in its own arguments.
 
     Differentiable: + - * /, unary minus, tl.where, exp, exp2, log, log2, sqrt, rsqrt, sin, cos, erf, abs, minimum, maximum, clamp
-    and fma; libdevice's tanh, exp, expm1, log1p; conditional expressions and statements whose condition does not depend on the
-    score; .to(dtype); other @triton.jit functions of these.  Of two equal arguments of maximum and minimum the first counts; abs
-    has derivative 0 at 0, clamp 1 at its limits.
+    and fma; libdevice's tanh, exp, expm1, log1p; device.approximate's tanh; conditional expressions and statements whose condition
+    does not depend on the score; .to(dtype); other @triton.jit functions of these.  Of two equal arguments of maximum and minimum
+    the first counts; abs has derivative 0 at 0, clamp 1 at its limits.
 
     Raises Unsupported, naming the mod, the line and the expression, for anything else that depends on the score."""
     function = getattr(mod, "fn", mod)
@@ -359,9 +360,10 @@ UNARY = {
     "erf": f"1.1283791670955126 * {OWN}.exp(-(x * x)) * d",
     "abs": f"{OWN}.where(x > 0, d, {OWN}.where(x < 0, -d, 0.0))",
 }
+TANH = "(1.0 - y * y) * d"
 LIBDEVICE = {
     **{name: UNARY[name] for name in ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "erf")},
-    "tanh": "(1.0 - y * y) * d",
+    "tanh": TANH,
     "expm1": "(y + 1.0) * d",
     "log1p": "d / (1.0 + x)",
     "abs": UNARY["abs"],
@@ -377,6 +379,7 @@ RULES: dict[Any, Rule] = {
     math.fma: _fma,
     math.div_rn: _divided,
     math.fdiv: _divided,
+    approximate.tanh: _unary(TANH),
 }
 
 

@@ -14,7 +14,7 @@ from cases import graph_gives, qkv, relative, squashed, squashed_twin
 from cases.gradient import check_gradients
 from sources import run_source
 from tilefold import Unsupported
-from tilefold.device import mods
+from tilefold.device import approximate, mods
 from tilefold.ops import derivative
 from tilefold.ops.derivative import derivative_of, is_one
 
@@ -29,7 +29,7 @@ def squared_plus(x, y):
     return z + y
 
 
-SPACE = {"tl": tl, "squared_plus": squared_plus, "mods": mods}
+SPACE = {"tl": tl, "squared_plus": squared_plus, "mods": mods, "approximate": approximate}
 
 
 def made(body, space=SPACE):
@@ -130,6 +130,7 @@ squared_plus(score, 3 * score)
 squared_plus(y=score, x=2.0)
 squared_plus(2.0, 3.0) + score
 mods.softcap_exact(score, batch, head, q_index, kv_index, (3.0,))
+approximate.tanh(2 * score) + score
 tl.load(args) if False else score
 score.to(tl.float64) * 2
 tl.zeros_like(score) + score

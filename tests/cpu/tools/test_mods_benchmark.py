@@ -57,17 +57,13 @@ def test_rows_come_in_parts_and_by_name(tmp_path):
 
 
 def test_the_mods_are_their_sources():
-    """Buckets as T5's code counts them, and how far the rational softcap is from tanh."""
+    """Buckets as T5's code counts them."""
     apart = torch.arange(-300, 301)
     zero = torch.zeros((), dtype=torch.int64)
     found = gallery.t5_buckets_twin(0, zero, zero, zero, apart, (torch.arange(32.0)[None],))
     far = 8 + ((apart.abs().clamp(min=1).double() / 8).log() / math.log(128 / 8) * 8 + 1e-9).long()
     wanted = (apart > 0) * 16 + torch.where(apart.abs() < 8, apart.abs(), far.clamp(max=15))
     assert torch.equal(found.long(), wanted)
-    x = torch.linspace(-4, 4, 1001, dtype=torch.float64)
-    off = (gallery.softcap_rational_twin(x, zero, zero, zero, zero, (1.0,)) - x.tanh()).abs()
-    assert off[x.abs() <= 1].max() < 4e-4
-    assert off.max() < 0.02
     ends = gallery.ends_of(64)
     assert all(
         ends[j] <= ends[i] for i in range(64) for j in range(i, int(ends[i]))
