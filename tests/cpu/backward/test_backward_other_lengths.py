@@ -167,11 +167,13 @@ def test_tiles_decide_the_plan(seq_q, seq_k, more, heads, dim, batch, sides, det
     sides = sides if tokens or sides[1] == (-1, -1) else (True, (-1, -1))
     problem = AttentionProblem(batch, seq_q, seq_k, *heads, dim, dim, "bfloat16", *sides, tokens is not None)
     other = replace(problem, seq_q=max(1, seq_q + more), seq_k=max(1, seq_k + more))
-    group, forward = heads[0] // heads[1], plan_forward(problem, device)
-    alike = lengths_alike(seq_q, seq_k, group)
-    if alike is None or lengths_alike(other.seq_q, other.seq_k, group) != alike:
+    alike = lengths_alike(seq_q, seq_k)
+    if alike is None or lengths_alike(other.seq_q, other.seq_k) != alike:
         return
-    if isinstance(forward, DecodePlan) or not shared_by_tiles(forward):
+    if any(
+        isinstance(each, DecodePlan) or not shared_by_tiles(each)
+        for each in (plan_forward(n, device) for n in (problem, other))
+    ):
         return
     shifted = other.seq_k - other.seq_q != seq_k - seq_q
     if not tokens and (shifted or (2 * seq_q >= seq_k) != (2 * other.seq_q >= other.seq_k)):

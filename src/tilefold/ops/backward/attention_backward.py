@@ -223,22 +223,21 @@ def _bound_anew(
 
 
 def _key_of_tiles(prepared: Any, tensors: tuple[torch.Tensor, ...], call: Call, key: Any) -> Any:
-    """What is the same of calls that make the same tiles in the forward pass exactly if they do in the backward pass of the
-    kernel that keeps dS, whose tiles are of 64 tokens, or of packed sequences; None for other calls.  key: of `_bound`."""
+    """The key of calls of a family that make the same tiles in the backward pass, of the kernel that keeps dS, whose tiles are of
+    64 tokens, or of packed sequences; None for other calls.  key: of `_bound`."""
     if prepared.shared is None:
         return None
     at = 0 if call.packed is not None else 2 if call.layout == "bhsd" else 1
-    alike: tuple[Any, ...] = ()
-    if call.packed is None:
-        rows, keys = (t.shape[at] for t in tensors[:2])
-        if window_of(call.window, call.causal) not in ((-1, -1), (-1, 0)):
-            return None
+    rows, keys = attention.lengths_of_call(*tensors[:2], call)
+    if call.packed is not None:
+        alike: tuple[Any, ...] = (attention.mean_of_call(tensors[0], call),)  # which kernel is taken
+    elif window_of(call.window, call.causal) in ((-1, -1), (-1, 0)):
         alike = keys - rows, 2 * rows >= keys
     else:
-        alike = (prepared.problem.mean_q,)  # which kernel is taken
+        return None
     dout, out, dlse, *others = key
     sides = [(side_of(facts, at), facts[2][at]) for facts in (dout, out)]
-    return *alike, *sides, dlse and dlse[3:], *others
+    return attention.dense_rules().lengths_alike(rows, keys), *alike, *sides, dlse and dlse[3:], *others
 
 
 def _bind_gluon(

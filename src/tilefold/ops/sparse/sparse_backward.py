@@ -191,15 +191,15 @@ def _bound_anew(
 
 
 def _key_of_tiles(prepared: Any, call: "Call", key: Any) -> Any:
-    """What is the same of calls that make the same tiles in the forward pass exactly if they do in the backward pass; None for
-    other calls.  key: of `_bound`."""
+    """The key of calls of a family that make the same tiles; None for other calls.  key: of `_bound`."""
     if prepared.shared is None:
         return None
     dout, out, dlse, *turned = key
     at, lists = 2 if call.layout == "bhsd" else 1, call.lists
     strides = [None if t is None else t.stride() for t in lists[:4]]
     sides = [(side_of(facts, at), facts[2][at]) for facts in (dout, out)]
-    return -(-lists.seq_k // lists.block_k), *strides, *sides, dlse and dlse[3:], *turned
+    blocks = -(-lists.seq_q // lists.block_q), -(-lists.seq_k // lists.block_k)
+    return *blocks, *strides, *sides, dlse and dlse[3:], *turned
 
 
 def _plan(
