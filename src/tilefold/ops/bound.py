@@ -46,12 +46,13 @@ class Bound:
     there, so that kernels share a table.  A parameter without a value is what a call gives by its name; KeyError names one that
     nobody gives."""
 
-    __slots__ = ("_as_given", "_flat", "_made", "_rest", "_slots", "_template", "_values", "launch", "names")
+    __slots__ = ("_as_given", "_flat", "_made", "_places", "_rest", "_slots", "_template", "_values", "launch", "names")
 
     def __init__(self, launch: "Launch", given: Sequence[str], values: Mapping[str, Any]) -> None:
         self.launch = launch
         self._values: tuple[Mapping[str, Any], ...] = (values,)
         self.names = launch.names
+        self._places = _places_of(self.names)
         self._template: list[Any] = [values.get(name, name) for name in self.names]
         as_given: list[tuple[int, int]] = []
         made: list[tuple[int, int, Callable[[Any], Any]]] = []
@@ -169,19 +170,20 @@ class Bound:
         values: more than the kernel has may be there; a Slot makes its argument of what the slot of this name does.  KeyError for
         another value of a slot.  given: what a call gives, whose tensors' lengths descriptors get that are `like` this one's."""
         made = object.__new__(Bound)
-        made.names, made._template = self.names, self._template.copy()
+        made.names, made._places, made._template = self.names, self._places, self._template.copy()
         made._values, made._as_given, made._slots = (*self._values, values), self._as_given, self._slots
-        template, places, alike = made._template, _places_of(self.names), True
+        template, places, slots, alike = made._template, self._places, self._slots, True
         makes: dict[int, Any] = {}
         for name, value in values.items():
             at = places.get(name)
-            if at is None or (value == template[at] and at not in self._slots):
+            if at is None:
                 continue
-            if (type(value) is Slot) != (at in self._slots):
+            slot = type(value) is Slot
+            if slot != (at in slots):
                 raise KeyError(f"{self.launch.fn.__name__} has no parameter {name!r} that is the same in all calls")
-            if type(value) is Slot:
+            if slot:
                 makes[at] = value.make
-            else:
+            elif value != template[at]:
                 alike = alike and self.launch.alike(at, template[at], value)
                 template[at] = value
         if given:
@@ -244,7 +246,7 @@ class Box:
 
     Making one anew costs the host 3 us of checks that the first one already passed; `over` skips them."""
 
-    __slots__ = ("_fields", "_kind", "describe", "rows")
+    __slots__ = ("_fields", "_kind", "_shape", "describe", "rows")
 
     def __init__(
         self,
@@ -268,7 +270,7 @@ class Box:
             extra = () if layout is None else (layout,)
             checked = _CHECKED[key] = kind, {**kind(tensor, shape, strides, block, *extra).__dict__, "base": None}
         self._kind, fields = checked
-        self._fields = {**fields, "shape": shape, "strides": strides}
+        self._fields, self._shape = {**fields, "strides": strides}, shape
 
     def like(self, tensor: torch.Tensor) -> "Box":
         """That of a tensor which differs from this one's in its length, and in strides that follow."""
@@ -276,13 +278,13 @@ class Box:
         if self.rows is None:
             return self.describe(tensor)
         at, strides = self.rows
-        shape = self._fields["shape"]
         length = tensor.shape[at]
         if length == 1 or tensor.stride()[at:] != strides:
             return self.describe(tensor)
         made = object.__new__(Box)
-        made._kind, made.rows, made.describe = self._kind, self.rows, self.describe
-        made._fields = {**self._fields, "shape": [*shape[:2], length, *shape[3:]]}
+        made._kind, made._fields, made.rows, made.describe = self._kind, self._fields, self.rows, self.describe
+        made._shape = self._shape.copy()
+        made._shape[2] = length
         return made
 
     def over(self, tensor: torch.Tensor) -> Any:
@@ -290,7 +292,7 @@ class Box:
         descriptor = object.__new__(self._kind)
         fields = descriptor.__dict__
         fields.update(self._fields)
-        fields["base"] = tensor
+        fields["base"], fields["shape"] = tensor, self._shape
         return descriptor
 
 
@@ -317,12 +319,13 @@ def _attribute(of: str, path: str) -> Slot:
 
 def strides_named(letter: str, strides: Sequence[int], dims: str | tuple[str, ...]) -> dict[str, int]:
     """The values of stride_qb, stride_qm, stride_qh for ("q", strides, "bmh"); of a packed tensor the last two."""
-    return dict(zip(_stride_names(letter, dims[-len(strides) :]), strides, strict=True))
+    return dict(zip(stride_names(letter, dims, len(strides)), strides, strict=True))
 
 
 @functools.cache
-def _stride_names(letter: str, dims: str | tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(f"stride_{letter}{dim}" for dim in dims)
+def stride_names(letter: str, dims: str | tuple[str, ...], count: int) -> tuple[str, ...]:
+    """The names of the last `count` of these."""
+    return tuple(f"stride_{letter}{dim}" for dim in dims[-count:])
 
 
 @functools.cache

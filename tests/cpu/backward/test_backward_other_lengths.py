@@ -146,6 +146,23 @@ def test_what_is_no_length_is_bound_anew(on_sm_90):
     assert with_dlse is not both((q, k, v, out), dout, lse, call)
 
 
+@pytest.mark.parametrize("at", range(3), ids="qkv")
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "packed"])
+@pytest.mark.parametrize("dim", [96, 128])
+def test_rows_of_another_stride_are_read_where_they_lie(dim, layout, at, on_sm_90, monkeypatch):
+    """The packed kernel that adds dq in memory reads ends of sequences by the strides of q, k and v."""
+    for n in (1033, 1039):
+        call = packed((n, n)) if layout == "packed" else Call(causal=True, layout=layout)
+        tensors, *others = made(n, n, (8, 2), dim, layout)
+        if n == 1039:
+            one = tensors[at]
+            apart = torch.empty(*one.shape[:-1], 3 * dim, dtype=one.dtype, device="meta")[..., :dim]
+            tensors = (*tensors[:at], apart, *tensors[at + 1 :])
+        again = both(tensors, *others, call)
+    monkeypatch.setattr(records, "CACHE", {})
+    assert told(again, tensors, *others, call) == told(both(tensors, *others, call), tensors, *others, call)
+
+
 @examples(300)
 @given(
     seq_q=st.integers(128, 9000),

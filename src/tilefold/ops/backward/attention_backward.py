@@ -9,7 +9,7 @@ from ...errors import DtypeError
 from ..bound import Bound, Example
 from ..call import Call, window_of
 from ..dense import attention
-from ..dense.attention_parts import band_of, dims_of, kind_of, lengths_of, option_values, side_of
+from ..dense.attention_parts import band_of, dims_of, kind_of, lengths_of, option_values
 from ..device import device_of, interpreting
 from ..first_call import without_collector
 from ..hopper import chosen_or_none, disabled
@@ -227,16 +227,16 @@ def _key_of_tiles(prepared: Any, tensors: tuple[torch.Tensor, ...], call: Call, 
     64 tokens, or of packed sequences; None for other calls.  key: of `_bound`."""
     if prepared.shared is None:
         return None
-    at = 0 if call.packed is not None else 2 if call.layout == "bhsd" else 1
     rows, keys = attention.lengths_of_call(*tensors[:2], call)
-    if call.packed is not None:
-        alike: tuple[Any, ...] = (attention.mean_of_call(tensors[0], call),)  # which kernel is taken
+    alike: tuple[Any, ...]
+    if call.packed is not None:  # the mean says which kernel is taken, which may read q, k and v by their strides
+        at, alike = 0, (attention.mean_of_call(tensors[0], call), *[t.stride() for t in tensors[:3]])
     elif window_of(call.window, call.causal) in ((-1, -1), (-1, 0)):
-        alike = keys - rows, 2 * rows >= keys
+        at, alike = 2 if call.layout == "bhsd" else 1, (keys - rows, 2 * rows >= keys)
     else:
         return None
     dout, out, dlse, *others = key
-    sides = [(side_of(facts, at), facts[2][at]) for facts in (dout, out)]
+    sides = [(facts[0], facts[2][at], facts[3:]) for facts in (dout, out)]
     return attention.dense_rules().lengths_alike(rows, keys), *alike, *sides, dlse and dlse[3:], *others
 
 

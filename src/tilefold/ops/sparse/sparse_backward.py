@@ -8,7 +8,7 @@ import torch
 from ...errors import DtypeError, Unsupported
 from ..backward.backward_parts import ROWS, boxes, delta_bound, readable, score_slope, side_strides, slopes_of, tiled
 from ..bound import Bound, Example, attribute, meta
-from ..dense.attention_parts import dims_of, lengths_of, side_of
+from ..dense.attention_parts import dims_of, lengths_of
 from ..device import device_of, interpreting
 from ..first_call import without_collector
 from ..operator import differentiable, first_derivative
@@ -197,7 +197,7 @@ def _key_of_tiles(prepared: Any, call: "Call", key: Any) -> Any:
     dout, out, dlse, *turned = key
     at, lists = 2 if call.layout == "bhsd" else 1, call.lists
     strides = [None if t is None else t.stride() for t in lists[:4]]
-    sides = [(side_of(facts, at), facts[2][at]) for facts in (dout, out)]
+    sides = [(facts[0], facts[2][at], facts[3:]) for facts in (dout, out)]
     blocks = -(-lists.seq_q // lists.block_q), -(-lists.seq_k // lists.block_k)
     return *blocks, *strides, *sides, dlse and dlse[3:], *turned
 
