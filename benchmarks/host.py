@@ -3,7 +3,7 @@
     PYTHONPATH=src python benchmarks/host.py [--only kvcache] [--profile] [--stages] [--before ../before/src [--rounds 5]]
 
 With a GPU: the time until a call returns, beside torch's SDPA.  Without: CPU time of the thread, the least of many short runs,
-with plans for an H200, the driver's launches and the system's part of allocations left out, beside an autograd function that only
+with plans for an H200, without the driver's launches and the system's part of allocations, beside an autograd function that only
 allocates.  Rows that begin with "new" have lengths that no call had before.  --before: the same of another checkout, in turns, and
 both beside SDPA.  --stages: by steps of a warm call, and by checks, problem, plan, binding and launch of a new length."""
 

@@ -189,8 +189,8 @@ class Bound:
         if given:
             for at, place, make in self._made:
                 box = getattr(make, "__self__", None)
-                if type(box) is Box and box.describe is not None:
-                    makes[at] = box.like(given[place]).over
+                if type(box) is Box and box.describe is not None and (own := box.like(given[place])) is not box:
+                    makes[at] = own.over
         made._made = (
             tuple([(at, place, makes.get(at, make)) for at, place, make in self._made]) if makes else self._made
         )
@@ -242,11 +242,11 @@ _CHECKED: dict[Any, tuple[Any, dict[str, Any]]] = {}  # a descriptor's class and
 
 
 class Box:
-    """A host tensor descriptor that moves from tensor to tensor of the same shape and strides.
+    """A host tensor descriptor that moves from tensor to tensor of the same shape and strides, or of another length.
 
     Making one anew costs the host 3 us of checks that the first one already passed; `over` skips them."""
 
-    __slots__ = ("_fields", "_kind", "_shape", "describe", "rows")
+    __slots__ = ("_fields", "_kind", "describe", "rows")
 
     def __init__(
         self,
@@ -258,7 +258,9 @@ class Box:
         layout: Any = None,
     ) -> None:
         """kind: Gluon's descriptor, which also has the layout of the box in shared memory; None: Triton's."""
-        self.rows: tuple[int, tuple[int, ...]] | None = None  # of `like`: the length's place, and the strides behind it
+        self.rows: tuple[int, tuple[int, ...]] | None = (
+            None  # where a tensor has its length, and the strides from there on
+        )
         self.describe: Callable[[torch.Tensor], Box] | None = None
         key = kind, layout, tuple(block)
         checked = _CHECKED.get(key)
@@ -270,29 +272,26 @@ class Box:
             extra = () if layout is None else (layout,)
             checked = _CHECKED[key] = kind, {**kind(tensor, shape, strides, block, *extra).__dict__, "base": None}
         self._kind, fields = checked
-        self._fields, self._shape = {**fields, "strides": strides}, shape
+        self._fields = {**fields, "shape": shape, "strides": strides}
 
     def like(self, tensor: torch.Tensor) -> "Box":
-        """That of a tensor which differs from this one's in its length, and in strides that follow."""
+        """That of a tensor which differs from this one's in its length, and in strides that follow; this one, if `over` knows."""
         assert self.describe is not None
-        if self.rows is None:
-            return self.describe(tensor)
-        at, strides = self.rows
-        length = tensor.shape[at]
-        if length == 1 or tensor.stride()[at:] != strides:
-            return self.describe(tensor)
-        made = object.__new__(Box)
-        made._kind, made._fields, made.rows, made.describe = self._kind, self._fields, self.rows, self.describe
-        made._shape = self._shape.copy()
-        made._shape[2] = length
-        return made
+        if self.rows is not None and tensor.shape[at := self.rows[0]] > 1 and tensor.stride()[at:] == self.rows[1]:
+            return self
+        return self.describe(tensor)
 
     def over(self, tensor: torch.Tensor) -> Any:
         """The descriptor of `tensor`, whose base has to be 16-byte aligned."""
         descriptor = object.__new__(self._kind)
         fields = descriptor.__dict__
         fields.update(self._fields)
-        fields["base"], fields["shape"] = tensor, self._shape
+        fields["base"] = tensor
+        if self.rows is not None:
+            at, (batch, heads, _, *rest) = self.rows[0], fields["shape"]
+            fields["shape"] = [batch, heads, tensor.shape[at], *rest]
+            if at and batch > 1:
+                fields["strides"] = [tensor.stride(0), *fields["strides"][1:]]
         return descriptor
 
 
