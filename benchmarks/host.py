@@ -4,8 +4,8 @@
 
 With a GPU: the time until a call returns, beside torch's SDPA.  Without: CPU time of the thread, the least of many short runs,
 with plans for an H200, without the driver's launches and the system's part of allocations, beside an autograd function that only
-allocates.  Rows that begin with "new" have lengths that no call had before.  --before: the same of another checkout, in turns, and
-both beside SDPA.  --stages: by steps of a warm call, and by checks, problem, plan, binding and launch of a new length."""
+allocates.  Rows that begin with "new" have lengths that no call had before.  --before: the same of another checkout, in turns,
+and both beside SDPA.  --stages: by steps of a warm call, and by checks, problem, plan, binding and launch of a new length."""
 
 import argparse
 import cProfile
