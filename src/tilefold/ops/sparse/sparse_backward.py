@@ -116,7 +116,7 @@ def backward(
     q, k, v, out, lse = saved
     score_slope(call.score_mod, call.score_grad)
     prepared = found or sparse.prepare(q, k, v, call)
-    if prepared.plan is None:
+    if prepared.planned is None:
         made = (
             torch.zeros(t.shape, dtype=t.dtype, device=t.device) if w else None
             for t, w in zip(saved[:3], wanted, strict=True)
