@@ -7,6 +7,7 @@ import torch
 
 from ...errors import DtypeError
 from ..bound import Bound, Example
+from ..cache.decode import dense_rules
 from ..call import Call, window_of
 from ..dense import attention
 from ..dense.attention_parts import band_of, dims_of, kind_of, lengths_of, option_values
@@ -227,7 +228,7 @@ def _key_of_tiles(prepared: Any, tensors: tuple[torch.Tensor, ...], call: Call, 
     64 tokens, or of packed sequences; None for other calls.  key: of `_bound`."""
     if prepared.shared is None:
         return None
-    rows, keys = attention.lengths_of_call(*tensors[:2], call)
+    rows, keys = attention.lengths_of_call(tensors[0], tensors[1], call)
     alike: tuple[Any, ...]
     if call.packed is not None:  # the mean says which kernel is taken, which may read q, k and v by their strides
         at, alike = 0, (attention.mean_of_call(tensors[0], call), *[t.stride() for t in tensors[:3]])
@@ -237,7 +238,7 @@ def _key_of_tiles(prepared: Any, tensors: tuple[torch.Tensor, ...], call: Call, 
         return None
     dout, out, dlse, *others = key
     sides = [(facts[0], facts[2][at], facts[3:]) for facts in (dout, out)]
-    return attention.dense_rules().lengths_alike(rows, keys), *alike, *sides, dlse and dlse[3:], *others
+    return dense_rules().lengths_alike(rows, keys), *alike, *sides, dlse and dlse[3:], *others
 
 
 def _bind_gluon(

@@ -74,7 +74,7 @@ def _near(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, key: An
         return _of_the_same_tiles(near, q, k, v, call)
     other = records.CACHE.get(family)
     made = None if other is None else _of_other_lengths(other, q, k, v, call)
-    return None if made is None else _share(made, None, alike, other.shared)
+    return None if made is None or other is None else _share(made, None, alike, other.shared)
 
 
 def _share(made: Prepared, family: Any, alike: Any, shared: dict[Any, Any] | None = None) -> Prepared:
