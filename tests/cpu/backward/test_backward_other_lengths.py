@@ -20,6 +20,7 @@ from tilefold.ops.source import Packed
 from tilefold.plan import AttentionProblem, DecodePlan, device_named, plan_attention
 from tilefold.plan.backward.attention_backward import plan_attention_backward
 from tilefold.plan.backward.attention_backward_packed import order_of
+from tilefold.plan.backward.kept_backward import kept_limit
 from tilefold.plan.dense.forward import lengths_alike, plan_forward, shared_by_tiles
 from tilefold.plan.problem import mean_of
 
@@ -133,6 +134,16 @@ def test_other_differences_of_lengths_are_planned_anew(on_sm_90):
         count = len(on_sm_90)
 
 
+def test_tensors_that_leave_more_room_for_ds_are_planned_anew(on_sm_90, monkeypatch):
+    """Of the same tiles, but of more bytes, by which more heads have room at a time."""
+    call = Call(causal=True)
+    for n in (1895, 1858):
+        given = made(n, n, (64, 8), 128, "bshd")
+        again = both(*given, call)
+    monkeypatch.setattr(records, "CACHE", {})
+    assert told(again, *given, call) == told(both(*given, call), *given, call)
+
+
 def test_what_is_no_length_is_bound_anew(on_sm_90):
     call = Call()
     (q, k, v, out), dout, lse = made(1033, 1033, (4, 4), 64, "bshd")
@@ -192,7 +203,7 @@ def test_tiles_decide_the_plan(seq_q, seq_k, more, heads, dim, batch, sides, det
         for each in (plan_forward(n, device) for n in (problem, other))
     ):
         return
-    shifted = other.seq_k - other.seq_q != seq_k - seq_q
+    shifted = other.seq_k - other.seq_q != seq_k - seq_q or kept_limit(other) != kept_limit(problem)
     if not tokens and (shifted or (2 * seq_q >= seq_k) != (2 * other.seq_q >= other.seq_k)):
         return
     plan = plan_attention_backward(problem, device, deterministic=deterministic)

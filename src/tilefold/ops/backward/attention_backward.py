@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ...errors import DtypeError
+from ...plan.backward.kept_backward import KEPT_LIMIT
 from ..bound import Bound, Example
 from ..cache.decode import dense_rules
 from ..call import Call, window_of
@@ -228,16 +229,18 @@ def _key_of_tiles(prepared: Any, tensors: tuple[torch.Tensor, ...], call: Call, 
     64 tokens, or of packed sequences; None for other calls.  key: of `_bound`."""
     if prepared.shared is None:
         return None
-    rows, keys = attention.lengths_of_call(tensors[0], tensors[1], call)
+    q, k, v, out = tensors
+    rows, keys = attention.lengths_of_call(q, k, call)
     alike: tuple[Any, ...]
     if call.packed is not None:  # the mean says which kernel is taken, which may read q, k and v by their strides
-        at, alike = 0, (attention.mean_of_call(tensors[0], call), *[t.stride() for t in tensors[:3]])
+        at, alike = 0, (attention.mean_of_call(q, call), q.stride(), k.stride(), v.stride())
     elif window_of(call.window, call.causal) in ((-1, -1), (-1, 0)):
-        at, alike = 2 if call.layout == "bhsd" else 1, (keys - rows, 2 * rows >= keys)
+        kept = max(KEPT_LIMIT, 4 * (q.numel() + out.numel()) * q.element_size())  # `kept_limit`
+        at, alike = 2 if call.layout == "bhsd" else 1, (keys - rows, 2 * rows >= keys, kept)
     else:
         return None
-    dout, out, dlse, *others = key
-    sides = [(facts[0], facts[2][at], facts[3:]) for facts in (dout, out)]
+    of_dout, of_out, dlse, *others = key
+    sides = [(facts[0], facts[2][at], facts[3:]) for facts in (of_dout, of_out)]
     return dense_rules().lengths_alike(rows, keys), *alike, *sides, dlse and dlse[3:], *others
 
 
