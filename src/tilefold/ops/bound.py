@@ -46,12 +46,13 @@ class Bound:
     there, so that kernels share a table.  A parameter without a value is what a call gives by its name; KeyError names one that
     nobody gives."""
 
-    __slots__ = ("_as_given", "_flat", "_made", "_rest", "_slots", "_template", "_values", "launch", "names")
+    __slots__ = ("_as_given", "_flat", "_made", "_places", "_rest", "_slots", "_template", "_values", "launch", "names")
 
     def __init__(self, launch: "Launch", given: Sequence[str], values: Mapping[str, Any]) -> None:
         self.launch = launch
         self._values: tuple[Mapping[str, Any], ...] = (values,)
         self.names = launch.names
+        self._places = _places_of(self.names)
         self._template: list[Any] = [values.get(name, name) for name in self.names]
         as_given: list[tuple[int, int]] = []
         made: list[tuple[int, int, Callable[[Any], Any]]] = []
@@ -169,26 +170,27 @@ class Bound:
         values: more than the kernel has may be there; a Slot makes its argument of what the slot of this name does.  KeyError for
         another value of a slot.  given: what a call gives, whose tensors' lengths descriptors get that are `like` this one's."""
         made = object.__new__(Bound)
-        made.names, made._template = self.names, self._template.copy()
+        made.names, made._places, made._template = self.names, self._places, self._template.copy()
         made._values, made._as_given, made._slots = (*self._values, values), self._as_given, self._slots
-        template, places, alike = made._template, _places_of(self.names), True
+        template, places, slots, alike = made._template, self._places, self._slots, True
         makes: dict[int, Any] = {}
         for name, value in values.items():
             at = places.get(name)
-            if at is None or (value == template[at] and at not in self._slots):
+            if at is None:
                 continue
-            if (type(value) is Slot) != (at in self._slots):
+            slot = type(value) is Slot
+            if slot != (at in slots):
                 raise KeyError(f"{self.launch.fn.__name__} has no parameter {name!r} that is the same in all calls")
-            if type(value) is Slot:
+            if slot:
                 makes[at] = value.make
-            else:
+            elif value != template[at]:
                 alike = alike and self.launch.alike(at, template[at], value)
                 template[at] = value
         if given:
             for at, place, make in self._made:
                 box = getattr(make, "__self__", None)
-                if type(box) is Box and box.describe is not None:
-                    makes[at] = box.like(given[place]).over
+                if type(box) is Box and box.describe is not None and (own := box.like(given[place])) is not box:
+                    makes[at] = own.over
         made._made = (
             tuple([(at, place, makes.get(at, make)) for at, place, make in self._made]) if makes else self._made
         )
@@ -240,7 +242,7 @@ _CHECKED: dict[Any, tuple[Any, dict[str, Any]]] = {}  # a descriptor's class and
 
 
 class Box:
-    """A host tensor descriptor that moves from tensor to tensor of the same shape and strides.
+    """A host tensor descriptor that moves from tensor to tensor of the same shape and strides, or of another length.
 
     Making one anew costs the host 3 us of checks that the first one already passed; `over` skips them."""
 
@@ -256,7 +258,9 @@ class Box:
         layout: Any = None,
     ) -> None:
         """kind: Gluon's descriptor, which also has the layout of the box in shared memory; None: Triton's."""
-        self.rows: tuple[int, tuple[int, ...]] | None = None  # of `like`: the length's place, and the strides behind it
+        self.rows: tuple[int, tuple[int, ...]] | None = (
+            None  # where a tensor has its length, and the strides from there on
+        )
         self.describe: Callable[[torch.Tensor], Box] | None = None
         key = kind, layout, tuple(block)
         checked = _CHECKED.get(key)
@@ -271,19 +275,11 @@ class Box:
         self._fields = {**fields, "shape": shape, "strides": strides}
 
     def like(self, tensor: torch.Tensor) -> "Box":
-        """That of a tensor which differs from this one's in its length, and in strides that follow."""
+        """That of a tensor which differs from this one's in its length, and in strides that follow; this one, if `over` knows."""
         assert self.describe is not None
-        if self.rows is None:
-            return self.describe(tensor)
-        at, strides = self.rows
-        shape = self._fields["shape"]
-        length = tensor.shape[at]
-        if length == 1 or tensor.stride()[at:] != strides:
-            return self.describe(tensor)
-        made = object.__new__(Box)
-        made._kind, made.rows, made.describe = self._kind, self.rows, self.describe
-        made._fields = {**self._fields, "shape": [*shape[:2], length, *shape[3:]]}
-        return made
+        if self.rows is not None and tensor.shape[at := self.rows[0]] > 1 and tensor.stride()[at:] == self.rows[1]:
+            return self
+        return self.describe(tensor)
 
     def over(self, tensor: torch.Tensor) -> Any:
         """The descriptor of `tensor`, whose base has to be 16-byte aligned."""
@@ -291,6 +287,11 @@ class Box:
         fields = descriptor.__dict__
         fields.update(self._fields)
         fields["base"] = tensor
+        if self.rows is not None:
+            at, (batch, heads, _, *rest) = self.rows[0], fields["shape"]
+            fields["shape"] = [batch, heads, tensor.shape[at], *rest]
+            if at and batch > 1:
+                fields["strides"] = [tensor.stride(0), *fields["strides"][1:]]
         return descriptor
 
 
@@ -317,12 +318,13 @@ def _attribute(of: str, path: str) -> Slot:
 
 def strides_named(letter: str, strides: Sequence[int], dims: str | tuple[str, ...]) -> dict[str, int]:
     """The values of stride_qb, stride_qm, stride_qh for ("q", strides, "bmh"); of a packed tensor the last two."""
-    return dict(zip(_stride_names(letter, dims[-len(strides) :]), strides, strict=True))
+    return dict(zip(stride_names(letter, dims, len(strides)), strides, strict=True))
 
 
 @functools.cache
-def _stride_names(letter: str, dims: str | tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(f"stride_{letter}{dim}" for dim in dims)
+def stride_names(letter: str, dims: str | tuple[str, ...], count: int) -> tuple[str, ...]:
+    """The names of the last `count` of these."""
+    return tuple(f"stride_{letter}{dim}" for dim in dims[-count:])
 
 
 @functools.cache

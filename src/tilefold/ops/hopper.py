@@ -51,9 +51,7 @@ def box_of(t: torch.Tensor, layout: Layout, rows: int, columns: int = 64, heads:
     made = _box_of(t, layout, rows, columns, heads)
     made.describe = functools.partial(box_of, layout=layout, rows=rows, columns=columns, heads=heads)
     at = 0 if t.dim() == 3 else 1
-    if (
-        layout == "bshd" and t.shape[at] > 1 and (at == 0 or t.shape[0] == 1)
-    ):  # else other strides follow from the length
+    if layout == "bshd" and t.shape[at] > 1:  # else other strides follow from the length
         made.rows = at, t.stride()[at:]
     return made
 

@@ -57,7 +57,10 @@ class Launch:
             return True
         if type(new) is not int or type(old) is not int:
             return False
-        return is_wide(old) == is_wide(new) if self.fn.params[at].do_not_specialize else _class(old) == _class(new)
+        if is_wide(old) != is_wide(new):
+            return False
+        one = self.fn.params[at].do_not_specialize or ((old == 1) == (new == 1) and (old % 16 == 0) == (new % 16 == 0))
+        return bool(one)
 
     def on_grid(self, grid: tuple[int, int, int] | None, alike: bool) -> "Launch":
         """The same on another grid, or the same one; alike: args are specialised as before."""

@@ -153,8 +153,8 @@ def key_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Any, *others
         listed = Lists, lists.kept or lists.facts()
         plain = plain, None if source is None else (type(source), source.facts()), listed
     elif source is not None or scales is not UNSCALED:
-        parts = source, None if scales is UNSCALED else scales
-        plain = plain, *[None if part is None else (type(part), part.facts()) for part in parts]
+        factors = None if scales is UNSCALED else (Scales, scales.facts())
+        plain = plain, None if source is None else (type(source), source.facts()), factors
         if type(source) is Cache:
             plain = (*plain, k.data_ptr() == v.data_ptr(), *others)
     if is_plain(call):

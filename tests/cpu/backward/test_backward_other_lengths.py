@@ -20,6 +20,7 @@ from tilefold.ops.source import Packed
 from tilefold.plan import AttentionProblem, DecodePlan, device_named, plan_attention
 from tilefold.plan.backward.attention_backward import plan_attention_backward
 from tilefold.plan.backward.attention_backward_packed import order_of
+from tilefold.plan.backward.kept_backward import kept_limit
 from tilefold.plan.dense.forward import lengths_alike, plan_forward, shared_by_tiles
 from tilefold.plan.problem import mean_of
 
@@ -133,6 +134,16 @@ def test_other_differences_of_lengths_are_planned_anew(on_sm_90):
         count = len(on_sm_90)
 
 
+def test_tensors_that_leave_more_room_for_ds_are_planned_anew(on_sm_90, monkeypatch):
+    """Of the same tiles, but of more bytes, by which more heads have room at a time."""
+    call = Call(causal=True)
+    for n in (1895, 1858):
+        given = made(n, n, (64, 8), 128, "bshd")
+        again = both(*given, call)
+    monkeypatch.setattr(records, "CACHE", {})
+    assert told(again, *given, call) == told(both(*given, call), *given, call)
+
+
 def test_what_is_no_length_is_bound_anew(on_sm_90):
     call = Call()
     (q, k, v, out), dout, lse = made(1033, 1033, (4, 4), 64, "bshd")
@@ -144,6 +155,23 @@ def test_what_is_no_length_is_bound_anew(on_sm_90):
         assert told(found, (q, k, v, out), other, lse, call) != told(near, (q, k, v, out), dout, lse, call)
     with_dlse = both((q, k, v, out), dout, lse, call, lse)
     assert with_dlse is not both((q, k, v, out), dout, lse, call)
+
+
+@pytest.mark.parametrize("at", range(3), ids="qkv")
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "packed"])
+@pytest.mark.parametrize("dim", [96, 128])
+def test_rows_of_another_stride_are_read_where_they_lie(dim, layout, at, on_sm_90, monkeypatch):
+    """The packed kernel that adds dq in memory reads ends of sequences by the strides of q, k and v."""
+    for n in (1033, 1039):
+        call = packed((n, n)) if layout == "packed" else Call(causal=True, layout=layout)
+        tensors, *others = made(n, n, (8, 2), dim, layout)
+        if n == 1039:
+            one = tensors[at]
+            apart = torch.empty(*one.shape[:-1], 3 * dim, dtype=one.dtype, device="meta")[..., :dim]
+            tensors = (*tensors[:at], apart, *tensors[at + 1 :])
+        again = both(tensors, *others, call)
+    monkeypatch.setattr(records, "CACHE", {})
+    assert told(again, tensors, *others, call) == told(both(tensors, *others, call), tensors, *others, call)
 
 
 @examples(300)
@@ -167,13 +195,15 @@ def test_tiles_decide_the_plan(seq_q, seq_k, more, heads, dim, batch, sides, det
     sides = sides if tokens or sides[1] == (-1, -1) else (True, (-1, -1))
     problem = AttentionProblem(batch, seq_q, seq_k, *heads, dim, dim, "bfloat16", *sides, tokens is not None)
     other = replace(problem, seq_q=max(1, seq_q + more), seq_k=max(1, seq_k + more))
-    group, forward = heads[0] // heads[1], plan_forward(problem, device)
-    alike = lengths_alike(seq_q, seq_k, group)
-    if alike is None or lengths_alike(other.seq_q, other.seq_k, group) != alike:
+    alike = lengths_alike(seq_q, seq_k)
+    if alike is None or lengths_alike(other.seq_q, other.seq_k) != alike:
         return
-    if isinstance(forward, DecodePlan) or not shared_by_tiles(forward):
+    if any(
+        isinstance(each, DecodePlan) or not shared_by_tiles(each)
+        for each in (plan_forward(n, device) for n in (problem, other))
+    ):
         return
-    shifted = other.seq_k - other.seq_q != seq_k - seq_q
+    shifted = other.seq_k - other.seq_q != seq_k - seq_q or kept_limit(other) != kept_limit(problem)
     if not tokens and (shifted or (2 * seq_q >= seq_k) != (2 * other.seq_q >= other.seq_k)):
         return
     plan = plan_attention_backward(problem, device, deterministic=deterministic)

@@ -64,7 +64,7 @@ def prepared(q, k, v, call, check=False):
 def told(decoder, q, k, v, call):
     """What the launches are given, tensors by their shapes."""
     floats, given = stand_in(torch.float32), (None,) * 2
-    made = [decoder.rows, decoder.counted, decoder.limit, decoder.merge is None]
+    made = [decoder.parts, decoder.counted, decoder.limit, decoder.merge is None]
     for bound in (decoder.launch, decoder.merge):
         if bound is not None:
             arguments = bound.arguments((q, k, v, q, floats, call, floats, floats, *given[:1], (0,) * 6))

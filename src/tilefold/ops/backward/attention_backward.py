@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ...errors import DtypeError
+from ...plan.backward.kept_backward import KEPT_LIMIT
 from ..bound import Bound, Example
+from ..cache.decode import dense_rules
 from ..call import Call, window_of
 from ..dense import attention
-from ..dense.attention_parts import band_of, dims_of, kind_of, lengths_of, option_values, side_of
+from ..dense.attention_parts import band_of, dims_of, kind_of, lengths_of, option_values
 from ..device import device_of, interpreting
 from ..first_call import without_collector
 from ..hopper import chosen_or_none, disabled
@@ -223,22 +225,23 @@ def _bound_anew(
 
 
 def _key_of_tiles(prepared: Any, tensors: tuple[torch.Tensor, ...], call: Call, key: Any) -> Any:
-    """What is the same of calls that make the same tiles in the forward pass exactly if they do in the backward pass of the
-    kernel that keeps dS, whose tiles are of 64 tokens, or of packed sequences; None for other calls.  key: of `_bound`."""
+    """The key of calls of a family that make the same tiles in the backward pass, of the kernel that keeps dS, whose tiles are of
+    64 tokens, or of packed sequences; None for other calls.  key: of `_bound`."""
     if prepared.shared is None:
         return None
-    at = 0 if call.packed is not None else 2 if call.layout == "bhsd" else 1
-    alike: tuple[Any, ...] = ()
-    if call.packed is None:
-        rows, keys = (t.shape[at] for t in tensors[:2])
-        if window_of(call.window, call.causal) not in ((-1, -1), (-1, 0)):
-            return None
-        alike = keys - rows, 2 * rows >= keys
+    q, k, v, out = tensors
+    rows, keys = attention.lengths_of_call(q, k, call)
+    alike: tuple[Any, ...]
+    if call.packed is not None:  # the mean says which kernel is taken, which may read q, k and v by their strides
+        at, alike = 0, (attention.mean_of_call(q, call), q.stride(), k.stride(), v.stride())
+    elif window_of(call.window, call.causal) in ((-1, -1), (-1, 0)):
+        kept = max(KEPT_LIMIT, 4 * (q.numel() + out.numel()) * q.element_size())  # `kept_limit`
+        at, alike = 2 if call.layout == "bhsd" else 1, (keys - rows, 2 * rows >= keys, kept)
     else:
-        alike = (prepared.problem.mean_q,)  # which kernel is taken
-    dout, out, dlse, *others = key
-    sides = [(side_of(facts, at), facts[2][at]) for facts in (dout, out)]
-    return *alike, *sides, dlse and dlse[3:], *others
+        return None
+    of_dout, of_out, dlse, *others = key
+    sides = [(facts[0], facts[2][at], facts[3:]) for facts in (of_dout, of_out)]
+    return dense_rules().lengths_alike(rows, keys), *alike, *sides, dlse and dlse[3:], *others
 
 
 def _bind_gluon(

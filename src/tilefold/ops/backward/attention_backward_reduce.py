@@ -1,7 +1,7 @@
 """Binding of the Gluon kernel for sm_90 that adds dq in memory: statistics, zeroed sums, the kernel, and the sums' last step."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -49,9 +49,10 @@ def bound_launches(
     n, queries, options = plan.problem, rules.queries_of(plan.problem), plan.options
     assert options is not None  # of this kernel's plans
     tokens = _tokens_of(tensors, call)
+    sizes = _sizes_of(plan, tokens)
     values = {
         **boxed_sides((q, dout, k, v), call.layout, queries, rules.KEYS),
-        **_sizes(plan, tokens),
+        **_values(sizes),
         "scale": scale,
         **lengths_of(n),
         "members": rules.members(n, options),
@@ -60,16 +61,15 @@ def bound_launches(
         **_mod_values(call, n, _lists_of(call, plan, q.device)),
         **(_packed_values(tensors, dout, call, plan) if tokens else _dense_values(tensors, call, n)),
     }
-    grid, constants = _last_grid(plan, tokens), {"QUERIES": queries, "D": rules.columns_of(n), "COLUMNS": n.dim_qk}
+    constants = {"QUERIES": queries, "D": sizes.columns, "COLUMNS": n.dim_qk}
     if tokens is None:
-        counters = rules.counters(n, options)
-        first = statistics_bound(n, out, dout, call.layout, rules.q_tiles(n), counters, GIVEN, unit=queries)
+        first = statistics_bound(n, out, dout, call.layout, sizes.q_tiles, sizes.counters, GIVEN, unit=queries)
     else:
-        first = _prepare(plan, tokens, tensors, dout, values)
-    main = _main(plan, call, tokens, values, q.device)
-    last = Bound.of(backward_reduced, grid, GIVEN, values, constants, q.device)
+        first = _prepare(plan, _first_grid(plan, sizes, tokens), tensors, dout, values)
+    main = _main(plan, call, sizes.programs, values, q.device)
+    last = Bound.of(backward_reduced, sizes.last_grid, GIVEN, values, constants, q.device)
     made = ReduceBound if tokens else GluonBound
-    return made(plan, _buffers(plan, tensors, tokens), first, main, last)
+    return made(plan, _buffers(sizes, tensors), first, main, last)
 
 
 @dataclass(slots=True)
@@ -79,15 +79,16 @@ class ReduceBound(GluonBound):
     def of_lengths(self, tensors: Tensors, dout: torch.Tensor, call: Call) -> "ReduceBound":
         """The launches of a call of other tokens."""
         tokens = _tokens_of(tensors, call)
-        values = values_of_lengths(tensors, dout, call) | _sizes(self.plan, tokens)
+        sizes = _sizes_of(self.plan, tokens)
+        values = values_of_lengths(tensors, dout, call) | _values(sizes)
         given, last = (*tensors, dout), self.last
         assert last is not None
         return ReduceBound(
             self.plan,
-            _buffers(self.plan, tensors, tokens),
-            self.first.with_values(values, _first_grid(self.plan, tokens), given),
-            self.main.with_values(values, _main_grid(self.plan, tokens), given),
-            last.with_values(values, _last_grid(self.plan, tokens), given),
+            _buffers(sizes, tensors),
+            self.first.with_values(values, _first_grid(self.plan, sizes, tokens), given),
+            self.main.with_values(values, (sizes.programs, 1, 1), given),
+            last.with_values(values, sizes.last_grid, given),
         )
 
 
@@ -96,21 +97,47 @@ def _tokens_of(tensors: Tensors, call: Call) -> tuple[int, int] | None:
     return None if call.packed is None else (tensors[0].shape[0], tensors[1].shape[0])
 
 
-def _sizes(plan: "AttentionBackwardPlan", tokens: tuple[int, int] | None) -> dict[str, Any]:
-    """Values that differ with the number of tiles."""
+class Sizes(NamedTuple):
+    """What follows from the tokens of a call, as the functions of plan/backward/attention_backward_reduce.py say it."""
+
+    queries: int
+    columns: int
+    rows: int
+    q_tiles: int
+    blocks: int
+    counters: int
+    key_sums: int
+    tails: int
+    entries: int
+    programs: int
+
+    @property
+    def last_grid(self) -> tuple[int, int, int]:
+        return (self.rows - 1) * 2, 1, 1
+
+
+def _sizes_of(plan: "AttentionBackwardPlan", tokens: tuple[int, int] | None) -> Sizes:
     from ...plan.backward import attention_backward_reduce as rules
 
-    n, columns = plan.problem, rules.columns_of(plan.problem)
-    rows, numbers = rules.rows(n, tokens), 2 * rules.queries_of(n)
-    key_sums = rules.key_sums(n, plan.options, tokens)
+    n, options = plan.problem, plan.options
+    rows, blocks, programs = rules.rows(n, tokens), rules.blocks(n, tokens), rules.programs(n, options, tokens)
+    counters, key_sums = rules.counters(n, options, tokens), rules.key_sums(n, options, tokens)
+    entries = rules.ENTRY_BYTES // 4 * blocks if tokens else 0
+    tile = rules.queries_of(n), rules.columns_of(n)
+    return Sizes(*tile, rows, rules.q_tiles(n, tokens), blocks, counters, key_sums, rules.tails(n), entries, programs)
+
+
+def _values(sizes: Sizes) -> dict[str, Any]:
+    """Values that differ with the number of tiles."""
+    numbers, columns = sizes.rows * sizes.queries * sizes.columns, sizes.columns
     return {
-        "stat_desc": Slot("Statistics", statistics_box(rows, numbers).over),
-        "sum_desc": Slot("Sums", _sum_box(rows * rules.queries_of(n) * columns, columns).over),
-        "KeySums": Slot("KeySums", lambda sums: sums) if key_sums else None,
-        "q_tiles": rules.q_tiles(n, tokens),
-        "blocks": rules.blocks(n, tokens),
-        "no_tile": rows - 1,
-        "counters": rules.counters(n, plan.options, tokens),
+        "stat_desc": Slot("Statistics", statistics_box(sizes.rows, 2 * sizes.queries).over),
+        "sum_desc": Slot("Sums", _sum_box(numbers, columns).over),
+        "KeySums": Slot("KeySums", lambda sums: sums) if sizes.key_sums else None,
+        "q_tiles": sizes.q_tiles,
+        "blocks": sizes.blocks,
+        "no_tile": sizes.rows - 1,
+        "counters": sizes.counters,
     }
 
 
@@ -147,44 +174,28 @@ def _packed_values(tensors: Tensors, dout: torch.Tensor, call: Call, plan: "Atte
     }
 
 
-def _buffers(plan: "AttentionBackwardPlan", tensors: Tensors, tokens: tuple[int, int] | None) -> tuple[Scratch, ...]:
-    from ...plan.backward import attention_backward_reduce as rules
-
-    n, rows, queries = plan.problem, rules.rows(plan.problem, tokens), rules.queries_of(plan.problem)
+def _buffers(sizes: Sizes, tensors: Tensors) -> tuple[Scratch, ...]:
+    floats, queries = torch.float32, sizes.rows * sizes.queries
     return (
-        Scratch((rows * 2 * queries,), torch.float32),
-        Scratch((rules.counters(n, plan.options, tokens),), torch.int32),
-        Scratch((rows * queries * rules.columns_of(n),), torch.float32, True),
-        Scratch((rules.key_sums(n, plan.options, tokens),), torch.float32),
-        Scratch((rules.ENTRY_BYTES // 4 * rules.blocks(n, tokens) if tokens else 0,), torch.int32),
-        Scratch((rules.tails(n), UNIT), tensors[0].dtype),
+        Scratch((2 * queries,), floats),
+        Scratch((sizes.counters,), torch.int32),
+        Scratch((queries * sizes.columns,), floats, True),
+        Scratch((sizes.key_sums,), floats),
+        Scratch((sizes.entries,), torch.int32),
+        Scratch((sizes.tails, UNIT), tensors[0].dtype),
         *gradients_of(tensors),
     )
 
 
-def _first_grid(plan: "AttentionBackwardPlan", tokens: Any) -> tuple[int, int, int]:
+def _first_grid(plan: "AttentionBackwardPlan", sizes: Sizes, tokens: Any) -> tuple[int, int, int]:
     """Of `_prepare`."""
-    from ...plan.backward import attention_backward_reduce as rules
-
-    n, queries = plan.problem, rules.queries_of(plan.problem)
-    programs = rules.rows(n, tokens) - (-rules.blocks(n, tokens) // CHUNK) + 2 * n.batch * (n.heads + n.kv_heads)
-    return programs + sum(-(-total // queries) for total in tokens), 1, 1
-
-
-def _main_grid(plan: "AttentionBackwardPlan", tokens: Any) -> tuple[int, int, int]:
-    from ...plan.backward import attention_backward_reduce as rules
-
-    return rules.programs(plan.problem, plan.options, tokens), 1, 1
-
-
-def _last_grid(plan: "AttentionBackwardPlan", tokens: Any) -> tuple[int, int, int]:
-    from ...plan.backward import attention_backward_reduce as rules
-
-    return (rules.rows(plan.problem, tokens) - 1) * 2, 1, 1
+    n = plan.problem
+    programs = sizes.rows - (-sizes.blocks // CHUNK) + 2 * n.batch * (n.heads + n.kv_heads)
+    return programs + sum(-(-total // sizes.queries) for total in tokens), 1, 1
 
 
 def _prepare(
-    plan: "AttentionBackwardPlan", tokens: Any, tensors: Tensors, dout: torch.Tensor, values: dict[str, Any]
+    plan: "AttentionBackwardPlan", grid: Any, tensors: Tensors, dout: torch.Tensor, values: dict[str, Any]
 ) -> Bound:
     """The launch that comes first for packed sequences."""
     from ...kernels.backward.backward_packed_blocks import backward_packed_blocks
@@ -203,7 +214,7 @@ def _prepare(
         "CHUNK": CHUNK,
         "ALTERNATE": plan.options.ordered and max(n.sides) >= 0,  # type: ignore[union-attr]
     }
-    return Bound.of(backward_packed_blocks, _first_grid(plan, tokens), GIVEN, values, constants, dout.device)
+    return Bound.of(backward_packed_blocks, grid, GIVEN, values, constants, dout.device)
 
 
 def _mask_rows(call: Call, problem: "AttentionProblem") -> int:
@@ -272,7 +283,7 @@ def _sum_box(numbers: int, columns: int) -> Any:
 
 
 def _main(
-    plan: "AttentionBackwardPlan", call: Call, tokens: Any, values: dict[str, Any], device: torch.device
+    plan: "AttentionBackwardPlan", call: Call, programs: int, values: dict[str, Any], device: torch.device
 ) -> Bound:
     """The kernel's launch."""
     from ...kernels.hopper.attention_backward_reduce import attention_backward_reduce
@@ -295,5 +306,5 @@ def _main(
         "CONSUMER_REGISTERS": rules.REGISTERS[1],
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
     }
-    grid, own = _main_grid(plan, tokens), {"num_warps": plan.keys.num_warps, "maxnreg": rules.REGISTERS[0]}
-    return Bound.of(attention_backward_reduce, grid, GIVEN, values, constants, device, **own)
+    own = {"num_warps": plan.keys.num_warps, "maxnreg": rules.REGISTERS[0]}
+    return Bound.of(attention_backward_reduce, programs, GIVEN, values, constants, device, **own)

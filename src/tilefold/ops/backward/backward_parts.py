@@ -1,13 +1,14 @@
 """What the backward passes share on the host: launches by name, descriptors, strides, dout as a kernel can read it, and the
 weights of rows in fp32."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...types import Layout
-from ..bound import Bound, Slot, strides_named
+from ..bound import Bound, Slot, stride_names
 from ..call import Call
 from ..dense.attention_parts import boxable, describe_box, sequence_strides
 
@@ -49,8 +50,13 @@ def side_strides(layout: Layout, **sides: torch.Tensor | tuple[int, ...]) -> dic
     x and y, is n."""
     made: dict[str, int] = {}
     for letter, t in sides.items():
-        made |= strides_named(letter, sequence_strides(t, layout), "bnh" if letter in "kvxy" else "bmh")
+        made.update(zip(_side_names(letter), sequence_strides(t, layout), strict=True))
     return made
+
+
+@functools.cache
+def _side_names(letter: str) -> tuple[str, ...]:
+    return stride_names(letter, "bnh" if letter in "kvxy" else "bmh", 3)
 
 
 def boxes(layout: Layout, rows: int, **sides: tuple[torch.Tensor, int]) -> dict[str, Slot]:

@@ -38,25 +38,24 @@ class Decoder:
     plan: "DecodePlan | InvariantPlan"
     launch: Bound
     merge: Bound | None
-    rows: int  # of partial results, 0: there are none
+    parts: tuple[int, int]  # numbers of partial results, and of their statistics; 0: there are none
     counted: int  # items that the last program to arrive merges, 0: none does
     limit: int = 0  # how many pages, or caches, there are
     warm: bool = False  # all launches have been made
 
     def __call__(self, given: tuple[Any, ...], watch: Watch | None = None) -> None:
         """Launch for q, k, v, out, lse and a call, as a `Bound` of attention.  watch: in every call of a Decoder, or in none."""
-        out, device, rows = given[3], given[0].device, self.rows
+        device, (size, statistics) = given[0].device, self.parts
         part: Any = None
         stat: Any = None
         arrived: Any = None
-        if rows:
-            size = rows * out.shape[-1]
-            memory = torch.empty_strided((size + 2 * rows,), (1,), dtype=torch.float32, device=device)
+        if size:
+            memory = torch.empty_strided((size + statistics,), (1,), dtype=torch.float32, device=device)
             if self.warm and self.launch.launch.warm:  # views cost more than addresses
                 part = memory.data_ptr()
                 stat = part + 4 * size
             else:
-                part, stat = memory.split_with_sizes((size, 2 * rows))
+                part, stat = memory.split_with_sizes(self.parts)
             if self.counted:
                 arrived = counters(self.counted, device)
         noted = None if watch is None else self._noted(watch, cache_of(given[5]), device)
@@ -77,7 +76,7 @@ class Decoder:
             for letter, t in (("k", k), ("v", v)):
                 values |= strides_named(letter, sequence_strides(t, call.layout), "bnh")
         merge = None if self.merge is None else self.merge.with_values(values)
-        return Decoder(self.plan, self.launch.with_values(values), merge, self.rows, self.counted, self.limit)
+        return Decoder(self.plan, self.launch.with_values(values), merge, self.parts, self.counted, self.limit)
 
     def _noted(self, watch: Watch, cache: Cache, device: torch.device) -> tuple[Any, ...]:
         """The note that faults are left in, and what the kernel needs for it; no table has 2^31 entries."""
@@ -320,7 +319,8 @@ def bind_decode(
     if partial and not last:
         merge = _merge(combine, plan, constants, n, values, q.device)
     limit = n["pages"] if cache.block_table is not None else n.get("caches", 0)
-    return Decoder(plan, launch, merge, partial, shares.items if shares and partial and last else 0, limit)
+    counted = shares.items if shares and partial and last else 0
+    return Decoder(plan, launch, merge, (partial * n["dim_v"], 2 * partial), counted, limit)
 
 
 def _kernels(shares: bool) -> tuple[Any, Any]:

@@ -67,23 +67,24 @@ def _near(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, key: An
     lengths, family, alike = _keys_of_lengths(q, k, v, call, key)
     if lengths is not None:
         near = cut_alike(
-            lengths, _lengths_of(q, k, call)[1], lambda first, keys: _plan_of_lengths(first, q, keys, call)
+            lengths, lengths_of_call(q, k, call)[1], lambda first, keys: _plan_of_lengths(first, q, keys, call)
         )
         return _grown(near, q, k, v, call) if near else None
     if (near := records.CACHE.get(alike)) is not None:
         return _of_the_same_tiles(near, q, k, v, call)
     other = records.CACHE.get(family)
     made = None if other is None else _of_other_lengths(other, q, k, v, call)
-    return None if made is None else _share(made, None, alike)
+    return None if made is None or other is None else _share(made, None, alike, other.shared)
 
 
-def _share(made: Prepared, family: Any, alike: Any) -> Prepared:
-    """The record, which is there from here on for calls of these keys, where it serves them."""
+def _share(made: Prepared, family: Any, alike: Any, shared: dict[Any, Any] | None = None) -> Prepared:
+    """The record, which is there from here on for calls of these keys, where it serves them.  shared: backward passes of the
+    family, if there are some."""
     if isinstance(made.bound, Bound):
         if family is not None:
             remember(records.CACHE, family, made)
         if alike is not None and dense_rules().shared_by_tiles(made.planned):
-            made.shared = {}
+            made.shared = {} if shared is None else shared
             remember(records.CACHE, alike, made)
     return made
 
@@ -158,26 +159,29 @@ def _key_of_tiles(family: Any, q: torch.Tensor, k: torch.Tensor, call: Call) -> 
     """The key of those of a family whose lengths make the same tiles; None where more than tiles decides."""
     if family is None or disabled():
         return None
-    heads = 1 if call.packed is not None or call.layout == "bhsd" else 2
-    tiles = dense_rules().lengths_alike(*_lengths_of(q, k, call), q.shape[heads] // max(1, k.shape[heads]))
-    mean = 0 if call.packed is None else _mean_of(q, call, call.packed.cu_q.shape[0] - 1)
-    return None if tiles is None else (family, tiles, mean)
+    group = 1  # heads of packed sequences are never rows of one tile
+    if call.packed is None:
+        heads = 1 if call.layout == "bhsd" else 2
+        group = q.shape[heads] // max(1, k.shape[heads])
+    tiles = dense_rules().lengths_alike(*lengths_of_call(q, k, call), group)
+    return None if tiles is None else (family, tiles, mean_of_call(q, call))
 
 
-def _lengths_of(q: torch.Tensor, k: torch.Tensor, call: Call) -> tuple[int, int]:
+def lengths_of_call(q: torch.Tensor, k: torch.Tensor, call: Call) -> tuple[int, int]:
     """Queries and keys, of a packed batch the most of a sequence."""
     packed, at = call.packed, 2 if call.layout == "bhsd" else 1
     return (q.shape[at], k.shape[at]) if packed is None else (packed.max_q, packed.max_k)
 
 
-def _mean_of(q: torch.Tensor, call: Call, batch: int) -> int:
-    """Of a packed batch, how long its sequences are in the mean, as plans ask."""
-    return 0 if call.packed is None else dense_rules().mean_of(q.shape[0], batch)
+def mean_of_call(q: torch.Tensor, call: Call) -> int:
+    """Of a packed batch, how long its sequences are in the mean, as plans ask; else 0."""
+    packed = call.packed
+    return 0 if packed is None else dense_rules().mean_of(q.shape[0], packed.cu_q.shape[0] - 1)
 
 
 def _of_other_lengths(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared | None:
     """The record of a call from that of other lengths; None where these have another kernel, tile or version of it."""
-    plan, old = _plan_of_lengths(near, q, _lengths_of(q, k, call)[1], call), cast("Any", near.planned)
+    plan, old = _plan_of_lengths(near, q, lengths_of_call(q, k, call)[1], call), cast("Any", near.planned)
     if type(plan) is not type(old) or plan.kernel != old.kernel or plan.tile != old.tile or plan.options != old.options:
         return None
     return _bind_again(near, q, k, v, call, plan)
@@ -185,7 +189,7 @@ def _of_other_lengths(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch
 
 def _of_the_same_tiles(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
     """The record of a call from that of one whose lengths have the same `_key_of_tiles`: its plan is made when somebody asks."""
-    lengths, old = _lengths_of(q, k, call), cast("AttentionPlan", near.planned)
+    lengths, old = lengths_of_call(q, k, call), cast("AttentionPlan", near.planned)
     shape, at = near.out_shape, 2 if call.layout == "bhsd" else 1
     if call.packed is not None:
         shapes: Any = (q.shape[0], *shape[1:]), (near.lse_shape[0], q.shape[0])
@@ -201,7 +205,7 @@ def _of_the_same_tiles(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torc
 
 def _plan_of_lengths(near: Prepared, q: torch.Tensor, keys: int, call: Call) -> Any:
     """The plan of a call that differs from near's in its lengths alone; keys: of it."""
-    problem = near.problem.of_lengths(_lengths_of(q, q, call)[0], keys, _mean_of(q, call, near.problem.batch))
+    problem = near.problem.of_lengths(lengths_of_call(q, q, call)[0], keys, mean_of_call(q, call))
     return dense_rules().plan_forward(problem, near.plan.device, portable=disabled())
 
 
@@ -212,7 +216,7 @@ def remainders(strides: tuple[int, ...]) -> tuple[tuple[int, bool, bool], ...]:
 
 def _grown(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
     """The record of a call from that of another length whose keys are cut alike."""
-    problem = near.problem.of_lengths(*_lengths_of(q, k, call))
+    problem = near.problem.of_lengths(*lengths_of_call(q, k, call))
     plan = functools.partial(dense_rules().plan_forward, problem, near.bound.plan.device)
     return near.of_lengths(plan, (near.out_shape, near.lse_shape), near.bound.grown(k, v, call, problem.seq_k))
 
@@ -275,7 +279,7 @@ def prepare_anew(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, 
     if 0 in (*shapes[1], sizes["batch"], sizes["seq_q"]):
         return Prepared(None, *shapes, keep=hooks_of(call))
     problem = problem_of(q, k, v, call, sizes, window, band_of(call, window))
-    problem = problem.of_lengths(problem.seq_q, problem.seq_k, _mean_of(q, call, sizes["batch"]))
+    problem = problem.of_lengths(problem.seq_q, problem.seq_k, mean_of_call(q, call))
     if (own := plan_at("attention", problem, device, call, call.plan)) is not None:
         bound = None if on else function_at("attention", q.device, own)
         return Prepared(own, *shapes, bound, scale, hooks_of(call))

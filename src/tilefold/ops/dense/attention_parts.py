@@ -144,8 +144,11 @@ def head_strides(t: torch.Tensor | tuple[int, ...], layout: Layout) -> tuple[int
 
 def sequence_strides(t: torch.Tensor | tuple[int, ...], layout: Layout) -> tuple[int, ...]:
     """(batch, row, head), as `head_strides`; a packed tensor has batch stride 0."""
-    strides = head_strides(t, layout)
-    return (0, *strides) if len(strides) == 2 else strides
+    strides = contiguous(t) if isinstance(t, tuple) else t.stride()
+    if len(strides) == 3:
+        return 0, *strides[:-1]
+    batch, second, third, _ = strides
+    return (batch, second, third) if layout == "bshd" else (batch, third, second)
 
 
 def describe_box(t: torch.Tensor, layout: Layout, rows: int, block_d: int, *kind: Any) -> Box:

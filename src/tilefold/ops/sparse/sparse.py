@@ -65,6 +65,7 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, *othe
     refuse_invariant("sparse attention", "its tiles follow the lists of blocks", call.numerics)
     found, family = prepare_anew(q, k, v, call), _key_of_any_length(key, call)
     if family is not None and getattr(found.plan, "kernel", "") == HOPPER_KERNEL:
+        found.shared = {}
         remember(records.CACHE, family, found)
     found.look = _look if on_host(q) else None
     return found
@@ -89,16 +90,16 @@ def _key_of_any_length(key: Any, call: Call) -> Any:
 def _of_other_lengths(family: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared | None:
     """The record of a call from that of other lengths; None where there is none, or these have another kernel or tile."""
     first = records.CACHE.get(family)
-    if first is None:
+    if first is None or disabled():
         return None
     rules, hopper = _rules()
     lengths = call.lists.seq_q, call.lists.seq_k
-    # Everything that a plan of this family counts is query tiles, of 16 rows or a multiple; the longest keys are 2^30.
-    alike = None if disabled() else (family, -(-lengths[0] // 16), (lengths[1] - 1) >> 30)
+    # Everything that a plan of this family counts is query tiles, of 64 rows or a multiple; the longest keys are 2^30.
+    alike = family, -(-lengths[0] // 64), (lengths[1] - 1) >> 30
     near: Prepared | None = records.CACHE.get(alike)
     plan: Any = (near or first).planned
     if near is None:
-        plan = rules.plan_sparse(first.plan.problem.of_lengths(*lengths), first.plan.device, portable=alike is None)
+        plan = rules.plan_sparse(first.plan.problem.of_lengths(*lengths), first.plan.device)
         if plan.kernel != HOPPER_KERNEL or plan.tile != first.plan.tile:
             return None
     batch, heads, _ = first.lse_shape
@@ -107,9 +108,9 @@ def _of_other_lengths(family: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Te
     shapes = out, (batch, heads, lengths[0])
     bound = first.bound.with_values(*hopper.values_of_lengths(q, call, plan, out), (q, k, v))
     if near is not None:
-        return near.of_lengths(functools.partial(_plan_alike, plan, *lengths), shapes, bound, near.shared)
-    made: Prepared = first.of_lengths(plan, shapes, bound, None if alike is None else {})
-    return made if alike is None else remember(records.CACHE, alike, made)
+        plan = functools.partial(_plan_alike, plan, *lengths)
+    made: Prepared = first.of_lengths(plan, shapes, bound, first.shared)
+    return made if near is not None else remember(records.CACHE, alike, made)
 
 
 def _plan_alike(plan: "SparsePlan", *lengths: int) -> "SparsePlan":

@@ -8,7 +8,7 @@ import torch
 from ...errors import DtypeError, Unsupported
 from ..backward.backward_parts import ROWS, boxes, delta_bound, readable, score_slope, side_strides, slopes_of, tiled
 from ..bound import Bound, Example, attribute, meta
-from ..dense.attention_parts import dims_of, lengths_of, side_of
+from ..dense.attention_parts import dims_of, lengths_of
 from ..device import device_of, interpreting
 from ..first_call import without_collector
 from ..operator import differentiable, first_derivative
@@ -116,7 +116,7 @@ def backward(
     q, k, v, out, lse = saved
     score_slope(call.score_mod, call.score_grad)
     prepared = found or sparse.prepare(q, k, v, call)
-    if prepared.plan is None:
+    if prepared.planned is None:
         made = (
             torch.zeros(t.shape, dtype=t.dtype, device=t.device) if w else None
             for t, w in zip(saved[:3], wanted, strict=True)
@@ -191,15 +191,15 @@ def _bound_anew(
 
 
 def _key_of_tiles(prepared: Any, call: "Call", key: Any) -> Any:
-    """What is the same of calls that make the same tiles in the forward pass exactly if they do in the backward pass; None for
-    other calls.  key: of `_bound`."""
+    """The key of calls of a family that make the same tiles; None for other calls.  key: of `_bound`."""
     if prepared.shared is None:
         return None
     dout, out, dlse, *turned = key
     at, lists = 2 if call.layout == "bhsd" else 1, call.lists
     strides = [None if t is None else t.stride() for t in lists[:4]]
-    sides = [(side_of(facts, at), facts[2][at]) for facts in (dout, out)]
-    return -(-lists.seq_k // lists.block_k), *strides, *sides, dlse and dlse[3:], *turned
+    sides = [(facts[0], facts[2][at], facts[3:]) for facts in (dout, out)]
+    blocks = -(-lists.seq_q // lists.block_q), -(-lists.seq_k // lists.block_k)
+    return *blocks, *strides, *sides, dlse and dlse[3:], *turned
 
 
 def _plan(

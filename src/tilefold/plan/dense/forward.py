@@ -39,9 +39,9 @@ def plan_forward(problem: AttentionProblem, device: Device, portable: bool = Fal
     return plan.later(reason=lambda: plan.reason, rejected=lambda: (_not_dense(problem, device), *plan.rejected[1:]))
 
 
-def lengths_alike(seq_q: int, seq_k: int, group: int) -> tuple[int, ...] | None:
+def lengths_alike(seq_q: int, seq_k: int, group: int = 1) -> tuple[int, ...] | None:
     """Calls that differ in lengths alone have the same kernel, tile, versions and grid if this is the same of them; None where
-    more than tiles decides.  group: query heads of a KV head, which may be rows of one tile.
+    more than tiles decides.  group: query heads of a KV head, where they may be rows of one tile.
 
     Rules count tiles, of a multiple of 64 rows or keys, and have thresholds at multiples of 64."""
     if seq_q < 2 * FILLED_ROWS or seq_k < 1:
