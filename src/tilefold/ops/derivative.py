@@ -31,9 +31,9 @@ def derivative_of(mod: Any) -> Any:
     """The derivative of a score_mod by the score, in its own arguments.
 
     Differentiable: + - * /, unary minus, tl.where, exp, exp2, log, log2, sqrt, rsqrt, sin, cos, erf, abs, minimum, maximum, clamp
-    and fma; libdevice's tanh, exp, expm1, log1p; device.approximate's tanh; conditional expressions and statements whose condition
-    does not depend on the score; .to(dtype); other @triton.jit functions of these.  Of two equal arguments of maximum and minimum
-    the first counts; abs has derivative 0 at 0, clamp 1 at its limits.
+    and fma; libdevice's tanh, exp, expm1, log1p; device.approximate's tanh; conditional expressions and statements whose
+    condition does not depend on the score; .to(dtype); other @triton.jit functions of these.  Of two equal arguments of maximum
+    and minimum the first counts; abs has derivative 0 at 0, clamp 1 at its limits.
 
     Raises Unsupported, naming the mod, the line and the expression, for anything else that depends on the score."""
     function = getattr(mod, "fn", mod)
