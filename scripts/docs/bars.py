@@ -74,7 +74,7 @@ def bars(title: str, groups: Sequence[tuple[str, Sequence[Bar]]], below: str, to
 
 def video_whole() -> str:
     """One forward pass of whole video transformers."""
-    rows = read_rows(RESULTS / "video_transformer.jsonl")
+    rows = [row for row in read_rows(RESULTS / "video_transformer.jsonl") if "H200" in row["device"]]
     models = {"wan-1.3b": "Wan 2.1, 1.3B, 480p", "wan-14b": "Wan 2.1, 14B, 720p", "hunyuan": "HunyuanVideo, 720p"}
     names = {"SDPA": "SDPA", "FA4": "FA4", "ours": "tilefold, dense", "70% left out": "70 % left out",
              "80% left out": "80 % left out", "90% left out": "90 % left out"}  # fmt: skip
@@ -90,7 +90,7 @@ def video_whole() -> str:
 
 def mods() -> str:
     """tilefold's speed beside compiled FlexAttention, by mod."""
-    rows = read_rows(RESULTS / "mods.jsonl")
+    rows = [row for row in read_rows(RESULTS / "mods.jsonl") if "H200" in row["device"]]
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:
         if (row["tokens"], row["dim"]) == (4096, 128) and {"flex", "ours"} <= row["ms"].keys():

@@ -7,7 +7,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -138,10 +138,10 @@ SIZES = tuple((tokens, dim) for dim in (128, 64) for tokens in (1024, 4096, 1638
 Records = dict[tuple[str, int, int, str], dict[str, Any]]  # by mod, tokens, head dim and pass
 
 
-def records(path: Path = RESULTS) -> Records:
-    """The newest record of each row; none if nothing was measured."""
+def records(path: Path, device: str) -> Records:
+    """The newest record of each row on such a device; none if nothing was measured."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    rows = sorted(map(json.loads, lines), key=lambda row: str(row["date"]))
+    rows = sorted((row for row in map(json.loads, lines) if device in row["device"]), key=lambda row: str(row["date"]))
     return {(row["mod"], row["tokens"], row["dim"], row["pass"]): row for row in rows}
 
 
@@ -198,7 +198,7 @@ Functions to copy, with pictures and speeds. [What a mod may contain](mods.md). 
 | blue | what is added |
 | orange | what is taken away |
 
-| speeds | H100, 4096 tokens, D=128; [others](#speed) |
+| speeds | H200, 4096 tokens, D=128; [others](#speed) |
 |---|---|
 | TFLOP/s | of the pairs that are seen |
 | our own kernel | the same mask by a keyword; scores without a change |
@@ -239,24 +239,14 @@ def section(mod: Mod, found: Records, known: set[str]) -> str:
 
 def page(path: Path = RESULTS) -> str:
     """The whole page, with the speeds in a file."""
-    found, known = records(path), set[str]()
-    head = ("mod, by D and tokens", *(f"D={dim}, {tokens}" for tokens, dim in SIZES))
-    beside = {
-        "Times as fast as FlexAttention compiled, forward / backward:": ("flex", [mod.name for mod in MODS]),
-        "Times as fast as our own kernel:": ("own", [mod.name for mod in MODS if mod.own]),
-        "Times as fast as SDPA:": ("sdpa", TENSORS),
-    }
-    tables = []
-    for title, (other, names) in beside.items():
-        rows = [(name, *(pair(found, name, size, other) for size in SIZES)) for name in names]
-        tables.append(f"{title}\n\n{table(head, rows)}\n")
+    found, known = records(path, DEVICES[0]), set[str]()
     where = table(
         ("measured", "by"),
         [
-            (settings(found), "`benchmarks/mods.py`, bfloat16, 16384 tokens in all, 16 heads"),
+            *((settings(each), MEASURED) for each in (records(path, device) for device in DEVICES)),
             ("-", "not measured, or FlexAttention does not compile there"),
             (
-                "of an older version",
+                "of an older version on the H100",
                 "all but forward at D=64, 1024 tokens, and alibi, whose distances were integers; faster since:"
                 " [forward at D=64, and at D=128, 1024](../performance/attention_hopper.md#changes-of-scores);"
                 " [gradients of global tokens and sinks](../performance/attention_backward_hopper.md#changes-of-scores)",
@@ -264,8 +254,24 @@ def page(path: Path = RESULTS) -> str:
         ],
     )
     chart = "![Speed beside FlexAttention, by mod](../assets/mods.svg)"
-    speeds = [f"## Speed\n\n{where}\n", f"{chart}\n", *tables]
+    speeds = [f"## Speed\n\n{where}\n", f"{chart}\n", *tables(path)]
     return "\n".join([BEGIN, *(section(mod, found, known) for mod in MODS), *speeds])
 
 
+def tables(path: Path) -> Iterator[str]:
+    """Speeds beside others', by device."""
+    for title, other, names in (
+        ("Times as fast as FlexAttention compiled, forward / backward:", "flex", [mod.name for mod in MODS]),
+        ("Times as fast as our own kernel:", "own", [mod.name for mod in MODS if mod.own]),
+        ("Times as fast as SDPA:", "sdpa", TENSORS),
+    ):
+        yield f"{title}\n"
+        for device in DEVICES:
+            found = records(path, device)
+            rows = [(name, *(pair(found, name, size, other) for size in SIZES)) for name in names]
+            yield table((f"{device}: mod, by D and tokens", *(f"D={dim}, {n}" for n, dim in SIZES)), rows) + "\n"
+
+
+DEVICES = ("H200", "H100")
+MEASURED = "`benchmarks/mods.py`, bfloat16, 16384 tokens in all, 16 heads"
 TENSORS = ("boolean mask", "boolean mask of documents")

@@ -58,7 +58,7 @@ def shown(mod: Mod, args: tuple) -> float:
 
 def row(mod: str, way: str, ours: float, date: str = "2026-11-27", error: float = 1e-3, **ms: float) -> str:
     made = {"mod": mod, "tokens": 4096, "dim": 128, "pass": way, "ms": {"ours": ours, **ms}, "gflop": 1000.0,
-            "error": {"ours": error}, "device": "GPU", "date": date, "commit": "abc", "torch": "2"}  # fmt: skip
+            "error": {"ours": error}, "device": "H200", "date": date, "commit": "abc", "torch": "2"}  # fmt: skip
     return json.dumps(made) + "\n"
 
 
@@ -78,7 +78,7 @@ def test_speeds_are_those_of_the_results(tmp_path: Path) -> None:
     assert "1000 TFLOP/s<br>- times FlexAttention | no figure" in made
     assert "| causal | - / - | 0.95 / - | - / -" in made
     assert "| boolean mask | - / - | - / 1.25 |" in made
-    assert "| GPU, 2026-11-27, abc, torch 2 |" in made
+    assert "| H200, 2026-11-27, abc, torch 2 |" in made
     path.write_text("")
     assert "| not measured yet |" in mod_gallery.page(path)
 
