@@ -5,6 +5,7 @@
     source   where tile i lies (locate) and how it is brought (fetch)
     tile     loads and stores of whole tiles, and the casts between storage and arithmetic
     mods     score and mask modifications: softcap, ALiBi, bias, boolean mask, causal, window, and the user's own
+    approximate functions of one instruction, less exact, for a user's mod
     grid     which rows a program makes
     fold     the loop over KV tiles, where the five meet
     cache    a KV cache's sources, page numbers asked a tile ahead, bytes into numbers; fold_cache: the loop over it

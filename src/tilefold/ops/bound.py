@@ -258,9 +258,8 @@ class Box:
         layout: Any = None,
     ) -> None:
         """kind: Gluon's descriptor, which also has the layout of the box in shared memory; None: Triton's."""
-        self.rows: tuple[int, tuple[int, ...]] | None = (
-            None  # where a tensor has its length, and the strides from there on
-        )
+        # Where a tensor has its length, and the strides from there on.
+        self.rows: tuple[int, tuple[int, ...]] | None = None
         self.describe: Callable[[torch.Tensor], Box] | None = None
         key = kind, layout, tuple(block)
         checked = _CHECKED.get(key)

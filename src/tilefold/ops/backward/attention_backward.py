@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ...errors import DtypeError
-from ...plan.backward.kept_backward import KEPT_LIMIT
+from ...plan.backward.kept_backward import kept_beside
 from ..bound import Bound, Example
 from ..cache.decode import dense_rules
 from ..call import Call, window_of
@@ -229,13 +229,14 @@ def _key_of_tiles(prepared: Any, tensors: tuple[torch.Tensor, ...], call: Call, 
     64 tokens, or of packed sequences; None for other calls.  key: of `_bound`."""
     if prepared.shared is None:
         return None
-    q, k, v, out = tensors
+    q, k, v, _ = tensors
     rows, keys = attention.lengths_of_call(q, k, call)
     alike: tuple[Any, ...]
     if call.packed is not None:  # the mean says which kernel is taken, which may read q, k and v by their strides
         at, alike = 0, (attention.mean_of_call(q, call), q.stride(), k.stride(), v.stride())
     elif window_of(call.window, call.causal) in ((-1, -1), (-1, 0)):
-        kept = max(KEPT_LIMIT, 4 * (q.numel() + out.numel()) * q.element_size())  # `kept_limit`
+        dim, dim_v = q.shape[-1], v.shape[-1]
+        kept = kept_beside(q.numel() // dim, dim, dim_v, q.element_size())
         at, alike = 2 if call.layout == "bhsd" else 1, (keys - rows, 2 * rows >= keys, kept)
     else:
         return None

@@ -85,9 +85,9 @@ def queries_at_once(problem: AttentionProblem, device: Device) -> int:
         return 0
     total = dense.tiles(n)[0]
     item = dense.places(n, device) * n.group * UNIT * UNIT * n.itemsize
-    most = max(1, least_kept(n) // (HELD * item))
+    most = max(1, least_kept(n.dim_qk, n.dim_v) // (HELD * item))
     if -(-total // most) >= MANY:
-        most = max(1, least_kept(n) // (HELD_IN_MANY * item))
+        most = max(1, least_kept(n.dim_qk, n.dim_v) // (HELD_IN_MANY * item))
     units = -(-total // -(-total // most))
     if units > 1:
         units += units & 1

@@ -35,15 +35,20 @@ def backward_delay(batch: int, batches: int, slots: int, places: int) -> int:
     return min(batch + int(SPARE * places), most)
 
 
-def least_kept(problem: AttentionProblem) -> int:
+def least_kept(dim_qk: int, dim_v: int) -> int:
     """`kept_limit` of the smallest tensors."""
-    return WIDE_LIMIT if max(problem.dim_qk, problem.dim_v) > 128 else KEPT_LIMIT
+    return WIDE_LIMIT if max(dim_qk, dim_v) > 128 else KEPT_LIMIT
 
 
 def kept_limit(problem: AttentionProblem) -> int:
     """Bytes of dS that are kept at a time."""
     n = problem
-    return max(least_kept(n), 4 * n.batch * n.heads * n.seq_q * (n.dim_qk + n.dim_v) * n.itemsize)
+    return kept_beside(n.batch * n.heads * n.seq_q, n.dim_qk, n.dim_v, n.itemsize)
+
+
+def kept_beside(rows: int, dim_qk: int, dim_v: int, itemsize: int) -> int:
+    """`kept_limit` of so many rows of q and out, those of all heads."""
+    return max(least_kept(dim_qk, dim_v), 4 * rows * (dim_qk + dim_v) * itemsize)
 
 
 def divisors(number: int) -> list[int]:
