@@ -103,8 +103,9 @@ class BlockScheduler:
     group, which add to the same dk and dv, end apart.  q_tiles: of QUERIES queries; no_tile: the row of statistics and sums of no
     query.
 
-    Programs that run side by side do not add to one query tile at a time.  Where the mask has a diagonal, their walks begin
-    there.  Else they begin STAGGER tiles apart and go around.  A walk ends a query head before it begins the next.
+    Where the mask has a diagonal, all walks go down from the last tile that sees the block: side by side they share q and dout in
+    L2.  Else they begin STAGGER tiles apart and go around, so that they do not add to one tile at a time.  A walk ends a query
+    head before it begins the next.
 
     Lists [B or 1, KV heads or 1, blocks, 1 + 2 q_tiles] int32 by strides of batch entry and KV head, or None: for each block of
     keys how many query tiles see it, and which, the walk's last first: entries, twice a tile's number, plus 1 where no mask_mod
@@ -168,9 +169,9 @@ class BlockScheduler:
         first, tiles = self.mask.queries_of_block(tile, lengths, self.QUERIES)
         tiles = gl.where(tile * (2 * UNIT) < n_k, tiles, 0)
         begin = first
-        if self.ORDERED:
+        if self.ORDERED or self.mask.KIND != FULL:
             begin += gl.maximum(tiles, 1) - 1
-        elif self.mask.KIND == FULL:
+        else:
             begin += tile * STAGGER % gl.maximum(tiles, 1)
         row = query_head * self.q_tiles + place
         return KeyBlock(tile, number, head * 0, head, query_head, part, lengths, first, first + tiles, begin,
@@ -192,9 +193,9 @@ class BlockScheduler:
         step = gl.where(tiles > 0, self.q_tiles, 0)
         tiles = gl.maximum(tiles, 1)
         begin = first
-        if self.ORDERED:
+        if self.ORDERED or self.mask.KIND != FULL:
             begin += tiles - 1
-        elif self.mask.KIND == FULL:
+        else:
             begin += block * STAGGER % tiles
         visits = tiles * self.members
         return KeyBlock(
@@ -255,12 +256,13 @@ class BlockScheduler:
             head = gl.where(through, 0, head)
             at = at - gl.where(through, 1, 0)
         else:
-            at = at + 1
             if self.mask.KIND == FULL:
+                at = at + 1
                 at = gl.where(at == block.end, block.first, at)
                 through = at == block.begin
             else:
-                through = at == block.end
+                at = at - 1
+                through = at < block.first
             at = gl.where(through, block.begin, at)
             head += gl.where(through, 1, 0)
         return self.visit(block, at, head)

@@ -1,7 +1,7 @@
 """When the Gluon kernel for sm_90 that adds dq in memory makes the gradients of dense attention, and in which version.
 
-In any order of additions a plan takes it only for a call that says deterministic=False; its ordered version serves the others,
-too.  Where which is taken was measured: benchmarks/results/backward_versions.jsonl."""
+A plan takes it in any order of additions for a call that says deterministic=False, in order for the others; where was measured:
+benchmarks/results/backward_versions.jsonl."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -33,10 +33,6 @@ else it is taken where there is no room for dS."""
 LEAST_TILES = (384, 1024)
 """At D=64, without and with a causal mask: tiles of queries from which on an order is faster than keeping dS, since the last
 block of keys waits in the beginning for all others (the first where DRAM is slow)."""
-ORDER_PAYS = {64: (16384, 1 << 19), 128: (32768, 0)}
-"""By width, under a causal mask, where no heads share K and V: queries and keys, and queries of all heads, from which on
-an order is faster than any; without a mask it never is, nor with few heads of width 64 where DRAM is slow."""
-FEW_HEADS = 8
 LEAST_IN_PARTS = {80: (512, 1024), 96: (1024, 1024)}
 """By columns, without and with a causal mask: queries, keys or a window from which on an order is faster than keeping dS, whose
 tiles have 128 columns.  Without an order half of it is, and at least 512."""
@@ -140,8 +136,8 @@ def options_for(problem: AttentionProblem, device: Device, deterministic: bool) 
         if min(n.seq_q, n.seq_k) < LEAST_CHANGED:
             return f"with fewer than {LEAST_CHANGED} queries or keys it was not measured with changes of scores"
         lists = n.mask_by_place and n.seq_q * n.seq_k >= LISTS_FROM
-        ordered = deterministic or not _any_order_pays(n, device)
-        return ReduceOptions(ordered, is_late(n), lists, apart=_is_apart(n, ordered) and not lists)
+        apart = _is_apart(n, deterministic) and not lists
+        return ReduceOptions(deterministic, is_late(n), lists, apart=apart)
     causal, tokens, fast = max(n.sides) >= 0, min(n.seq_q, n.seq_k), not _is_slow(device)
     if width_of(n) == 64:
         least = LEAST_NARROW[causal]
@@ -161,8 +157,7 @@ def options_for(problem: AttentionProblem, device: Device, deterministic: bool) 
         min(tokens, _window(n)) < LEAST_ALONE if n.group == 1 or fast else causal or tokens < LEAST_OF_GROUPS
     ):
         return "there is room for dS, and keeping it is faster"
-    ordered = deterministic or not _any_order_pays(n, device)
-    return ReduceOptions(ordered, apart=_is_apart(n, ordered))
+    return ReduceOptions(deterministic, apart=_is_apart(n, deterministic))
 
 
 def _packed_options(n: AttentionProblem, device: Device, deterministic: bool) -> ReduceOptions | str:
@@ -212,17 +207,6 @@ def _window(n: AttentionProblem) -> int:
 def _is_slow(device: Device) -> bool:
     """Whether DRAM is slow."""
     return device.dram_bytes_per_s < SLOW_DRAM
-
-
-def _any_order_pays(n: AttentionProblem, device: Device) -> bool:
-    """Whether any order is faster than the keys'."""
-    tokens, heads = min(n.seq_q, n.seq_k), n.batch * n.heads
-    if columns_of(n) in LEAST_IN_PARTS or max(n.sides) < 0 or n.group > 1:
-        return True
-    if width_of(n) == 64 and heads <= FEW_HEADS and _is_slow(device):
-        return True
-    least, all_heads = ORDER_PAYS[width_of(n)]
-    return tokens < least or heads * tokens < all_heads
 
 
 def _order_refusal(n: AttentionProblem, causal: bool, device: Device) -> str | None:
