@@ -41,7 +41,7 @@ CLASSES = (
     (backward_pipeline, ("BackwardPipeline",)),
     (ds_ring, ("DsTiles", "DsRing", "PackedDsRing")),
     (recompute, ("Recompute",)),
-    (backward_epilogue, ("Gradient", "SplitSums")),
+    (backward_epilogue, ("Gradient", "SplitSums", "SpanSums")),
 )
 
 
@@ -139,10 +139,12 @@ class Backward(Launch):
 
     functions: tuple = FUNCTIONS
     classes: tuple = CLASSES
+    sum_counters = 0  # of sums over spans, behind the others
     counted = (
         "await_slot",
         "await_keys",
         "await_queries",
+        "await_sums",
     )  # waits for counters in memory, each of which a test leaves out
 
     def __init__(self, seed):
@@ -239,7 +241,7 @@ class Backward(Launch):
     def await_slot(self, own, *args):
         own(*args)
 
-    await_keys = await_queries = await_slot
+    await_keys = await_queries = await_sums = await_slot
 
     def product(self, a, b, acc, use_acc=True, is_async=True):
         self.read(*(t for t in (a, b) if isinstance(t, View)))
@@ -305,5 +307,5 @@ class Backward(Launch):
             run_threads(self.memory, self.program(item))
 
     def run(self, places):
-        self.progress = [0] * (1 + 2 * self.segments)
+        self.progress = [0] * (1 + 2 * self.segments + self.sum_counters)
         run_threads(self.memory, [self.place] * places)

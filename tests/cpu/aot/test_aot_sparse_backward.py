@@ -41,6 +41,8 @@ HOPPER = {
     "128 d64 sizes": SparseProblem(problem(64), 128, 128, 32, True),
     "64 x 128": SparseProblem(problem(128), 64, 128, 32),
     "128 x 64": SparseProblem(problem(128), 128, 64, 32),
+    "64 d128 spans": SparseProblem(problem(128), 64, 64, 64),  # lists of all blocks are long enough for spans
+    "64 d64 spans": SparseProblem(problem(64), 64, 64, 64, True),
 }
 JOBS_HOPPER = {
     (part, name): job(
@@ -56,7 +58,7 @@ JOBS_HOPPER = {
 }
 NEWEST = (  # compiled under the newest Triton, too, for sm_90
     *("queries d128", "keys d128", "keys d128 sizes causal", "delta d256", "statistics 64 d128", "places 64 d128"),
-    *(f"main {name}" for name in ("64 d128", "64 d128 sizes", "64 d64 fp16 sizes", "128 d128")),
+    *(f"main {name}" for name in ("64 d128", "64 d128 sizes", "64 d64 fp16 sizes", "128 d128", "64 d128 spans")),
 )
 results = compiled(__name__, JOBS | {(" ".join(key), "sm_90"): job for key, job in JOBS_HOPPER.items()}, NEWEST)
 

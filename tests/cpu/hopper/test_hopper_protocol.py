@@ -84,6 +84,25 @@ def test_sparse_backward(per_q, per_k, places, heads, group, heads_at_once, slot
     backward_sparse.Run(places, lists, group, 4, per_q, per_k, heads_at_once, slots)(places)
 
 
+@pytest.mark.parametrize("heads_at_once", [1, 2])
+def test_sparse_backward_of_heads_that_list_nothing(heads_at_once):
+    """Their query tiles have no dS to wait for; who has the slot next waits for those that had it before."""
+    some, none = backward_sparse.random_lists(1, 2, 3, 4), [[[], [], []]] * 2
+    lists = [*some, *none, *some] * heads_at_once
+    for seed in range(60):
+        backward_sparse.Run(seed, lists, 1, 4, 1, 1, heads_at_once, 2)(40)
+
+
+@pytest.mark.parametrize("span", [1, 2, 3])
+@pytest.mark.parametrize(("per_q", "per_k"), [(1, 1), (2, 2), (1, 2)])
+@pytest.mark.parametrize(("heads", "group", "heads_at_once", "slots"), [(2, 1, 1, 2), (2, 2, 1, 3), (4, 1, 2, 2)])
+def test_sparse_backward_in_spans(heads, group, heads_at_once, slots, per_q, per_k, span):
+    """Five query blocks: the last span may have fewer."""
+    for places in (1, 3, 7):
+        lists = backward_sparse.random_lists(places, heads, 5, 3)
+        backward_sparse.Run(places, lists, group, 3, per_q, per_k, heads_at_once, slots, span)(places)
+
+
 def test_order_of_the_backward_pass():
     """Every piece of work has one number; what a piece waits for comes before it; both kinds are mixed."""
     names = {"gl": types.SimpleNamespace(maximum=max, minimum=min, where=lambda c, a, b: a if c else b)}
@@ -391,6 +410,11 @@ def dense_backward_run(seed, missing):
     backward_dense.Run(seed, FULL, 250, 130, 12, 1, 3, 1, 2)(30)  # whole heads for slots alone
 
 
+def spans_run(seed, missing):
+    lists = backward_sparse.random_lists(seed, 2, 6, 2)
+    backward_sparse.Run(seed, lists, 1, 2, 1, 1, 1, 2, 1)(14)  # more places than KV tiles of a segment
+
+
 COUNTED = ["await_slot", "await_keys", "await_queries"]
 ORDER = ["await_counter", "wait_copies"]  # of additions to a tile of queries
 LAUNCHES = {  # what runs with a seed, and what is left out: a barrier, a turn, a method of the launch
@@ -403,6 +427,7 @@ LAUNCHES = {  # what runs with a seed, and what is left out: a barrier, a turn, 
         ),
         ["kv_full", "q_full", "do_full", "empty", "done", *COUNTED[:2], "wait_copies"],
     ),
+    "sparse backward in spans": (spans_run, ["await_sums"]),
     "dense": (
         lambda seed, missing: Run(seed, CAUSAL, lengths_of(seed), 4, 1, 2, turns=missing == "turn")(1),
         ["q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty", "turn"],
@@ -441,6 +466,7 @@ LAUNCHES = {  # what runs with a seed, and what is left out: a barrier, a turn, 
     "few rows": (lambda seed, missing: matmul.Few(seed, 0, 12, 2)(), ["full", "empty"]),
 }
 OWNERS = {"packed lists": Sparse, "paged lists": Sparse, "sparse backward": backward_sparse.Run, "bias and mask": Changed,
+          "sparse backward in spans": backward_sparse.Run,
           "dense backward": backward_dense.Run, "packed backward": backward_packed.Run, "reducing backward": Reduce}  # fmt: skip
 FAULTS = [
     pytest.param(name, one, marks=pytest.mark.interpreter if name == "packed backward" else ())

@@ -179,9 +179,9 @@ def test_layouts_are_told_apart():
 
 
 def test_backward_keeps_a_bounded_scratch():
-    """The Gluon backward pass keeps ds of as many heads as fit a fixed limit; where one head does not, it is not chosen."""
+    """The Gluon backward pass keeps ds of as many heads as fit a limit; where one does not, of spans of its queries."""
     h200 = device_named("h200")
-    for capacity in (1, 36, 127, 364):
+    for capacity in (1, 36, 127, 239):
         plan = plan_sparse_backward(problem(capacity=capacity), h200)
         assert plan.kernel == "sparse_backward_hopper"
         assert 0 < plan.scratch_bytes <= MOST_KEPT
@@ -192,15 +192,31 @@ def test_backward_keeps_a_bounded_scratch():
     for seq, heads in ((23296, 1), (8192, 3), (4096, 6), (1024, 12)):
         made = problem(seq_q=seq, seq_k=seq, capacity=4)
         assert plan_sparse_backward(made, h200).heads_at_once == heads
-    long = plan_sparse_backward(problem(seq_q=1 << 20, seq_k=1 << 20, capacity=4096), h200)
-    assert (long.kernel, long.scratch_bytes) == ("sparse_backward_box", 0)
+    for seq, capacity, spans in (
+        (23296, 240, 2),
+        (23296, 364, 3),
+        (83200, 260, 2),
+        (119040, 372, 3),
+        (1 << 20, 1024, 64),
+    ):
+        plan = plan_sparse_backward(problem(seq_q=seq, seq_k=seq, capacity=capacity), h200)
+        assert (plan.kernel, plan.heads_at_once) == ("sparse_backward_hopper", 1)
+        assert -(-seq // plan.queries_at_once) == spans
+        sums = seq * 2 * 128 * 4  # of dk and dv
+        assert plan.scratch_bytes <= MOST_KEPT + sums
+        assert f"in {spans} spans of {plan.queries_at_once} queries, {plan.scratch_bytes / 2**20:.0f} MiB" in str(plan)
+    # Spans whose KV tiles meet few queries move more sums than pairs.
+    few = plan_sparse_backward(problem(seq_q=1 << 20, seq_k=1 << 22, capacity=4096), h200)
+    assert (few.kernel, few.scratch_bytes) == ("sparse_backward_box", 0)
     assert plan_sparse_backward(problem(), device_named("a100")).kernel == "sparse_backward"
     plan = plan_sparse_backward(problem(), h200)
     assert plan.with_tiles(kernel="sparse_backward_box").scratch_bytes == 0
     portable = plan.with_tiles(kernel="sparse_backward_box")
     assert portable.with_tiles(kernel="sparse_backward_hopper").heads_at_once == plan.heads_at_once
-    for fields in ({"heads_at_once": 0}, {"heads_at_once": 5}, {"heads_at_once": 24}, {"queries": Tile(64, 64, 8, 4)}):
-        refuses(PlanError, next(iter(fields)), plan.with_tiles, **fields)
+    wrong = {"heads_at_once": (0, 5, 24), "queries": (Tile(64, 64, 8, 4),), "queries_at_once": (-64, 32, 64.0)}
+    for field, value in ((field, value) for field, values in wrong.items() for value in values):
+        refuses(PlanError, field, plan.with_tiles, **{field: value})
+    refuses(PlanError, "queries_at_once", portable.with_tiles, queries_at_once=64)
     refuses(PlanError, "num_stages", plan.with_tiles, queries=Tile(64, 64, 4, 9), keys=Tile(64, 64, 4, 9))
 
 

@@ -6,12 +6,14 @@ from .backward_scheduler import BackwardTile, Counters, Drawn, work_of_number
 from .ds_ring import DsTiles
 from .gluon import gl, jit
 from .parts import list_of_item, place_of_item
-from .structs import struct
+from .structs import Value, struct
 
 
 @struct
 class ListScheduler:
-    """A segment is heads_at_once KV heads."""
+    """A segment is heads_at_once KV heads; with spans, one span of their queries, the first span first.
+
+    spans, span_tiles: how many, and query tiles of each, of which the last may have some behind the last query; or None."""
 
     counters: Counters
     lengths: Lengths
@@ -21,14 +23,30 @@ class ListScheduler:
     delay: gl.tensor
     slots: gl.tensor
     no_tile: gl.tensor
+    spans: Value
+    span_tiles: Value
 
     @jit
     def kv_tiles(self):
         return self.heads_at_once * self.lengths.kv_tiles
 
     @jit
+    def head_tiles(self):
+        """Query tiles that a head has in a segment."""
+        return self.lengths.q_tiles if self.spans is None else self.span_tiles
+
+    @jit
     def query_tiles(self):
-        return self.heads_at_once * self.group * self.lengths.q_tiles
+        return self.heads_at_once * self.group * self.head_tiles()
+
+    @jit
+    def span_of(self, segment):
+        """-> the number of the segment's heads, and its span."""
+        if self.spans is None:
+            return segment, 0
+        else:
+            heads = segment // self.spans
+            return heads, segment - heads * self.spans
 
     @jit
     def locate(self, number):
@@ -41,16 +59,30 @@ class ListScheduler:
     @jit
     def kv_tile(self, drawn):
         segment, i = drawn.of
+        of_heads, span = self.span_of(segment)
         tile, batch, head = place_of_item(
-            segment * self.kv_tiles() + i, self.lengths.kv_tiles, self.heads // self.group
+            of_heads * self.kv_tiles() + i, self.lengths.kv_tiles, self.heads // self.group
         )
-        return BackwardTile(tile, batch, head, self.lengths, segment, segment - self.slots, self.query_tiles(), i)
+        return BackwardTile(tile, batch, head, self.lengths, segment, segment - self.slots, self.query_tiles(), i, span)
 
     @jit
     def query_tile(self, drawn):
         segment, i = drawn.of
-        tile, batch, head = place_of_item(segment * self.query_tiles() + i, self.lengths.q_tiles, self.heads)
-        return BackwardTile(tile, batch, head, self.lengths, segment, segment - self.slots, self.kv_tiles(), i)
+        of_heads, span = self.span_of(segment)
+        tile, batch, head = place_of_item(of_heads * self.query_tiles() + i, self.head_tiles(), self.heads)
+        if self.spans is not None:
+            tile += span * self.span_tiles
+        return BackwardTile(tile, batch, head, self.lengths, segment, segment - self.slots, self.kv_tiles(), i, span)
+
+    @jit
+    def keys_of(self, work, lists):
+        """The list of a query tile, as of Lists.of; a tile behind the last query has none."""
+        if self.spans is None:
+            return lists.of(work.tile, work.batch, work.head)
+        else:
+            last = self.lengths.q_tiles - 1
+            index, count = lists.of(gl.minimum(work.tile, last), work.batch, work.head)
+            return index, gl.where(work.tile > last, 0, count)
 
 
 @struct
@@ -76,6 +108,29 @@ class Lists:
     def begin(self, place, block, batch, head):
         """Where the block's list begins in numbers that lie as Index does."""
         return list_of_item((place, place, self.strides[0], self.strides[1], self.strides[2]), block, batch, head)
+
+
+@struct
+class SpanEdges:
+    """Which entries of transposed lists are of a span: Edges [spans + 1, B, H, KV blocks], how many come before each span, by
+    strides of the first three; or None, where all are."""
+
+    Edges: Value
+    span: Value
+    batch: Value
+    head: Value
+
+    @jit
+    def cut(self, work, block, head, count):
+        """-> the first entry of the work tile's span in the list of a KV block, and how many of `count` it has."""
+        if self.Edges is None:
+            return 0, count
+        else:
+            place = (
+                self.Edges + work.split.to(gl.int64) * self.span + work.batch * self.batch + head * self.head + block
+            )
+            first = gl.load(place)
+            return first, gl.load(place + self.span) - first
 
 
 @struct
@@ -116,7 +171,8 @@ class BlockSizes:
 
 @struct
 class ListDsRing:
-    """`slots` slots of slot_rows rows.  A query tile's dS lies as its list names the KV tiles: a row of `capacity` blocks.
+    """`slots` slots of slot_rows rows, each for head_tiles query tiles of some heads.  A query tile's dS lies as its list names
+    the KV tiles: a row of `capacity` blocks.
 
     Places: of each entry of the transposed lists, the place of the pair in its head's slot, in blocks (kernels.list_places)."""
 
@@ -124,6 +180,7 @@ class ListDsRing:
     Places: gl.tensor
     slots: gl.tensor
     slot_rows: gl.tensor
+    head_tiles: gl.tensor
     capacity: gl.tensor
     Q_TILES: gl.constexpr
     KV_TILES: gl.constexpr
@@ -141,7 +198,7 @@ class ListDsRing:
     @jit
     def of_keys(self, slot, work, head, part):
         """Where a head of the segment begins for part `part` of a KV block."""
-        return slot + head * (work.lengths.q_tiles * self.capacity * self.KV_TILES * UNIT) + part * UNIT
+        return slot + head * (self.head_tiles * self.capacity * self.KV_TILES * UNIT) + part * UNIT
 
     @jit
     def row(self, begin, places, j, count):

@@ -46,6 +46,7 @@ def produce_queries(work, scheduler, pipe, mask, ds):
     SEVERAL: gl.constexpr = pipe.config.QUERY_TILES > 1
     low, tiles, begins, ends = scheduler.keys_of(work, mask)
     begin = ds.of_queries(work)
+    scheduler.counters.await_keys_without_ds(work, tiles)
     stage = first_stage(1)
     for j in range(tiles):
         rows = (row_of_pair(ds, begin, work, work.tile, low + j, mask, SEVERAL),)

@@ -34,7 +34,7 @@ class BackwardTile:
     before: gl.tensor  # the segment that had its slot of dS, negative if none
     wanted: gl.tensor  # how many work tiles of that segment, or KV tiles of its own, have to be done
     local: Value = None  # the number of the (KV) head in the segment; of lists, of the work tile
-    split: Value = None  # dense: the KV split
+    split: Value = None  # dense: the KV split; of lists: the span of queries
     first_q: Value = 0  # packed: row of the sequence's first query,
     first_k: Value = 0  # of its first key,
     slot: Value = None  # the slot of dS,
@@ -52,7 +52,8 @@ class Drawn:
 
 @struct
 class Counters:
-    """Counters in memory, 0 at launch: numbers that were drawn; done KV tiles of each segment; done query tiles of each."""
+    """Counters in memory, 0 at launch: numbers that were drawn; done KV tiles of each segment; done query tiles of each; where
+    sums over spans wait in memory, how many segments each KV tile of one has been through."""
 
     address: Value
     segments: gl.tensor
@@ -74,9 +75,26 @@ class Counters:
         _await(self.address + 1 + work.segment, work.wanted)
 
     @jit
+    def await_keys_without_ds(self, work, tiles):
+        """Of a query tile that consumes so many tiles of dS, if that is none: where all query tiles of a segment are done, its KV
+        tiles are, and so are the query tiles that had its slot before."""
+        if tiles == 0:
+            _await(self.address + 1 + work.segment, work.wanted)
+
+    @jit
     def await_queries(self, segment, wanted):
         """Before a sum goes on that the query tiles of a segment have begun: until all are done."""
         _await(self.address + 1 + self.segments + segment, wanted)
+
+    @jit
+    def await_sums(self, work):
+        """Before a KV tile goes on from its sums: until all segments before have."""
+        _await(self.address + 1 + 2 * self.segments + work.local, work.segment)
+
+    @jit
+    def publish_sums(self, work):
+        """A KV tile has left its sums, or taken the last ones."""
+        _count(self.address + 1 + 2 * self.segments + work.local)
 
     @jit
     def publish_keys(self, work):

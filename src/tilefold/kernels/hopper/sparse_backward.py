@@ -6,11 +6,11 @@ blocks that list them, or dq of 64 queries, over their list.  Each sum has the o
 
 from .backward_config import UNIT, BackwardConfig
 from .backward_consumer import add_pair, first_products, key_step, store_keys, zero_gradient
-from .backward_epilogue import Gradient
-from .backward_lists import BlockSizes, ListDsRing, Lists, ListScheduler
+from .backward_epilogue import Gradient, SpanSums
+from .backward_lists import BlockSizes, ListDsRing, Lists, ListScheduler, SpanEdges
 from .backward_mask import Lengths
 from .backward_pipeline import allocate_ds, allocate_pool, first_stage, make_backward_pipeline, next_stage
-from .backward_scheduler import Counters
+from .backward_scheduler import Counters, await_copies
 from .ds_ring import DsTiles
 from .gluon import fence_async_shared, gl, jit, wgmma_wait
 from .parts import LOG2E
@@ -21,15 +21,16 @@ RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_units", "kv_units", "
            "stride_gb", "stride_gm", "stride_gh", "stride_xb", "stride_xn", "stride_xh", "stride_yb", "stride_yn", "stride_yh",
            "stride_ib", "stride_ih", "stride_iq", "stride_cb", "stride_ch",
            "stride_tb", "stride_th", "stride_tk", "stride_ub", "stride_uh",
-           "stride_sb", "stride_sh", "stride_pb", "stride_ph"]  # fmt: skip
+           "stride_sb", "stride_sh", "stride_pb", "stride_ph",
+           "spans", "span_tiles", "stride_es", "stride_eb", "stride_eh"]  # fmt: skip
 
 
 # ---------------------------------------------------------------- the producer
 
 
 @jit
-def produce_keys(work, scheduler, pipe, transposed):
-    """K and V, then q, dout and statistics of every query tile that lists them."""
+def produce_keys(work, scheduler, pipe, transposed, edges):
+    """K and V, then q, dout and statistics of every query tile of the segment that lists them."""
     Q_TILES: gl.constexpr = transposed.LISTED
     q_tiles = work.lengths.q_tiles
     pipe.load_keys(work)
@@ -37,6 +38,8 @@ def produce_keys(work, scheduler, pipe, transposed):
     for g in range(scheduler.group):
         head = work.head * scheduler.group + g
         index, count = transposed.of(work.tile, work.batch, head)
+        first, count = edges.cut(work, work.tile // transposed.TILES, head, count)
+        index += first
         row = (work.batch * scheduler.heads + head) * q_tiles
         ahead = gl.load(index)
         for j in range(gl.maximum(count, 1) * Q_TILES):
@@ -53,7 +56,8 @@ def produce_keys(work, scheduler, pipe, transposed):
 def produce_queries(work, scheduler, pipe, lists, ds):
     """K and dS of every pair of a query tile."""
     KV_TILES: gl.constexpr = lists.LISTED
-    index, count = lists.of(work.tile, work.batch, work.head)
+    index, count = scheduler.keys_of(work, lists)
+    scheduler.counters.await_keys_without_ds(work, count)
     kv_head = work.head // scheduler.group
     row = ds.of_queries(work)
     stage = first_stage(1)
@@ -66,14 +70,16 @@ def produce_queries(work, scheduler, pipe, lists, ds):
 
 
 @jit
-def produce(number, scheduler, pipe, lists, transposed, ds):
+def produce(number, scheduler, pipe, lists, transposed, edges, ds):
     """The work tile of a number, counted as done while the results are written."""
     drawn = scheduler.locate(number)
     if drawn.keys:
         work = scheduler.kv_tile(drawn)
-        produce_keys(work, scheduler, pipe, transposed)
+        produce_keys(work, scheduler, pipe, transposed, edges)
         pipe.wait_done()
         scheduler.counters.publish_keys(work)
+        if scheduler.spans is not None:
+            scheduler.counters.publish_sums(work)
     else:
         work = scheduler.query_tile(drawn)
         produce_queries(work, scheduler, pipe, lists, ds)
@@ -85,7 +91,7 @@ def produce(number, scheduler, pipe, lists, transposed, ds):
 
 
 @jit
-def consume_keys(work, scheduler, pipe, transposed, sizes, ds, dk_out, dv_out, scale):
+def consume_keys(work, scheduler, pipe, transposed, edges, sizes, ds, span_sums, dk_out, dv_out, scale):
     """dk and dv of a KV tile, over the lists of all query heads of its KV head.  scale: to base 2."""
     config = pipe.config
     Q_TILES: gl.constexpr = ds.Q_TILES
@@ -93,7 +99,7 @@ def consume_keys(work, scheduler, pipe, transposed, sizes, ds, dk_out, dv_out, s
     Q_SIZED: gl.constexpr = sizes.Q_SIZED
     group = scheduler.group
     recompute = Recompute(pipe.statistics, scale, config.SCORES, UNIT)
-    slot, first_head = ds.slot(work), work.segment * scheduler.heads_at_once
+    slot, first_head = ds.slot(work), scheduler.span_of(work.segment)[0] * scheduler.heads_at_once
     block, part = work.tile // ds.KV_TILES, work.tile % ds.KV_TILES
     dk = zero_gradient(config)
     dv = zero_gradient(config)
@@ -103,7 +109,9 @@ def consume_keys(work, scheduler, pipe, transposed, sizes, ds, dk_out, dv_out, s
     for g in range(group):
         head = work.head * group + g
         index, count = transposed.of(work.tile, work.batch, head)
-        places = transposed.begin(ds.Places, block, work.batch, head)
+        first, count = edges.cut(work, block, head, count)
+        index += first
+        places = transposed.begin(ds.Places, block, work.batch, head) + first
         live_k = sizes.live_keys(work, head, block, part)
         begin = ds.of_keys(slot, work, work.batch * scheduler.heads + head - first_head * group, part)
         tiles = gl.maximum(count, 1) * Q_TILES
@@ -120,15 +128,26 @@ def consume_keys(work, scheduler, pipe, transposed, sizes, ds, dk_out, dv_out, s
         state, stage = key_step((s, dp, dk, dv), own, stage, ahead, pipe, recompute, ds.tiles, True, None,
                                 live_k if MASKED else None)  # fmt: skip
         s, dp, dk, dv = state
-    store_keys(work, pipe, dk, dv, dk_out, dv_out, scale)
+    if span_sums.spans is None:
+        store_keys(work, pipe, dk, dv, dk_out, dv_out, scale)
+    else:
+        scheduler.counters.await_sums(work)
+        dk = span_sums.add(0, dk, work)
+        dv = span_sums.add(1, dv, work)
+        await_copies()
+        pipe.arrive_done()
+        row = work.tile * UNIT
+        rows = gl.where(work.split == span_sums.spans - 1, work.lengths.seq_k - row, 0)
+        dv_out.store(dv, work, row, rows)
+        dk_out.store(dk * (scale * (1 / LOG2E)), work, row, rows)
 
 
 @jit
-def consume_queries(work, pipe, lists, sizes, dq_out, scale):
+def consume_queries(work, scheduler, pipe, lists, sizes, dq_out, scale):
     """dq = scale * sum of dS K of a query tile, in the order of its list."""
     config = pipe.config
     KV_TILES: gl.constexpr = lists.LISTED
-    index, count = lists.of(work.tile, work.batch, work.head)
+    index, count = scheduler.keys_of(work, lists)
     begin = sizes.of_keys(work.batch, work.head)
     sums = (zero_gradient(config),)
     stage = first_stage(0)
@@ -148,23 +167,24 @@ def consume_queries(work, pipe, lists, sizes, dq_out, scale):
 
 
 @jit
-def consume(number, scheduler, pipe, lists, transposed, sizes, ds, dq, dk, dv, scale):
+def consume(number, scheduler, pipe, lists, transposed, edges, sizes, ds, span_sums, dq, dk, dv, scale):
     """The work tile of a number.  scale: of scores, natural."""
     drawn = scheduler.locate(number)
     if drawn.keys:
-        consume_keys(scheduler.kv_tile(drawn), scheduler, pipe, transposed, sizes, ds, dk, dv, scale * LOG2E)
+        work = scheduler.kv_tile(drawn)
+        consume_keys(work, scheduler, pipe, transposed, edges, sizes, ds, span_sums, dk, dv, scale * LOG2E)
     else:
-        consume_queries(scheduler.query_tile(drawn), pipe, lists, sizes, dq, scale)
+        consume_queries(scheduler.query_tile(drawn), scheduler, pipe, lists, sizes, dq, scale)
 
 
 @jit(do_not_specialize=RUNTIME)
 def sparse_backward_hopper(
     q_desc, do_desc, k_desc, v_desc, stat_desc, keep_desc, DQ, DK, DV, Index, Count, TurnedIndex, TurnedCount, Places, Sizes,
-    QuerySizes, Progress,
+    QuerySizes, Progress, Edges, Sums,
     scale, seq_q, seq_k, heads, group, q_units, kv_units, capacity, heads_at_once, batches, delay, slots, no_unit, nowhere,
     stride_gb, stride_gm, stride_gh, stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh,
     stride_ib, stride_ih, stride_iq, stride_cb, stride_ch, stride_tb, stride_th, stride_tk, stride_ub, stride_uh,
-    stride_sb, stride_sh, stride_pb, stride_ph,
+    stride_sb, stride_sh, stride_pb, stride_ph, spans, span_tiles, stride_es, stride_eb, stride_eh,
     D: gl.constexpr, SLOTS: gl.constexpr, Q_UNITS: gl.constexpr, KV_UNITS: gl.constexpr, MASKED: gl.constexpr,
     SIZED: gl.constexpr, Q_SIZED: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -177,7 +197,10 @@ def sparse_backward_hopper(
 
     A segment is heads_at_once KV heads: B * H/group = batches * heads_at_once; `slots` is the number of slots of the ring of dS,
     `delay` of `backward_scheduler`.
-    Progress [1 + 2 * batches] int32: zeros.  Grid: a program for each work tile; which one it makes, it draws."""
+    spans, span_tiles: of ListScheduler, with Edges by strides (span, batch, head) of SpanEdges and Sums of SpanSums; or all None.
+    A segment is then one span of heads_at_once heads, of which there are `batches`.
+    Progress [1 + 2 * batches, with spans and heads_at_once * kv_units more] int32: zeros.  Grid: a program for each work tile;
+    which one it makes, it draws."""
     config = BackwardConfig(q_desc.dtype, D, SLOTS, 1)
     memory = allocate_pool(stat_desc, config)
     ds_tiles = DsTiles(keep_desc, allocate_ds(config), nowhere)
@@ -186,10 +209,13 @@ def sparse_backward_hopper(
     counters = Counters(Progress, batches)
     number = counters.draw()
     scheduler = ListScheduler(
-        counters, Lengths(seq_q, seq_k, q_units, kv_units), heads, group, heads_at_once, delay, slots, no_unit
-    )
-    slot_rows = heads_at_once * group * q_units * capacity * (KV_UNITS * UNIT)
-    ds = ListDsRing(ds_tiles, Places, slots, slot_rows, capacity, Q_UNITS, KV_UNITS)
+        counters, Lengths(seq_q, seq_k, q_units, kv_units), heads, group, heads_at_once, delay, slots, no_unit, spans,
+        span_tiles,
+    )  # fmt: skip
+    slot_rows = scheduler.query_tiles() * capacity * (KV_UNITS * UNIT)
+    ds = ListDsRing(ds_tiles, Places, slots, slot_rows, scheduler.head_tiles(), capacity, Q_UNITS, KV_UNITS)
+    edges = SpanEdges(Edges, stride_es, stride_eb, stride_eh)
+    span_sums = SpanSums(Sums, spans, config)
     lists = Lists(Index, Count, (stride_ib, stride_ih, stride_iq, stride_cb, stride_ch), Q_UNITS, KV_UNITS)
     strides = (stride_tb, stride_th, stride_tk, stride_ub, stride_uh)
     transposed = Lists(TurnedIndex, TurnedCount, strides, KV_UNITS, Q_UNITS)
@@ -199,8 +225,8 @@ def sparse_backward_hopper(
     dv = Gradient(DV, stride_yb, stride_yn, stride_yh, config.DTYPE)
     gl.warp_specialize(
         [
-            (consume, (number, scheduler, pipe, lists, transposed, sizes, ds, dq, dk, dv, scale)),
-            (produce, (number, scheduler, pipe, lists, transposed, ds)),
+            (consume, (number, scheduler, pipe, lists, transposed, edges, sizes, ds, span_sums, dq, dk, dv, scale)),
+            (produce, (number, scheduler, pipe, lists, transposed, edges, ds)),
         ],
         [1],
         [PRODUCER_REGISTERS],

@@ -3,20 +3,21 @@
 import triton
 import triton.language as tl
 
-RUNTIME = ["heads", "q_blocks", "per_block", "steps", "stride_ib", "stride_ih", "stride_iq", "stride_cb", "stride_ch",
-           "stride_tb", "stride_th", "stride_tk", "stride_ub", "stride_uh"]  # fmt: skip
+RUNTIME = ["heads", "q_blocks", "span_blocks", "per_block", "steps", "stride_ib", "stride_ih", "stride_iq", "stride_cb",
+           "stride_ch", "stride_tb", "stride_th", "stride_tk", "stride_ub", "stride_uh"]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def list_places(
     Index, Count, TurnedIndex, TurnedCount, Places,
-    heads, q_blocks, per_block, steps,
+    heads, q_blocks, span_blocks, per_block, steps,
     stride_ib, stride_ih, stride_iq, stride_cb, stride_ch, stride_tb, stride_th, stride_tk, stride_ub, stride_uh,
     ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Index [B, H, Qb, cap], Count [B, H, Qb]: lists; TurnedIndex [B, H, KVb, tcap] ascending, TurnedCount [B, H, KVb]: their
     transpose; Places, int32 with the strides of TurnedIndex: where query block i_q stands in the list of KV block n, goes
-    i_q * per_block + its position in the list of i_q.  steps: halvings of a list of tcap entries.  All int32.
+    i_q % span_blocks * per_block + its position in the list of i_q.  span_blocks: blocks of a span of queries, q_blocks where
+    there is one.  steps: halvings of a list of tcap entries.  All int32.
 
     Grid (B * H * Qb,).  An entry looks itself up in the list of its KV block by binary search: no order of execution matters."""
     item = tl.program_id(0).to(tl.int64)
@@ -38,4 +39,5 @@ def list_places(
             below = found < i_q
             low = tl.where(live & (low < high) & below, middle + 1, low)
             high = tl.where(live & (low < high) & ~below, middle, high)
-        tl.store(Places + turned + block * stride_tk + low, (i_q * per_block + o_i).to(tl.int32), mask=live)
+        place = i_q % span_blocks * per_block + o_i
+        tl.store(Places + turned + block * stride_tk + low, place.to(tl.int32), mask=live)

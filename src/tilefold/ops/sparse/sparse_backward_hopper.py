@@ -27,11 +27,19 @@ if TYPE_CHECKING:
     from ..source import Lists
 
 ENTRIES = 128  # of a list, that one step of list_places looks up
-GIVEN = ("Q", "K", "V", "Out", "Lse", "DOut", "DLse", "call", "turned", "Places", "Statistics", "Progress", "kept", "DQ", "DK",
-         "DV")  # fmt: skip
+GIVEN = ("Q", "K", "V", "Out", "Lse", "DOut", "DLse", "call", "turned", "Places", "edges", "sums", "Statistics", "Progress",
+         "kept", "DQ", "DK", "DV")  # fmt: skip
 """What a call gives to the three kernels: its tensors, and what `scratch` makes."""
 Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Tensors = tuple[torch.Tensor, ...]
+
+
+class Spans(NamedTuple):
+    """Of queries, where there are several."""
+
+    number: int
+    blocks: int  # query blocks of one
+    sums: Scratch  # dk and dv between two
 
 
 class HopperBound(NamedTuple):
@@ -41,12 +49,13 @@ class HopperBound(NamedTuple):
     places: Bound
     main: Bound
     buffers: tuple[Scratch, ...]  # statistics, what has been drawn and done, slots for dS; then dq, dk and dv
+    spans: Spans | None
 
     def of_lengths(self, saved: Saved, dout: torch.Tensor, call: "Call") -> "HopperBound":
         """The launches of a call that differs in its lengths, which make the same tiles, over lists that lie alike."""
         values = values_of_lengths(saved[:4], dout, call)
         statistics, main = (one.with_values(values, None, (*saved, dout)) for one in (self.statistics, self.main))
-        return HopperBound(statistics, self.places, main, (*self.buffers[:-3], *gradients_of(saved)))
+        return HopperBound(statistics, self.places, main, (*self.buffers[:-3], *gradients_of(saved)), self.spans)
 
 
 def bind(
@@ -63,8 +72,10 @@ def bind(
         return bound_launches(scale, saved, dout, call, transposed, plan)
 
     def compile(bound: HopperBound) -> None:
-        kinds = torch.int32, *[one.dtype for one in bound.buffers]
-        bound.main.compile((*saved, dout, None, call, transposed, *map(stand_in, kinds)))
+        kinds = [one.dtype for one in bound.buffers]
+        places = stand_in(torch.int32)
+        between = (None, None) if bound.spans is None else (places, stand_in(torch.float32))
+        bound.main.compile((*saved, dout, None, call, transposed, places, *between, *map(stand_in, kinds)))
 
     return chosen_or_none(plan, call.backward_plan, "block-sparse", made, compile, "its backward pass")
 
@@ -83,14 +94,27 @@ def run(
     bound.statistics(given)
     bound.places(given)
     bound.main(given)
-    return made[4:]
+    return made[-3:]
 
 
-def scratch(bound: HopperBound, transposed: "Lists", device: Any) -> Tensors:
-    """Places, and then what `buffers` says."""
+def scratch(bound: HopperBound, transposed: "Lists", device: Any) -> tuple[Any, ...]:
+    """Places, ends of spans in the transposed lists, sums between them, and then what `buffers` says."""
     turned = transposed.indices
     places = torch.empty_strided(turned.shape, turned.stride(), dtype=torch.int32, device=device)
-    return places, *[one.made(device) for one in bound.buffers]
+    edges = sums = None
+    if bound.spans is not None:
+        edges, sums = span_edges(transposed, bound.spans), bound.spans.sums.made(device)
+    return places, edges, sums, *[one.made(device) for one in bound.buffers]
+
+
+def span_edges(transposed: "Lists", spans: Spans) -> torch.Tensor:
+    """int32 [spans + 1, batch, heads, KV blocks]: how many entries of each transposed list come before each span."""
+    indices, counts = transposed.indices, transposed.counts
+    place = torch.arange(indices.shape[3], dtype=torch.int32, device=indices.device)
+    ascending = torch.where(place < counts[..., None], indices, torch.iinfo(torch.int32).max)
+    ends = torch.arange(spans.number + 1, dtype=torch.int32, device=indices.device) * spans.blocks
+    found = torch.searchsorted(ascending, ends.expand(*counts.shape, -1).contiguous(), out_int32=True)
+    return found.movedim(-1, 0).contiguous()
 
 
 # ---------------------------------------------------------------- the first time
@@ -114,13 +138,14 @@ def bound_launches(
     q, k, v, out, _ = saved
     problem, n, layout = plan.problem, plan.problem.attention, call.layout
     per, heads = problem.block_q // UNIT, plan.heads_at_once
+    at_once = heads, plan.queries_at_once
     q_units, kv_units = rules.units(problem)
     rows = n.batch * n.heads * q_units + 1
-    kept_rows = rules.kept_bytes(problem, heads) // (UNIT * q.element_size())
-    batches = n.batch * n.kv_heads // heads
-    counters = 1 + 2 * batches
-    items = n.batch * n.kv_heads * (kv_units + n.group * q_units)
-    at_once = min(items, PROGRAMS_PER_SM * plan.device.sms)
+    kept_rows = rules.kept_bytes(problem, *at_once) // (UNIT * q.element_size())
+    spans, segments = rules.spans(problem, plan.queries_at_once), rules.segments(problem, *at_once)
+    counters = 1 + 2 * segments + (heads * kv_units if spans > 1 else 0)
+    items = rules.items(problem, *at_once)
+    running = min(items, PROGRAMS_PER_SM * plan.device.sms)
     lists = {
         **list_values(call),
         "TurnedIndex": Slot("turned", lambda turned: turned.indices),
@@ -136,6 +161,7 @@ def bound_launches(
         **lists,
         "heads": list_heads,
         "q_blocks": q_blocks,
+        "span_blocks": rules.span_units(problem, plan.queries_at_once) // per,
         "per_block": per * capacity,
         "steps": transposed.indices.shape[3].bit_length(),
     }
@@ -165,11 +191,12 @@ def bound_launches(
         "kv_units": kv_units,
         "capacity": problem.capacity,
         "heads_at_once": heads,
-        "batches": batches,
-        "delay": rules.delay(problem, heads, at_once),
-        "slots": rules.slots(problem, heads),
+        "batches": segments,
+        "delay": rules.delay(problem, *at_once, running),
+        "slots": rules.slots(problem, *at_once),
         "no_unit": rows - 1,
         "nowhere": kept_rows,
+        **_span_values(plan, transposed, spans),
     }
     return HopperBound(
         statistics_bound(n, out, dout, layout, q_units, counters, GIVEN, lists, per),
@@ -181,7 +208,26 @@ def bound_launches(
             Scratch((kept_rows, UNIT), q.dtype),
             *gradients_of(saved),
         ),
+        Spans(spans, of_places["span_blocks"], Scratch((rules.sum_numbers(problem, *at_once),), torch.float32))
+        if spans > 1
+        else None,
     )
+
+
+def _span_values(plan: "SparseBackwardPlan", transposed: "Lists", spans: int) -> dict[str, Any]:
+    """Spans of queries by the kernel's names; None where there is one."""
+    strides = "stride_es", "stride_eb", "stride_eh"
+    if spans == 1:
+        return dict.fromkeys(("Edges", "Sums", "spans", "span_tiles", *strides))
+    batch, heads, blocks = transposed.counts.shape
+    steps = batch * heads * blocks, heads * blocks * (batch > 1), blocks * (heads > 1)
+    return {
+        "Edges": Slot("edges"),
+        "Sums": Slot("sums"),
+        "spans": spans,
+        "span_tiles": plan.queries_at_once // UNIT,
+        **dict(zip(strides, steps, strict=True)),
+    }
 
 
 # ---------------------------------------------------------------- without a GPU

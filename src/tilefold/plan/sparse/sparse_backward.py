@@ -17,6 +17,9 @@ from tilefold.plan.sparse.sparse_backward_hopper import (
     hopper_backward_tile,
     hopper_backward_violation,
     kept_bytes,
+    queries_at_once,
+    spans,
+    sum_numbers,
 )
 
 POINTERS, BOX = "sparse_backward", "sparse_backward_box"
@@ -31,8 +34,8 @@ class SparseBackwardPlan(Plan):
     streams by comes by tensor descriptors) or "sparse_backward_hopper" (Gluon, sm_90: one kernel, whose programs for dk and dv
     keep dS for those that make dq). queries: the tile of what makes dq, block_m of its own queries against block_n listed keys a
     step. keys: the tile of what makes dk and dv, block_n of its own keys against block_m listed queries a step. heads_at_once: KV
-    heads of which the Hopper kernel keeps dS at a time, 0 with the others. Raises PlanError, naming the field, if a tile does not
-    divide its blocks or exceeds a limit of the device.
+    heads of which the Hopper kernel keeps dS at a time, 0 with the others; queries_at_once: of how many of their queries, 0 for
+    all. Raises PlanError, naming the field, if a tile does not divide its blocks or exceeds a limit of the device.
     """
 
     problem: SparseProblem
@@ -43,9 +46,15 @@ class SparseBackwardPlan(Plan):
     rule: str
     reason: str
     heads_at_once: int = 0
+    queries_at_once: int = 0
 
     def __post_init__(self) -> None:
-        require_fit(_violation(self.problem, self.device, self.kernel, self.queries, self.keys, self.heads_at_once))
+        require_fit(self._violation(self.problem, self.device))
+
+    def _violation(self, problem: SparseProblem, device: Device) -> tuple[str, str] | None:
+        return _violation(
+            problem, device, self.kernel, self.queries, self.keys, self.heads_at_once, self.queries_at_once
+        )
 
     @property
     def grids(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
@@ -55,16 +64,20 @@ class SparseBackwardPlan(Plan):
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of dS that are kept at a time, beside two fp32 numbers a query and head and a number an entry of the lists."""
-        return kept_bytes(self.problem, self.heads_at_once) if self.heads_at_once else 0
+        """Bytes of dS that are kept at a time, and of dk and dv between spans of queries.  Beside them there are two fp32 numbers
+        a query and head, and a number an entry of the lists."""
+        if not self.heads_at_once:
+            return 0
+        at_once = self.heads_at_once, self.queries_at_once
+        return kept_bytes(self.problem, *at_once) + 4 * sum_numbers(self.problem, *at_once)
 
     def __str__(self) -> str:
         n = self.problem.attention
-        kept = (
-            f"; dS of {self.heads_at_once} KV heads at a time, {self.scratch_bytes / 2**20:.0f} MiB"
-            if self.heads_at_once
-            else ""
-        )
+        kept = f"; dS of {self.heads_at_once} KV heads at a time" if self.heads_at_once else ""
+        if self.queries_at_once:
+            count = spans(self.problem, self.queries_at_once)
+            kept += f", in {count} spans of {self.queries_at_once} queries"
+        kept += f", {self.scratch_bytes / 2**20:.0f} MiB" if self.heads_at_once else ""
         return (
             f"Sparse attention backward plan for {self.device.title}\n"
             f"  problem   {said_sizes(n)}; blocks {self.problem.block_q} x {self.problem.block_k}\n"
@@ -79,14 +92,15 @@ class SparseBackwardPlan(Plan):
         keys: Tile | None = None,
         kernel: str | None = None,
         heads_at_once: int | None = None,
+        queries_at_once: int | None = None,
     ) -> "SparseBackwardPlan":
-        """The plan with other tiles, another kernel (and the tiles that go with it) or another number of heads at a time;
-        PlanError names the field that does not fit."""
+        """The plan with other tiles, another kernel (and the tiles that go with it) or another number of heads or queries at a
+        time; PlanError names the field that does not fit."""
         base = self
         if kernel is not None and (kernel == HOPPER) != (self.kernel == HOPPER):
             base = _hopper(self.problem, self.device) if kernel == HOPPER else _portable(self.problem, self.device)
         return changed(
-            base, queries=queries, keys=keys, kernel=kernel, heads_at_once=heads_at_once,
+            base, queries=queries, keys=keys, kernel=kernel, heads_at_once=heads_at_once, queries_at_once=queries_at_once,
             rule="override", reason="The caller chose these fields.",
         )  # fmt: skip
 
@@ -94,7 +108,7 @@ class SparseBackwardPlan(Plan):
         """PlanError, naming what differs, unless this plan serves exactly `problem` on a device of this kind."""
         self.problem.require_same(problem)
         require_device(self.device, device)
-        require_fit(_violation(problem, device, self.kernel, self.queries, self.keys, self.heads_at_once))
+        require_fit(self._violation(problem, device))
 
 
 @lru_cache(maxsize=4096)
@@ -110,8 +124,10 @@ def plan_sparse_backward(problem: SparseProblem, device: Device, portable: bool 
 
 def _hopper(problem: SparseProblem, device: Device) -> SparseBackwardPlan:
     tile, heads = hopper_backward_tile(problem), heads_at_once(problem, device)
-    reason = "A loading warp, wgmma, five products a pair of blocks; the order of every sum is that of one list."
-    return SparseBackwardPlan(problem, device, HOPPER, tile, tile, "hopper-lists", reason, heads)
+    reason = "A loading warp, wgmma, five products a pair of blocks; the order of every sum is that of one list, span by span."
+    return SparseBackwardPlan(
+        problem, device, HOPPER, tile, tile, "hopper-lists", reason, heads, queries_at_once(problem)
+    )
 
 
 def _portable(problem: SparseProblem, device: Device) -> SparseBackwardPlan:
@@ -175,7 +191,7 @@ def _box_refusal(problem: SparseProblem, device: Device) -> str | None:
 
 
 def _violation(
-    problem: SparseProblem, device: Device, kernel: str, queries: Tile, keys: Tile, heads: int
+    problem: SparseProblem, device: Device, kernel: str, queries: Tile, keys: Tile, heads: int, at_once: int
 ) -> tuple[str, str] | None:
     """(field, sentence) of the first limit that is broken, or None."""
     if fault := not_a_tile(queries=queries, keys=keys):
@@ -185,9 +201,10 @@ def _violation(
     if kernel == HOPPER:
         if queries != keys:
             return "queries", f"must be the tile of keys ({keys}) with {kernel}, got {queries}"
-        return hopper_backward_violation(problem, device, keys) or heads_violation(problem, heads)
-    if heads != 0:
-        return "heads_at_once", f"must be 0 with {kernel}, which keeps no dS, got {heads}"
+        return hopper_backward_violation(problem, device, keys) or heads_violation(problem, heads, at_once)
+    for name, number in (("heads_at_once", heads), ("queries_at_once", at_once)):
+        if number != 0:
+            return name, f"must be 0 with {kernel}, which keeps no dS, got {number}"
     refusal = _box_refusal(problem, device) if kernel == BOX else None
     if refusal:
         return "kernel", f"{kernel} cannot be used: {refusal}"

@@ -1,4 +1,7 @@
-"""When the Gluon kernel for sm_90 makes the gradients of a block-sparse problem, and of how many heads it keeps dS at a time."""
+"""When the Gluon kernel for sm_90 makes the gradients of a block-sparse problem, and of how many heads and queries it keeps dS at
+a time.
+
+Where one head's dS has no room, its queries come in spans, one after the other; dk and dv of a head wait in fp32 between two."""
 
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -22,9 +25,10 @@ if TYPE_CHECKING:
     from tilefold.plan.sparse.sparse import SparseProblem
 
 KERNEL = "sparse_backward_hopper"
-MOST_SLOTS = (
-    4  # of dS, each for one batch of heads; lists whose heads need more than MOST_KEPT have the portable kernels
-)
+MOST_SLOTS = 4  # of dS, each for one segment: a batch of heads, or a span of their queries
+LEAST_OF_SPAN, FREE_SPAN = 16, 120
+"""Listed pairs of a KV tile in a span, in the mean: with fewer the sums of dk and dv move about as many bytes as the pairs; with
+so many spans cost no time (H200: of 60 pairs 1 to 3 %, of 30 10 %)."""
 
 
 @lru_cache(maxsize=256)  # a plan asks more than once
@@ -41,10 +45,13 @@ def hopper_backward_refusal(problem: "SparseProblem", device: Device) -> str | N
         return "no list has room for a block"
     if n.batch * n.heads * units(problem)[0] >= 1 << 24:
         return "there are more than 2**24 units of 64 queries"
-    if kept_bytes(problem, 1) > MOST_KEPT:
-        need, have = kept_bytes(problem, 1) / 2**30, MOST_KEPT / 2**30
-        return f"dS of one KV head at a time would take {need:.1f} GiB of memory, more than {have:.0f}"
-    if fault := heads_violation(problem, 1):
+    queries = queries_at_once(problem)
+    if queries and _pairs(problem, queries) < LEAST_OF_SPAN:
+        return (
+            f"{MOST_KEPT / 2**30:.0f} GiB hold dS of {queries} queries of a KV head at a time, which list too few "
+            "blocks for sums between them"
+        )
+    if fault := heads_violation(problem, 1, queries):
         return fault[1]
     return box_refusal(n, device)
 
@@ -57,28 +64,66 @@ def units(problem: "SparseProblem") -> tuple[int, int]:
     return -(-n.seq_q // problem.block_q) * per_q, -(-n.seq_k // problem.block_k) * per_k
 
 
-def slot_bytes(problem: "SparseProblem", heads: int) -> int:
-    """Memory for dS of `heads` KV heads, all listed places of their query heads: 8 KiB for a pair of blocks of 64."""
+def span_units(problem: "SparseProblem", queries: int) -> int:
+    """Units of 64 queries of a head in a span of so many queries; 0: in all of them."""
+    return queries // UNIT or units(problem)[0]
+
+
+def spans(problem: "SparseProblem", queries: int) -> int:
+    """How many there are."""
+    return -(-units(problem)[0] // span_units(problem, queries))
+
+
+def segments(problem: "SparseProblem", heads: int, queries: int) -> int:
+    """Spans of batches of `heads` KV heads."""
+    return problem.attention.batch * problem.attention.kv_heads // heads * spans(problem, queries)
+
+
+def slot_bytes(problem: "SparseProblem", heads: int, queries: int) -> int:
+    """Memory for dS of a segment, all listed places of its query heads: 8 KiB for a pair of blocks of 64."""
     n = problem.attention
-    q_units, _ = units(problem)
-    return heads * n.group * q_units * problem.capacity * problem.block_k * UNIT * n.itemsize
+    return heads * n.group * span_units(problem, queries) * problem.capacity * problem.block_k * UNIT * n.itemsize
 
 
-def slots(problem: "SparseProblem", heads: int) -> int:
-    """How many batches of `heads` KV heads have room for their dS at a time: with four nobody waits for a slot, two at least."""
-    batches = problem.attention.batch * problem.attention.kv_heads // heads
-    return min(batches, max(2, min(MOST_SLOTS, MOST_KEPT // max(1, slot_bytes(problem, heads)))))
+def slots(problem: "SparseProblem", heads: int, queries: int) -> int:
+    """How many segments have room for their dS at a time: with four nobody waits for a slot, two at least."""
+    room = MOST_KEPT // max(1, slot_bytes(problem, heads, queries))
+    return min(segments(problem, heads, queries), max(2, min(MOST_SLOTS, room)))
 
 
-def delay(problem: "SparseProblem", heads: int, places: int) -> int:
+def delay(problem: "SparseProblem", heads: int, queries: int, places: int) -> int:
     """How many key items come before the first query item; `places` programs run at a time."""
-    batches = problem.attention.batch * problem.attention.kv_heads // heads
-    return backward_delay(heads * units(problem)[1], batches, slots(problem, heads), places)
+    of_all, at_once = segments(problem, heads, queries), slots(problem, heads, queries)
+    return backward_delay(heads * units(problem)[1], of_all, at_once, places)
 
 
-def kept_bytes(problem: "SparseProblem", heads: int) -> int:
-    """Memory for dS with `heads` KV heads a batch (bytes)."""
-    return slots(problem, heads) * slot_bytes(problem, heads)
+def kept_bytes(problem: "SparseProblem", heads: int, queries: int) -> int:
+    """Memory for dS (bytes)."""
+    return slots(problem, heads, queries) * slot_bytes(problem, heads, queries)
+
+
+def sum_numbers(problem: "SparseProblem", heads: int, queries: int) -> int:
+    """fp32 numbers of dk and dv that wait between two spans."""
+    tiles = heads * units(problem)[1] if spans(problem, queries) > 1 else 0
+    return tiles * 2 * UNIT * problem.attention.dim_qk
+
+
+def _pairs(problem: "SparseProblem", queries: int) -> float:
+    """Listed pairs of tiles that a KV tile has in a span, in the mean, if lists are full."""
+    listed = span_units(problem, queries) * problem.capacity * (problem.block_k // UNIT)
+    return problem.attention.group * listed / units(problem)[1]
+
+
+@lru_cache(maxsize=256)
+def queries_at_once(problem: "SparseProblem") -> int:
+    """Queries of a span, whole blocks; 0 for all of them.
+
+    As many spans, of one size, as cost nothing; more where MOST_KEPT does not hold dS of one KV head, two of its spans, else."""
+    blocks, block = -(-problem.attention.seq_q // problem.block_q), problem.block_q
+    count = max(1, int(_pairs(problem, 0)) // FREE_SPAN)
+    if kept_bytes(problem, 1, 0) > MOST_KEPT or heads_violation(problem, 1, 0):
+        count = max(count, -(-blocks // max(1, MOST_KEPT // (2 * max(1, slot_bytes(problem, 1, block))))))
+    return 0 if count == 1 else -(-blocks // count) * block
 
 
 @lru_cache(maxsize=256)
@@ -86,9 +131,13 @@ def heads_at_once(problem: "SparseProblem", device: Device) -> int:
     """KV heads of a batch, a divisor of all: as few as give every place of the device work on keys while the batch before is made
     complete; fewer, if MOST_KEPT does not hold those."""
     n = problem.attention
-    total = n.batch * n.kv_heads
+    total, queries = n.batch * n.kv_heads, queries_at_once(problem)
     _, kv_units = units(problem)
-    fitting = [d for d in divisors(total) if kept_bytes(problem, d) <= MOST_KEPT and not heads_violation(problem, d)]
+    fitting = [
+        d
+        for d in divisors(total)
+        if kept_bytes(problem, d, queries) <= MOST_KEPT and not heads_violation(problem, d, queries)
+    ]
     enough = [d for d in fitting if d * kv_units >= PROGRAMS_PER_SM * device.sms]
     return min(enough, default=max(fitting, default=1))
 
@@ -111,17 +160,25 @@ def hopper_backward_violation(problem: "SparseProblem", device: Device, tile: Ti
     return backward_tile_fault(KERNEL, problem.attention.dim_qk, problem.attention.itemsize, device, tile)
 
 
-def heads_violation(problem: "SparseProblem", heads: int) -> tuple[str, str] | None:
-    """As hopper_backward_violation, of the number of KV heads at a time."""
+def heads_violation(problem: "SparseProblem", heads: int, queries: int) -> tuple[str, str] | None:
+    """As hopper_backward_violation, of the numbers of KV heads and of queries at a time."""
     n = problem.attention
     total = n.batch * n.kv_heads
     if type(heads) is not int or heads < 1 or total % heads:
         return "heads_at_once", f"must be a divisor of {total} (batch x KV heads), got {heads!r}"
-    if kept_bytes(problem, heads) // (UNIT * n.itemsize) >= 1 << 31:
+    if type(queries) is not int or queries < 0 or queries % problem.block_q:
+        return "queries_at_once", f"must be 0 (all) or a multiple of {problem.block_q}, a query block, got {queries!r}"
+    if kept_bytes(problem, heads, queries) // (UNIT * n.itemsize) >= 1 << 31:
         return "heads_at_once", f"dS of {heads} heads has more rows than a descriptor can count"
-    q_units, kv_units = units(problem)
+    q_units, kv_units = span_units(problem, queries), units(problem)[1]
     if heads * kv_units * heads * (kv_units + n.group * q_units) >= 1 << 31:
         return "heads_at_once", f"{heads} heads are more pieces of work than a batch can have"
-    if total * (kv_units + n.group * q_units) > MAX_GRID:
+    if items(problem, heads, queries) > MAX_GRID:
         return "grid", f"more than {MAX_GRID} pieces of work"
     return None
+
+
+def items(problem: "SparseProblem", heads: int, queries: int) -> int:
+    """Pieces of work, each of a program."""
+    q_units, kv_units = span_units(problem, queries), units(problem)[1]
+    return segments(problem, heads, queries) * heads * (kv_units + problem.attention.group * q_units)
