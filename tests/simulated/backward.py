@@ -41,7 +41,7 @@ CLASSES = (
     (backward_pipeline, ("BackwardPipeline",)),
     (ds_ring, ("DsTiles", "DsRing", "PackedDsRing")),
     (recompute, ("Recompute",)),
-    (backward_epilogue, ("Gradient", "SplitSums", "SpanSums")),
+    (backward_epilogue, ("Gradient", "SplitSums")),
 )
 
 

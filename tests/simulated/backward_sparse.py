@@ -23,7 +23,7 @@ class Run(Backward):
         *FUNCTIONS,
         (sparse_backward, ("produce_keys", "produce_queries", "produce", "consume_keys", "consume_queries", "consume")),
     )
-    classes = (*CLASSES, (backward_lists, ("ListScheduler", "Lists", "SpanEdges", "BlockSizes", "ListDsRing")))
+    classes = (*CLASSES, (backward_lists, ("ListScheduler", "Lists", "Spans", "BlockSizes", "ListDsRing")))
 
     def __init__(self, seed, lists, group, kv_blocks, per_q, per_k, heads_at_once, slots, span=None):
         super().__init__(seed)
@@ -52,7 +52,7 @@ class Run(Backward):
         return [sum(i < end for i in one) for end in ends for rows in self.transposed for one in rows]
 
     def pass_on(self, which, acc, work):
-        """SpanSums.add: a sum is left once and taken once."""
+        """Spans.add: a sum is left once and taken once."""
         place = which, int(work.local)
         if work.split > 0:
             if place not in self.sums:
@@ -83,7 +83,7 @@ class Run(Backward):
 
         names["Lists"].of = of
         names["Lists"].begin = lambda lists, place, block, batch, head: Pointer(self.places(block, head))
-        names["SpanSums"].add = self.pass_on
+        names["Spans"].add = self.pass_on
         return names
 
     def expected(self, place):
@@ -123,9 +123,8 @@ class Run(Backward):
             self.heads * self.q_units, *((self.spans, self.span_units) if several else (None, None)))  # fmt: skip
         ds = names["ListDsRing"](tiles, None, self.slots, self.slot_rows, scheduler.head_tiles(), self.capacity, self.per_q,
                                  self.per_k)  # fmt: skip
-        span_sums = names["SpanSums"](None, self.spans if several else None, config)
-        of_heads = self.heads * self.kv_blocks, 0, self.kv_blocks
-        edges = names["SpanEdges"](Pointer(self.edges()) if several else None, *of_heads)
+        strides = self.heads * self.kv_blocks, 0, self.kv_blocks
+        spans = names["Spans"](self.spans if several else None, Pointer(self.edges()), *strides, None, config)
         lists = names["Lists"](self.lists, None, (0,) * 5, self.per_q, self.per_k)
         transposed = names["Lists"](self.transposed, None, (0,) * 5, self.per_k, self.per_q)
         sizes = names["BlockSizes"](0, 0, (0,) * 4, False, False, False)
@@ -133,9 +132,9 @@ class Run(Backward):
         def consume():
             self.begin(item)
             gradients = self.gradients(names)
-            names["consume"](item, scheduler, pipe, lists, transposed, edges, sizes, ds, span_sums, *gradients, 1.0)
+            names["consume"](item, scheduler, pipe, lists, transposed, spans, sizes, ds, *gradients, 1.0)
 
-        return lambda: names["produce"](item, scheduler, pipe, lists, transposed, edges, ds), consume
+        return lambda: names["produce"](item, scheduler, pipe, lists, transposed, spans, ds), consume
 
     def __call__(self, places):
         self.run(places)

@@ -87,25 +87,3 @@ class SplitSums:
         row = (work.batch * self.heads + work.head).to(gl.int64)
         place = self.place + (row * tiles + query_tile) * (UNIT * D)
         return place + gl.expand_dims(o_r * D, 1) + gl.expand_dims(o_d, 0)
-
-
-@struct
-class SpanSums:
-    """Sums of dk and dv of lists between two spans of queries: place [KV tiles of a segment, 2, 64, D] fp32.  spans: how many; or
-    None, and there are no sums."""
-
-    place: Value
-    spans: Value
-    config: BackwardConfig
-
-    @jit
-    def add(self, WHICH: gl.constexpr, acc, work):
-        """acc, of dk (WHICH = 0) or dv (1) of a KV tile, and what the spans before left.  It is left for the next span."""
-        LAYOUT: gl.constexpr = self.config.OUT
-        D: gl.constexpr = self.config.D
-        o_r = gl.expand_dims(gl.arange(0, UNIT, layout=gl.SliceLayout(1, LAYOUT)), 1)
-        o_d = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT)), 0)
-        place = self.place + (work.local * 2 + WHICH).to(gl.int64) * (UNIT * D) + (o_r * D + o_d)
-        acc += gl.load(place, mask=(o_r + o_d >= 0) & (work.split > 0), other=0.0)
-        gl.store(place, acc, mask=(o_r + o_d >= 0) & (work.split < self.spans - 1))
-        return acc

@@ -1,6 +1,6 @@
 """What lists of blocks say to the backward pass: which tiles meet, which tokens are live, where dS of a pair lies."""
 
-from .backward_config import UNIT
+from .backward_config import UNIT, BackwardConfig
 from .backward_mask import Lengths
 from .backward_scheduler import BackwardTile, Counters, Drawn, work_of_number
 from .ds_ring import DsTiles
@@ -111,19 +111,24 @@ class Lists:
 
 
 @struct
-class SpanEdges:
-    """Which entries of transposed lists are of a span: Edges [spans + 1, B, H, KV blocks], how many come before each span, by
-    strides of the first three; or None, where all are."""
+class Spans:
+    """Of queries, where there are several: number, how many; else None, and so is the rest.
 
+    Edges [number + 1, B, H, KV blocks] by strides of the first three: how many entries of each transposed list come before each
+    span.  Sums [KV tiles of a segment, 2, 64, D] fp32: dk and dv between two spans."""
+
+    number: Value
     Edges: Value
     span: Value
     batch: Value
     head: Value
+    Sums: Value
+    config: BackwardConfig
 
     @jit
     def cut(self, work, block, head, count):
         """-> the first entry of the work tile's span in the list of a KV block, and how many of `count` it has."""
-        if self.Edges is None:
+        if self.number is None:
             return 0, count
         else:
             place = (
@@ -131,6 +136,18 @@ class SpanEdges:
             )
             first = gl.load(place)
             return first, gl.load(place + self.span) - first
+
+    @jit
+    def add(self, WHICH: gl.constexpr, acc, work):
+        """acc, of dk (WHICH = 0) or dv (1) of a KV tile, and what the spans before left.  It is left for the next span."""
+        LAYOUT: gl.constexpr = self.config.OUT
+        D: gl.constexpr = self.config.D
+        o_r = gl.expand_dims(gl.arange(0, UNIT, layout=gl.SliceLayout(1, LAYOUT)), 1)
+        o_d = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT)), 0)
+        place = self.Sums + (work.local * 2 + WHICH).to(gl.int64) * (UNIT * D) + (o_r * D + o_d)
+        acc += gl.load(place, mask=(o_r + o_d >= 0) & (work.split > 0), other=0.0)
+        gl.store(place, acc, mask=(o_r + o_d >= 0) & (work.split < self.number - 1))
+        return acc
 
 
 @struct

@@ -6,8 +6,8 @@ blocks that list them, or dq of 64 queries, over their list.  Each sum has the o
 
 from .backward_config import UNIT, BackwardConfig
 from .backward_consumer import add_pair, first_products, key_step, store_keys, zero_gradient
-from .backward_epilogue import Gradient, SpanSums
-from .backward_lists import BlockSizes, ListDsRing, Lists, ListScheduler, SpanEdges
+from .backward_epilogue import Gradient
+from .backward_lists import BlockSizes, ListDsRing, Lists, ListScheduler, Spans
 from .backward_mask import Lengths
 from .backward_pipeline import allocate_ds, allocate_pool, first_stage, make_backward_pipeline, next_stage
 from .backward_scheduler import Counters, await_copies
@@ -29,7 +29,7 @@ RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_units", "kv_units", "
 
 
 @jit
-def produce_keys(work, scheduler, pipe, transposed, edges):
+def produce_keys(work, scheduler, pipe, transposed, spans):
     """K and V, then q, dout and statistics of every query tile of the segment that lists them."""
     Q_TILES: gl.constexpr = transposed.LISTED
     q_tiles = work.lengths.q_tiles
@@ -38,7 +38,7 @@ def produce_keys(work, scheduler, pipe, transposed, edges):
     for g in range(scheduler.group):
         head = work.head * scheduler.group + g
         index, count = transposed.of(work.tile, work.batch, head)
-        first, count = edges.cut(work, work.tile // transposed.TILES, head, count)
+        first, count = spans.cut(work, work.tile // transposed.TILES, head, count)
         index += first
         row = (work.batch * scheduler.heads + head) * q_tiles
         ahead = gl.load(index)
@@ -70,12 +70,12 @@ def produce_queries(work, scheduler, pipe, lists, ds):
 
 
 @jit
-def produce(number, scheduler, pipe, lists, transposed, edges, ds):
+def produce(number, scheduler, pipe, lists, transposed, spans, ds):
     """The work tile of a number, counted as done while the results are written."""
     drawn = scheduler.locate(number)
     if drawn.keys:
         work = scheduler.kv_tile(drawn)
-        produce_keys(work, scheduler, pipe, transposed, edges)
+        produce_keys(work, scheduler, pipe, transposed, spans)
         pipe.wait_done()
         scheduler.counters.publish_keys(work)
         if scheduler.spans is not None:
@@ -91,7 +91,7 @@ def produce(number, scheduler, pipe, lists, transposed, edges, ds):
 
 
 @jit
-def consume_keys(work, scheduler, pipe, transposed, edges, sizes, ds, span_sums, dk_out, dv_out, scale):
+def consume_keys(work, scheduler, pipe, transposed, spans, sizes, ds, dk_out, dv_out, scale):
     """dk and dv of a KV tile, over the lists of all query heads of its KV head.  scale: to base 2."""
     config = pipe.config
     Q_TILES: gl.constexpr = ds.Q_TILES
@@ -109,7 +109,7 @@ def consume_keys(work, scheduler, pipe, transposed, edges, sizes, ds, span_sums,
     for g in range(group):
         head = work.head * group + g
         index, count = transposed.of(work.tile, work.batch, head)
-        first, count = edges.cut(work, block, head, count)
+        first, count = spans.cut(work, block, head, count)
         index += first
         places = transposed.begin(ds.Places, block, work.batch, head) + first
         live_k = sizes.live_keys(work, head, block, part)
@@ -128,16 +128,16 @@ def consume_keys(work, scheduler, pipe, transposed, edges, sizes, ds, span_sums,
         state, stage = key_step((s, dp, dk, dv), own, stage, ahead, pipe, recompute, ds.tiles, True, None,
                                 live_k if MASKED else None)  # fmt: skip
         s, dp, dk, dv = state
-    if span_sums.spans is None:
+    if spans.number is None:
         store_keys(work, pipe, dk, dv, dk_out, dv_out, scale)
     else:
         scheduler.counters.await_sums(work)
-        dk = span_sums.add(0, dk, work)
-        dv = span_sums.add(1, dv, work)
+        dk = spans.add(0, dk, work)
+        dv = spans.add(1, dv, work)
         await_copies()
         pipe.arrive_done()
         row = work.tile * UNIT
-        rows = gl.where(work.split == span_sums.spans - 1, work.lengths.seq_k - row, 0)
+        rows = gl.where(work.split == spans.number - 1, work.lengths.seq_k - row, 0)
         dv_out.store(dv, work, row, rows)
         dk_out.store(dk * (scale * (1 / LOG2E)), work, row, rows)
 
@@ -167,12 +167,12 @@ def consume_queries(work, scheduler, pipe, lists, sizes, dq_out, scale):
 
 
 @jit
-def consume(number, scheduler, pipe, lists, transposed, edges, sizes, ds, span_sums, dq, dk, dv, scale):
+def consume(number, scheduler, pipe, lists, transposed, spans, sizes, ds, dq, dk, dv, scale):
     """The work tile of a number.  scale: of scores, natural."""
     drawn = scheduler.locate(number)
     if drawn.keys:
         work = scheduler.kv_tile(drawn)
-        consume_keys(work, scheduler, pipe, transposed, edges, sizes, ds, span_sums, dk, dv, scale * LOG2E)
+        consume_keys(work, scheduler, pipe, transposed, spans, sizes, ds, dk, dv, scale * LOG2E)
     else:
         consume_queries(scheduler.query_tile(drawn), scheduler, pipe, lists, sizes, dq, scale)
 
@@ -197,7 +197,7 @@ def sparse_backward_hopper(
 
     A segment is heads_at_once KV heads: B * H/group = batches * heads_at_once; `slots` is the number of slots of the ring of dS,
     `delay` of `backward_scheduler`.
-    spans, span_tiles: of ListScheduler, with Edges by strides (span, batch, head) of SpanEdges and Sums of SpanSums; or all None.
+    spans, span_tiles: of ListScheduler, with Edges by its strides and Sums: of Spans; or all None.
     A segment is then one span of heads_at_once heads, of which there are `batches`.
     Progress [1 + 2 * batches, with spans and heads_at_once * kv_units more] int32: zeros.  Grid: a program for each work tile;
     which one it makes, it draws."""
@@ -214,8 +214,7 @@ def sparse_backward_hopper(
     )  # fmt: skip
     slot_rows = scheduler.query_tiles() * capacity * (KV_UNITS * UNIT)
     ds = ListDsRing(ds_tiles, Places, slots, slot_rows, scheduler.head_tiles(), capacity, Q_UNITS, KV_UNITS)
-    edges = SpanEdges(Edges, stride_es, stride_eb, stride_eh)
-    span_sums = SpanSums(Sums, spans, config)
+    of_spans = Spans(spans, Edges, stride_es, stride_eb, stride_eh, Sums, config)
     lists = Lists(Index, Count, (stride_ib, stride_ih, stride_iq, stride_cb, stride_ch), Q_UNITS, KV_UNITS)
     strides = (stride_tb, stride_th, stride_tk, stride_ub, stride_uh)
     transposed = Lists(TurnedIndex, TurnedCount, strides, KV_UNITS, Q_UNITS)
@@ -225,8 +224,8 @@ def sparse_backward_hopper(
     dv = Gradient(DV, stride_yb, stride_yn, stride_yh, config.DTYPE)
     gl.warp_specialize(
         [
-            (consume, (number, scheduler, pipe, lists, transposed, edges, sizes, ds, span_sums, dq, dk, dv, scale)),
-            (produce, (number, scheduler, pipe, lists, transposed, edges, ds)),
+            (consume, (number, scheduler, pipe, lists, transposed, of_spans, sizes, ds, dq, dk, dv, scale)),
+            (produce, (number, scheduler, pipe, lists, transposed, of_spans, ds)),
         ],
         [1],
         [PRODUCER_REGISTERS],
