@@ -123,7 +123,9 @@ def forward(job: Job, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tupl
     mine, steps = job.mine, job.steps
     state = State(q, v.shape[3], job.pair.rows(mine, steps, q.shape[0]))
     if job.nodes > 1 and job.scheme != "all_gather":
-        _fold_ring(state, job, mine, q, k, v)
+        for spans, kv in _rotate(job, Keys(job, k, v), pack([k, v])):  # each fold hides the transfer of the next keys
+            fold(state, job.pair, (mine, spans), q, *kv)
+            del kv  # before the next message is made room for
     else:
         arriving = _gather(job, k, v) if job.nodes > 1 else None
         fold(state, job.pair, (mine, steps[0]), q, k, v)
@@ -172,13 +174,6 @@ def backward(job: Job, saved: Tensors, dout: torch.Tensor, dlse: torch.Tensor | 
 
 
 # ---------------------------------------------------------------- by a ring
-
-
-def _fold_ring(state: State, job: Job, mine: Spans, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Keys go round; each fold hides the transfer of the next keys."""
-    for spans, kv in _rotate(job, Keys(job, k, v), pack([k, v])):
-        fold(state, job.pair, (mine, spans), q, *kv)
-        del kv  # before the next message is made room for
 
 
 def _rotate(job: Job, keys: Keys, current: torch.Tensor) -> Any:
