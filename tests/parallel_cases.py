@@ -9,7 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 import tilefold
 from cases import same
-from parallel_plain import PLAIN
+from cases.refusals import refuses
+from parallel_plain import PLAIN, noting
 from tilefold import parallel as tp
 from tilefold import reference
 from tilefold.reference import compare, deviating
@@ -238,11 +239,11 @@ def context():
         out, sums = tilefold.attention(*mine, causal=True, return_lse=True)
         flipped = tilefold.attention(*(t.transpose(1, 2) for t in mine), causal=True, layout="bhsd")
         for name, value in (("dropout_p", 0.1), ("bias", torch.zeros(1, 1, 1, 20)), ("sinks", torch.zeros(2))):
-            refused(tilefold.Unsupported, name, lambda n=name, x=value: tilefold.attention(*mine, **{n: x}))
+            refuses(tilefold.Unsupported, name, tilefold.attention, *mine, **{name: value})
         cu = torch.tensor([0, 4], dtype=torch.int32)
         packed = [t[0].float() for t in mine]
-        refused(tilefold.Unsupported, "packed", lambda: tilefold.attention_varlen(*packed, cu, cu, 4, 4))
-        refused(tilefold.ShapeError, "q has 20 tokens", lambda: tilefold.attention(q, k, v))
+        refuses(tilefold.Unsupported, "packed", tilefold.attention_varlen, *packed, cu, cu, 4, 4)
+        refuses(tilefold.ShapeError, "q has 20 tokens", tilefold.attention, q, k, v)
         grads = []
         for repeat in (False, True):  # what a checkpoint computes again goes the same way
             leaves = [t.clone().requires_grad_() for t in mine]
@@ -263,12 +264,7 @@ def nondeterministic():
     rank, sharding = dist.get_rank(), tp.shard(20, dist.get_world_size(), "zigzag")
     q, k, v = (tp.shard_sequence(torch.randn(1, 20, 2, 8, dtype=torch.float64), sharding, rank) for _ in range(3))
     told = []
-
-    def noting(saved, dout, dlse, call, wanted):
-        told.append(call.deterministic)
-        return PLAIN.backward(saved, dout, dlse, call, wanted)
-
-    kernels = tp.Kernels(PLAIN.forward, noting)
+    kernels = noting(told)
     for scheme in SCHEMES:
         found = []
         for options in ({}, {"deterministic": True}, {"deterministic": False}):
@@ -284,9 +280,7 @@ def nondeterministic():
                     assert set(told) == {options.get("deterministic", True)}
                     found.append([t.grad for t in leaves])
         assert all(same(other, found[0]) for other in found[1:])
-    refused(
-        tilefold.DtypeError, "deterministic must be a bool", lambda: tp.attention(q, k, v, sharding, deterministic=0)
-    )
+    refuses(tilefold.DtypeError, "deterministic must be a bool", tp.attention, q, k, v, sharding, deterministic=0)
 
 
 def decode():
@@ -316,7 +310,7 @@ def decode():
         dist.all_gather(every, out)
         assert all(torch.equal(one, out) for one in every)
     for name, value in (("window", (3, 0)), ("alibi_slopes", torch.ones(4))):
-        refused(tilefold.Unsupported, name, lambda n=name, x=value: tp.attention_kvcache(q, k, v, **{n: x}))
+        refuses(tilefold.Unsupported, name, tp.attention_kvcache, q, k, v, **{name: value})
 
 
 def planned():
@@ -327,19 +321,10 @@ def planned():
     plan = tp.attention_plan(x, x, x, sharding, causal=True, links=tp.Links(ranks, inside=1.0))
     assert (plan.problem.window, plan.problem.seq_q, plan.links.inside) == ((-1, 0), 16, 1.0)
     assert tp.attention_plan(x, x, x, sharding, scheme="ring").scheme == "ring"
-    refused(tilefold.ShapeError, "links are of 64", lambda: tp.attention_plan(x, x, x, sharding, links=tp.Links(64)))
+    refuses(tilefold.ShapeError, "links are of 64", tp.attention_plan, x, x, x, sharding, links=tp.Links(64))
 
 
 def repeated_bits():
     for scheme in SCHEMES:
         first, second = (check(scheme, "zigzag", 33, dtype=torch.float32, causal=True) for _ in range(2))
         assert torch.equal(first, second)
-
-
-def refused(error, text, call):
-    try:
-        call()
-    except error as found:
-        assert text in str(found), str(found)
-    else:
-        raise AssertionError(f"{error.__name__} about {text!r} expected")

@@ -4,11 +4,13 @@ import datetime
 import os
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import tilefold
-from parallel_cases import check, refused
+from cases.refusals import refuses
+from parallel_cases import check
 from parallel_plain import PLAIN, plain_backward, plain_forward
 from tilefold import parallel as tp
 from tilefold.parallel import agree
@@ -28,52 +30,37 @@ def disagreement():
     x = torch.zeros(1, sharding.length(rank), 4, 8)
     odd = rank == 2
     call = {"kernels": PLAIN, "scheme": "ring"}
+
+    def refused(text, *tensors, **options):
+        refuses(tilefold.ShapeError, text, tp.attention, *tensors, sharding, **(call | options))
+
+    def only_here(text):
+        return text if odd else "rank 2 were refused"
+
     wide = torch.zeros(1, sharding.length(rank), 4, 16 if odd else 8)
-    refused(tilefold.ShapeError, "dim_qk is", lambda: tp.attention(wide, wide, x, sharding, **call))
-    refused(tilefold.ShapeError, "window is", lambda: tp.attention(x, x, x, sharding, causal=odd, **call))
-    refused(
-        tilefold.ShapeError,
-        "scheme is",
-        lambda: tp.attention(x, x, x, sharding, kernels=PLAIN, scheme="heads" if odd else "ring"),
-    )
-    refused(
-        tilefold.ShapeError, "deterministic is", lambda: tp.attention(x, x, x, sharding, deterministic=not odd, **call)
-    )
+    refused("dim_qk is", wide, wide, x)
+    refused("window is", x, x, x, causal=odd)
+    refused("scheme is", x, x, x, scheme="heads" if odd else "ring")
+    refused("deterministic is", x, x, x, deterministic=not odd)
     half = x.half() if odd else x
-    refused(tilefold.ShapeError, "dtype of q is", lambda: tp.attention(half, half, half, sharding, **call))
-    long = torch.zeros(1, 5, 4, 8) if odd else x
-    refused(
-        tilefold.ShapeError,
-        "q has 5 tokens" if odd else "rank 2 were refused",
-        lambda: tp.attention(long, x, x, sharding, **call),
-    )
-    refused(
-        tilefold.ShapeError,
-        "function is",
-        lambda: tp.attention_kvcache(x, x, x) if odd else tp.attention(x, x, x, sharding, **call),
-    )
+    refused("dtype of q is", half, half, half)
+    refused(only_here("q has 5 tokens"), torch.zeros(1, 5, 4, 8) if odd else x, x, x)
+    if odd:
+        refuses(tilefold.ShapeError, "function is", tp.attention_kvcache, x, x, x)
+    else:
+        refused("function is", x, x, x)
     several = torch.zeros(2 if odd else 1, 1, 4, 8)
-    refused(
-        tilefold.ShapeError,
-        "shape of q is",
-        lambda: tp.attention_kvcache(several, *(torch.zeros(len(several), 3, 4, 8),) * 2),
-    )
+    cache = torch.zeros(len(several), 3, 4, 8)
+    refuses(tilefold.ShapeError, "shape of q is", tp.attention_kvcache, several, cache, cache)
     part = torch.zeros(1, 1 if odd else sharding.length(rank), 3)
-    refused(
-        tilefold.ShapeError,
-        "x has 1 tokens" if odd else "rank 2 were refused",
-        lambda: tp.gather_sequence(part, sharding),
-    )
+    refuses(tilefold.ShapeError, only_here("x has 1 tokens"), tp.gather_sequence, part, sharding)
     narrow = torch.zeros(1, sharding.length(rank), 2 if odd else 3)
-    refused(tilefold.ShapeError, "sizes of x beside its tokens is", lambda: tp.gather_sequence(narrow, sharding))
+    refuses(tilefold.ShapeError, "sizes of x beside its tokens is", tp.gather_sequence, narrow, sharding)
     losses = torch.ones(3, dtype=torch.int64 if odd else torch.float32)
-    refused(
-        tilefold.DtypeError if odd else tilefold.ShapeError,
-        "losses must be floating" if odd else "rank 2 were refused",
-        lambda: tp.loss_mean(losses),
-    )
+    error = tilefold.DtypeError if odd else tilefold.ShapeError
+    refuses(error, only_here("losses must be floating"), tp.loss_mean, losses)
     keep = torch.ones(3, dtype=torch.float32)
-    refused(tilefold.DtypeError, "keep must be a bool tensor", lambda: tp.loss_mean(keep, keep))
+    refuses(tilefold.DtypeError, "keep must be a bool tensor", tp.loss_mean, keep, keep)
     tp.attention(x, x, x, sharding, **call)  # nothing is left over
 
 
@@ -107,34 +94,35 @@ def refusals():
             torch.zeros(1, mine, heads, 8) if q is None else q, x, x, sharding, scheme=scheme, **options
         )
 
-    refused(tilefold.Unsupported, "6 query heads are not a multiple of 4 ranks", lambda: call(6, 6, "heads"))
-    refused(tilefold.Unsupported, "3 KV heads", lambda: call(12, 3, "heads"))
-    refused(tilefold.Unsupported, "two levels", lambda: call(scheme="two_level"))
-    refused(tilefold.ValueRangeError, "scheme must be", lambda: call(scheme="rings"))
-    refused(tilefold.ShapeError, "over 3 ranks", lambda: call(sharding=tp.shard(8, 3)))
-    refused(tilefold.ShapeError, "heads of q must be a multiple", lambda: call(4, 3))
-    refused(tilefold.DtypeError, "q", lambda: call(q=torch.zeros(1, mine, 4, 8, dtype=torch.float64)))
-    refused(tilefold.DtypeError, "sharding must be", lambda: call(sharding=8))
-    refused(tilefold.DtypeError, "group must be", lambda: call(group=3))
-    refused(tilefold.ValueRangeError, "ranks_per_node", lambda: tp.ranks_of(None, ranks_per_node=3))
-    refused(tilefold.ValueRangeError, "softcap", lambda: call(softcap=-1.0))
-    refused(tilefold.DtypeError, "kernels must be", lambda: call(kernels="mine"))
+    refuses(tilefold.Unsupported, "6 query heads are not a multiple of 4 ranks", call, 6, 6, "heads")
+    refuses(tilefold.Unsupported, "3 KV heads", call, 12, 3, "heads")
+    refuses(tilefold.Unsupported, "two levels", call, scheme="two_level")
+    refuses(tilefold.ValueRangeError, "scheme must be", call, scheme="rings")
+    refuses(tilefold.ShapeError, "over 3 ranks", call, sharding=tp.shard(8, 3))
+    refuses(tilefold.ShapeError, "heads of q must be a multiple", call, 4, 3)
+    refuses(tilefold.DtypeError, "q", call, q=torch.zeros(1, mine, 4, 8, dtype=torch.float64))
+    refuses(tilefold.DtypeError, "sharding must be", call, sharding=8)
+    refuses(tilefold.DtypeError, "group must be", call, group=3)
+    refuses(tilefold.ValueRangeError, "ranks_per_node", tp.ranks_of, None, ranks_per_node=3)
+    refuses(tilefold.ValueRangeError, "softcap", call, softcap=-1.0)
+    refuses(tilefold.DtypeError, "kernels must be", call, kernels="mine")
     x = torch.zeros(1, mine, 4, 8, device="meta")
-    refused(tilefold.DeviceError, "q is on meta, but the process group (gloo)", lambda: tp.attention(x, x, x, sharding))
-    refused(TypeError, "'caussal'", lambda: tp.attention_plan(x, x, x, sharding, caussal=True))
-    refused(tilefold.ShapeError, "over 3 ranks", lambda: tp.causal_batch(torch.zeros(1, 8).long(), tp.shard(8, 3)))
-    refused(tilefold.ShapeError, "dim is 2, but x", lambda: tp.shard_sequence(torch.zeros(1, 8), sharding, 0, dim=2))
-    refused(tilefold.DtypeError, "sharding must be", lambda: tp.gather_sequence(torch.zeros(1, 8), 8))
+    refuses(tilefold.DeviceError, "q is on meta, but the process group (gloo)", tp.attention, x, x, x, sharding)
+    with pytest.raises(TypeError, match="'caussal'"):
+        tp.attention_plan(x, x, x, sharding, caussal=True)
+    refuses(tilefold.ShapeError, "over 3 ranks", tp.causal_batch, torch.zeros(1, 8).long(), tp.shard(8, 3))
+    refuses(tilefold.ShapeError, "dim is 2, but x", tp.shard_sequence, torch.zeros(1, 8), sharding, 0, dim=2)
+    refuses(tilefold.DtypeError, "sharding must be", tp.gather_sequence, torch.zeros(1, 8), 8)
     lengths = torch.ones(2, dtype=torch.int32)
-    refused(tilefold.ValueRangeError, "rank must be 0 to 1", lambda: tp.cache_lengths(lengths, 2, 2))
-    refused(tilefold.ValueRangeError, "block must be", lambda: tp.cache_lengths(lengths, 0, 2, 0))
-    refused(tilefold.ShapeError, "lse has shape", lambda: tp.merge_ranks(torch.zeros(1, 2, 3, 4), torch.zeros(9)))
+    refuses(tilefold.ValueRangeError, "rank must be 0 to 1", tp.cache_lengths, lengths, 2, 2)
+    refuses(tilefold.ValueRangeError, "block must be", tp.cache_lengths, lengths, 0, 2, 0)
+    refuses(tilefold.ShapeError, "lse has shape", tp.merge_ranks, torch.zeros(1, 2, 3, 4), torch.zeros(9))
     with tp.context_parallel(None, sharding):
         y = torch.zeros(1, mine, 4, 8)
-        refused(tilefold.ValueRangeError, "layout must be", lambda: tilefold.attention(y, y, y, layout="sbhd"))
+        refuses(tilefold.ValueRangeError, "layout must be", tilefold.attention, y, y, y, layout="sbhd")
     q = torch.zeros(2, mine, 4, 8)
     packed = tp.shard([0, 3, 8], ranks)
-    refused(tilefold.ShapeError, "packed sequences", lambda: tp.attention(q, q, q, packed, scheme="ring"))
+    refuses(tilefold.ShapeError, "packed sequences", tp.attention, q, q, q, packed, scheme="ring")
 
 
 def dying():
@@ -153,7 +141,7 @@ def late():
     tp.attention(x, x, x, tp.shard(12, ranks), **calls)
     if rank < ranks - 1:
         began = time.monotonic()
-        refused(tp.CommunicationError, "failed while", lambda: tp.attention(x, x, x, tp.shard(12, ranks), **calls))
+        refuses(tp.CommunicationError, "failed while", tp.attention, x, x, x, tp.shard(12, ranks), **calls)
         assert time.monotonic() - began < 6
     else:
         time.sleep(3)  # alive, elsewhere
@@ -194,5 +182,5 @@ def death():
         lambda: tp.sparse_attention(wide, wide, wide, index, blocks, exchange=exchange),
         lambda: tp.block_exchange(index, blocks, 2),
     ):
-        refused(tp.CommunicationError, f"rank {rank} of {ranks} failed while", call)
+        refuses(tp.CommunicationError, f"rank {rank} of {ranks} failed while", call)
     assert time.monotonic() - began < 20

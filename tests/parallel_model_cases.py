@@ -4,13 +4,15 @@ import copy
 import importlib.util
 from functools import partial
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import hf_models
 import tilefold
 import train_long
-from parallel_plain import PLAIN
+from cases.refusals import refuses
+from parallel_plain import PLAIN, noting
 from tilefold import parallel as tp
 from tilefold import reference
 from tilefold.reference.tolerance import compare
@@ -40,14 +42,8 @@ def compiled(scheme):
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     counter = CompileCounterWithBackend("aot_eager")
-
     told = []
-
-    def noting(saved, dout, dlse, call, wanted):
-        told.append(call.deterministic)
-        return PLAIN.backward(saved, dout, dlse, call, wanted)
-
-    kernels = tp.Kernels(PLAIN.forward, noting)
+    kernels = noting(told)
 
     def step(q, k, v):
         out, lse = tilefold.attention(q * 2, k, v, causal=True, scale=0.3, return_lse=True, deterministic=False)
@@ -249,8 +245,6 @@ def transformer(family, kind, tokens, device="cpu", kernels=PLAIN):
 
 def refusals():
     """What a model might ask for and would not get right is refused."""
-    from parallel_cases import refused
-
     ranks, rank = dist.get_world_size(), dist.get_rank()
     sharding = tp.shard(8, ranks)
     tilefold.register()
@@ -261,19 +255,20 @@ def refusals():
     length = sharding.length(rank)
     with tp.context_parallel(None, sharding, kernels=PLAIN):
         padded = torch.ones(1, length, dtype=torch.int64).index_fill(1, torch.tensor([0]), 0)
-        refused(tilefold.Unsupported, "padding", lambda: model(**given, attention_mask=padded, use_cache=False))
+        refuses(tilefold.Unsupported, "padding", model, **given, attention_mask=padded, use_cache=False)
         model(**given, attention_mask=torch.ones_like(padded), use_cache=False)
     x = torch.zeros(1, length, 2, 8)
 
     def direct(x):
         return tp.attention(x, x, x, sharding)
 
-    refused(Exception, "under context_parallel", lambda: torch.compile(direct, backend="eager", fullgraph=True)(x))
+    with pytest.raises(Exception, match="under context_parallel"):
+        torch.compile(direct, backend="eager", fullgraph=True)(x)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
     spread = DTensor.from_local(x, init_device_mesh("cpu", (ranks,)), [Shard(1)])
-    refused(tilefold.Unsupported, "to_local", lambda: tp.attention(spread, spread, spread, sharding))
+    refuses(tilefold.Unsupported, "to_local", tp.attention, spread, spread, spread, sharding)
 
 
 # ---------------------------------------------------------------- the benchmark

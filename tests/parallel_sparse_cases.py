@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 
 import tilefold
+from cases.refusals import refuses
 from tilefold import parallel as tp
 from tilefold import reference
 from tilefold.parallel import exchange as exchanges
@@ -105,67 +106,38 @@ def selected():
 
 
 def refusals():
-    from parallel_cases import refused
-
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    sharding = tp.shard_blocks(64, ranks, 16)
+    whole = tp.shard_blocks(64, ranks, 16)
     x = torch.zeros(1, 32, 2, 16)
-    index = BlockIndex.from_map(torch.ones(1, 1, 2, 4, dtype=torch.bool), block_q=16, block_k=16, seq_q=32, seq_k=64)
-    refused(
-        tilefold.ShapeError,
-        "use shard_blocks",
-        lambda: tp.sparse_attention(x, x, x, index, tp.shard(64, ranks, lengths=[40, 24])),
-    )
-    refused(
-        tilefold.ShapeError, "k has 31 tokens", lambda: tp.sparse_attention(x, x[:, :31], x[:, :31], index, sharding)
-    )
-    exchange = tp.block_exchange(index, sharding, 2)
-    y = torch.zeros(1, 32, 2, 8)  # of no call before
-    short = y[:, :31] if rank else y  # one rank's own tensor: the other does not wait for it
-    refused(
-        tilefold.ShapeError,
-        "k has 31 tokens" if rank else "rank 1 were refused",
-        lambda: tp.sparse_attention(y, short, short, index, sharding, exchange=exchange),
-    )
-    half = y.half() if rank else y
-    refused(
-        tilefold.ShapeError,
-        "dtype of q is",
-        lambda: tp.sparse_attention(half, half, half, index, sharding, exchange=exchange, scale=0.5),
-    )
-    cut = y[:, :31] if rank else y
-    refused(
-        tilefold.ShapeError,
-        "index is of 32 queries" if rank else "rank 1 were refused",
-        lambda: tp.sparse_attention(cut, y, y, index, sharding, exchange=exchange),
-    )
-    refused(
-        tilefold.DtypeError if rank else tilefold.ShapeError,
-        "scale must be" if rank else "rank 1 were refused",
-        lambda: tp.sparse_attention(y, y, y, index, sharding, exchange=exchange, scale="a" if rank else None),
-    )
-    refused(
-        tilefold.ShapeError,
-        "exchange given is",
-        lambda: tp.sparse_attention(y, y, y, index, sharding, exchange=exchange if rank else None),
-    )
-    wrong = BlockIndex(index.indices[..., :2], index.counts // 2, 16, 32, 32, 64)
-    refused(
-        tilefold.ShapeError,
-        "the exchange is of 32 in blocks of 16 x 16",
-        lambda: tp.sparse_attention(y, y, y, wrong, sharding, exchange=exchange),
-    )
-    masked = BlockIndex(index.indices, index.counts, *index.geometry, masked=True)
-    refused(tilefold.Unsupported, "takes no mask_mod", lambda: tp.sparse_attention(x, x, x, masked, sharding))
-    refused(tilefold.DtypeError, "exchange must be", lambda: tp.sparse_attention(y, y, y, index, sharding, exchange=3))
-    refused(tilefold.ValueRangeError, "kv_heads must be", lambda: tp.block_exchange(index, sharding, 0))
-    refused(tilefold.DtypeError, "index must be", lambda: tp.shard_index(None, sharding, rank))
-    refused(tilefold.ValueRangeError, "ranks must be", lambda: tp.shard_blocks(64, 0, 16))
-    assert (
-        str(exchange) == f"BlockExchange of rank {rank} of 2: blocks of 16 keys, 2 sent, 2 received, 4 held a KV head"
-    )
-    odd = index if rank else BlockIndex(index.indices[..., :2], index.counts // 2, 16, 32, 32, 64)
-    refused(tilefold.ShapeError, "block_k is", lambda: tp.block_exchange(odd, sharding, 2))  # compared each time
-    refused(tilefold.ShapeError, "index has lists", lambda: tp.sparse_attention(
-        x.expand(2, -1, -1, -1), *(x.expand(2, -1, -1, -1),) * 2,
-        BlockIndex(index.indices.expand(3, -1, -1, -1), index.counts.expand(3, -1, -1), 16, 16, 32, 64), sharding))  # fmt: skip
+    ones = BlockIndex.from_map(torch.ones(1, 1, 2, 4, dtype=torch.bool), block_q=16, block_k=16, seq_q=32, seq_k=64)
+
+    def refused(error, text, *tensors, index=ones, sharding=whole, **options):
+        refuses(error, text, tp.sparse_attention, *tensors, index, sharding, **options)
+
+    refused(tilefold.ShapeError, "use shard_blocks", x, x, x, sharding=tp.shard(64, ranks, lengths=[40, 24]))
+    refused(tilefold.ShapeError, "k has 31 tokens", x, x[:, :31], x[:, :31])
+    exchange = tp.block_exchange(ones, whole, 2)
+    made = {"exchange": exchange}
+    y, other = torch.zeros(1, 32, 2, 8), "rank 1 were refused"  # of no call before
+    short, half = (y[:, :31], y.half()) if rank else (y, y)  # one rank's own tensors: the other does not wait for them
+    refused(tilefold.ShapeError, "k has 31 tokens" if rank else other, y, short, short, **made)
+    refused(tilefold.ShapeError, "dtype of q is", half, half, half, scale=0.5, **made)
+    refused(tilefold.ShapeError, "index is of 32 queries" if rank else other, short, y, y, **made)
+    error, text, scale = (tilefold.DtypeError, "scale must be", "a") if rank else (tilefold.ShapeError, other, None)
+    refused(error, text, y, y, y, scale=scale, **made)
+    refused(tilefold.ShapeError, "exchange given is", y, y, y, exchange=exchange if rank else None)
+    wrong = BlockIndex(ones.indices[..., :2], ones.counts // 2, 16, 32, 32, 64)
+    refused(tilefold.ShapeError, "the exchange is of 32 in blocks of 16 x 16", y, y, y, index=wrong, **made)
+    masked = BlockIndex(ones.indices, ones.counts, *ones.geometry, masked=True)
+    refused(tilefold.Unsupported, "takes no mask_mod", x, x, x, index=masked)
+    refused(tilefold.DtypeError, "exchange must be", y, y, y, exchange=3)
+    refuses(tilefold.ValueRangeError, "kv_heads must be", tp.block_exchange, ones, whole, 0)
+    refuses(tilefold.DtypeError, "index must be", tp.shard_index, None, whole, rank)
+    refuses(tilefold.ValueRangeError, "ranks must be", tp.shard_blocks, 64, 0, 16)
+    said = f"BlockExchange of rank {rank} of 2: blocks of 16 keys, 2 sent, 2 received, 4 held a KV head"
+    assert str(exchange) == said
+    refuses(
+        tilefold.ShapeError, "block_k is", tp.block_exchange, ones if rank else wrong, whole, 2
+    )  # compared each time
+    three = BlockIndex(ones.indices.expand(3, -1, -1, -1), ones.counts.expand(3, -1, -1), 16, 16, 32, 64)
+    refused(tilefold.ShapeError, "index has lists", *(x.expand(2, -1, -1, -1),) * 3, index=three)

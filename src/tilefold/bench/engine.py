@@ -9,8 +9,9 @@ from tilefold.bench.attention import report
 from tilefold.bench.attention.cases import cases_of
 from tilefold.bench.choice import chosen, select_cases
 from tilefold.bench.family import Family
+from tilefold.bench.loop import FAILED, WRONG, run_each
 from tilefold.bench.records.record import Sheet
-from tilefold.bench.run import run_cases
+from tilefold.bench.run import Cell, Progress, Row, run_case
 from tilefold.bench.setting import Options, Setting
 from tilefold.errors import ValueRangeError
 
@@ -59,11 +60,23 @@ class Engine:
         peers: Sequence[Any],
         device: str,
         options: Options,
-        progress: Callable[[Any, str], None],
-        finished: Callable[[Any], None],
+        progress: Progress,
+        finished: Callable[[Any], None] = lambda result: None,
     ) -> list[Any]:
-        """A result for each case that was reached."""
-        return run_cases(self.family, cases, peers, device, options, progress, finished)
+        """A result for each case that was reached (`loop.run_each`); finished(result) after each."""
+
+        def one(case: Any) -> Any:
+            return self.measured(case, peers, device, options, progress)
+
+        return run_each(cases, one, lambda case, why: self.failed(case, peers, why), finished, options.budget_s)
+
+    def measured(self, case: Any, peers: Sequence[Any], device: str, options: Options, progress: Progress) -> Any:
+        """The result of a case, its peers checked and timed."""
+        return run_case(self.family, case, peers, device, options, progress)
+
+    def failed(self, case: Any, peers: Sequence[Any], why: str) -> Any:
+        """What stands for the result of a case that raised."""
+        return Row(self.family, case, tuple(Cell(case, one.name, FAILED, why) for one in peers))
 
     def records(self, result: Any, setting: Setting) -> list[dict[str, Any]]:
         return family_report.family_records([result], setting)
@@ -73,8 +86,10 @@ class Engine:
         return {"lines": self.notes(results)}
 
     def sheets(self, results: Sequence[Any], setting: Setting) -> list[Sheet]:
-        """The tables for a document."""
-        return family_report.family_sheets(results, setting)
+        """The tables for a document, of the family one for each method."""
+        tables = ((method, family_report.family_table(results, method)) for method in family_report.methods_of(results))
+        title = family_report.family_title
+        return [Sheet(title(results, method, setting), table.head, table.rows) for method, table in tables]
 
     def details(self, results: Sequence[Any], width: int, asked: bool) -> "list[RenderableType]":
         """Further tables for a terminal; asked: also those that say little of most runs."""
@@ -85,7 +100,10 @@ class Engine:
 
     def wrong(self, results: Sequence[Any]) -> bool:
         """Whether a result of tilefold failed its check, or failed."""
-        return family_report.ours_wrong(results)
+        own = {"tilefold", *(name for name, peer in self.family.peers.items() if peer.ours)}
+        return any(
+            cell.implementation in own and cell.status in (WRONG, FAILED) for row in results for cell in row.cells
+        )
 
 
 class AttentionEngine(Engine):

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tilefold.bench.loop import FAILED, OK, WRONG
+from tilefold.bench.loop import OK
 from tilefold.bench.page import Rows
-from tilefold.bench.records.record import LABELS, Sheet, digits, head, notes_text, rounds_of, tail, times, version_in
+from tilefold.bench.records.record import LABELS, digits, head, notes_text, rounds_of, tail, times, version_in
 from tilefold.bench.run import METHODS, Cell, Row
 from tilefold.bench.setting import Setting
 
@@ -85,12 +85,6 @@ def family_lines(rows: Sequence[Row]) -> list[str]:
     return lines + notes_text(said, len(rows))
 
 
-def ours_wrong(rows: Sequence[Row]) -> bool:
-    """Whether a result of tilefold failed its check, or failed."""
-    own = {OURS, *(name for row in rows[:1] for name, peer in row.family.peers.items() if peer.ours)}
-    return any(cell.implementation in own and cell.status in (WRONG, FAILED) for row in rows for cell in row.cells)
-
-
 # --- documents and data -----------------------------------------------------------------------------------------------------
 
 
@@ -140,12 +134,6 @@ def _figures(row: Row, cell: Cell) -> dict[str, Any]:
         "roof_tflop_per_s": row.roof * 1e-12 or None,
         "sets": row.sets,
     }
-
-
-def family_sheets(rows: Sequence[Row], setting: Setting) -> list[Sheet]:
-    """A table for each method, for documents."""
-    tables = ((method, family_table(rows, method)) for method in methods_of(rows))
-    return [Sheet(family_title(rows, method, setting), table.head, table.rows) for method, table in tables]
 
 
 def methods_of(rows: Sequence[Row]) -> list[str]:

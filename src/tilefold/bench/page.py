@@ -65,15 +65,15 @@ Part = Heading | Words | Rows | Picture
 
 
 def columns_that_fit(
-    head: Sequence[str], rows: Sequence[Sequence[str]], width: int, keys: int, gap: int = 2
+    head: Sequence[str], rows: Sequence[Sequence[str]], width: int, keys: int
 ) -> list[tuple[int, ...]]:
-    """How a table is cut into tables of at most `width` characters with `gap` between columns: the columns of each, the first
+    """How a table is cut into tables of at most `width` characters with two between columns: the columns of each, the first
     `keys` and as many more as fit, one at least."""
-    widths = [max(map(len, column)) + gap for column in zip(head, *rows, strict=True)]
+    widths = [max(map(len, column)) + 2 for column in zip(head, *rows, strict=True)]
     first = tuple(range(keys))
     parts: list[list[int]] = [[]]
     for at in range(keys, len(head)):
-        if parts[-1] and sum(widths[i] for i in (*first, *parts[-1], at)) - gap > width:
+        if parts[-1] and sum(widths[i] for i in (*first, *parts[-1], at)) - 2 > width:
             parts.append([])
         parts[-1].append(at)
     return [(*first, *part) for part in parts]

@@ -9,8 +9,7 @@ import statistics
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -76,10 +75,6 @@ class Summary:
     power_w: Spread | None
     temperature_c: Spread | None
     throttled: dict[str, float]
-
-    def record(self) -> dict[str, Any]:
-        """As a record keeps it."""
-        return asdict(self)
 
     def __str__(self) -> str:
         figures = (

@@ -1,6 +1,6 @@
 """Run a family's cases: check every implementation, time those that are right, in turns."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilefold.bench import timers
 from tilefold.bench.family import Calls, Case, Family, Judge
-from tilefold.bench.loop import FAILED, MEMORY, OK, REFUSED, checked, first_line, run_each, untimed
+from tilefold.bench.loop import MEMORY, OK, REFUSED, checked, first_line, untimed
 from tilefold.bench.setting import Options
 from tilefold.bench.timers import Timing, l2_bytes
 from tilefold.reference import Comparison
@@ -86,31 +86,11 @@ class Row:
         return seconds * 1e3
 
 
-def run_cases(
-    family: Family,
-    cases: Iterable[Case],
-    peers: Sequence[Any],
-    device: str,
-    options: Options,
-    progress: Progress,
-    finished: Callable[[Row], None] = lambda row: None,
-) -> list[Row]:
-    """`run_case` for each case; progress(case, what) before each step, one per implementation to check and one, "timing", per
-    case; finished(row) after each case.  Cases that the budget does not reach have no row, nor have those after one in which some
-    implementation broke the GPU's context: nothing runs there any more."""
-
-    def failed(case: Case, note: str) -> Row:
-        return Row(family, case, tuple(Cell(case, one.name, FAILED, note) for one in peers))
-
-    return run_each(
-        cases, lambda case: run_case(family, case, peers, device, options, progress), failed, finished, options.budget_s
-    )
-
-
 def run_case(
     family: Family, case: Case, peers: Sequence[Any], device: str, options: Options, progress: Progress
 ) -> Row:
-    """Check every implementation on a case and time those that passed, alternating."""
+    """Check every implementation on a case and time those that passed, alternating; progress(case, what) before each step, one
+    for each implementation to check and one, "timing", for all."""
     cells: dict[str, Cell] = {}
     ready: dict[str, Calls] = {}
     copied, count = 0.0, 1
@@ -118,7 +98,7 @@ def run_case(
     try:
         with torch.no_grad():
             count = timers.rotations(case.bytes, TIMES_L2 * l2_bytes()) if replayed else 1
-            sets = [family.inputs(case, device, options.seed + turn) for turn in range(count)]
+            sets = [family.inputs(case, device, turn) for turn in range(count)]
             judge = family.judge(sets[0])
             for peer in peers:
                 progress(case, peer.title)

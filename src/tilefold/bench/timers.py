@@ -83,16 +83,16 @@ def hidden(call: Call) -> Call:
 
 def queued_samples(call: Call, samples: int = 10) -> list[float]:
     """Times of single calls (ms) between CUDA events, the L2 cache cleared and the host ahead of the device."""
-    times: list[float] = []
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def timed() -> None:
+        start.record()
+        call()
+        end.record()
+
+    covered, times = hidden(timed), []
     for _ in range(samples):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-        def timed(start: torch.cuda.Event = start, end: torch.cuda.Event = end) -> None:
-            start.record()
-            call()
-            end.record()
-
-        hidden(timed)()
+        covered()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end))
     return times

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -94,7 +94,7 @@ class Session:
             def keep(result: Any) -> None:
                 nonlocal begin
                 meanwhile = sampler.since(begin)
-                more = {"power": meanwhile.record()} if meanwhile else {}
+                more = {"power": asdict(meanwhile)} if meanwhile else {}
                 rows = [row | more for row in engine.records(result, self.setting)]
                 done.records += rows
                 if self.run.results is not None:
@@ -154,7 +154,7 @@ class Session:
             meanwhile = [f"While it was measured: {done.power}", *done.power.warnings] if done.power else []
             marked[done.engine.name] = markdown_text(sheets, self.setting, notes, "; ".join(meanwhile))
         more: dict[str, Any] = {"command": ["tilefold", *sys.argv[1:]]}
-        more["power"] = {done.engine.name: done.power.record() for done in parts if done.power}
+        more["power"] = {done.engine.name: asdict(done.power) for done in parts if done.power}
         whole = {done.engine.name: done.engine.findings(done.results) for done in parts}
         more |= next(iter(whole.values())) if len(parts) == 1 else {"families": whole}
         several = "\n".join(f"### {name}\n\n{text}" for name, text in marked.items())
@@ -194,7 +194,7 @@ def show_comparison(found: "Comparison", fail_slower: float | None, console: Con
     say([f"NOT THE SAME SETTING: {line}" for line in found.differences], console, "bold yellow")
     table = change_table(found)
     if table.rows:
-        print_tables(console, table.head, table.rows, left=3)
+        print_tables(console, table.head, table.rows, table.left)
     say(change_lines(found), console)
     bad = []
     for one in found.regressions(None if fail_slower is None else fail_slower / 100):

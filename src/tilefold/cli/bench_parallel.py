@@ -207,7 +207,7 @@ def _report(work: "Work", lines: "list[Line]", runtime: Runtime, outputs: Output
     from dataclasses import asdict
 
     from tilefold.bench.parallel.loads import PEERS
-    from tilefold.bench.parallel.table import HEAD, cells_of, to_json, to_markdown
+    from tilefold.bench.parallel.table import HEAD, cells_of, markdown, to_json
     from tilefold.bench.setting import setting_of
 
     console = Console()
@@ -229,6 +229,6 @@ def _report(work: "Work", lines: "list[Line]", runtime: Runtime, outputs: Output
     if len(lines) < wanted:
         console.print(Text(f"{len(lines)} of {wanted} lines were reached", style="yellow"))
     warn_of_times(runtime, console)
-    outputs.write(console, json=lambda: to_json(lines, asdict(setting), work), markdown=lambda: to_markdown(lines))
+    outputs.write(console, json=lambda: to_json(lines, asdict(setting), work), markdown=lambda: markdown(lines))
     if any(line.way not in PEERS and line.status in ("WRONG", "failed") for line in lines):
         raise typer.Exit(1)

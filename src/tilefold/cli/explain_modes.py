@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from tilefold.cache_formats import FORMATS
-from tilefold.cli.runtime import pair_of
+from tilefold.cli.runtime import numbers, pair_of
 from tilefold.errors import Unsupported, ValueRangeError
 from tilefold.plan import AttentionProblem, Device
 from tilefold.plan.cache.decode import DecodeProblem, decode_kernel_refusal, plan_decode
@@ -142,10 +142,5 @@ def explain_ranks(asked: Any, problem: AttentionProblem, device: Device) -> str:
 def _rates(link: str | None) -> dict[str, float]:
     if link is None:
         return {}
-    try:
-        found = [float(part) * 1e9 for part in link.split(",")]
-    except ValueError:
-        found = []
-    if len(found) not in (1, 2) or min(found) <= 0:
-        raise ValueRangeError(f"--link must be INSIDE or INSIDE,ACROSS in GB/s, as 290,50, got {link!r}")
-    return dict(zip(("inside", "across"), found, strict=False))
+    found = numbers(link, "--link must be INSIDE or INSIDE,ACROSS in GB/s, as 290,50", float, (1, 2), above=0)
+    return {name: rate * 1e9 for name, rate in zip(("inside", "across"), found, strict=False)}

@@ -11,8 +11,8 @@ from rich.text import Text
 from typer import Option
 
 from tilefold.cache_formats import FORMATS
-from tilefold.cli.runtime import DTYPES, Outputs, integers, print_tables, say, user_errors
-from tilefold.errors import DtypeError, ValueRangeError
+from tilefold.cli.runtime import DTYPES, Outputs, dtype_named, integers, print_tables, say, user_errors
+from tilefold.errors import ValueRangeError
 
 if TYPE_CHECKING:
     from tilefold.bench.decode.kv_memory import KVModel, Layout, Workload
@@ -69,7 +69,7 @@ def kv_memory(
     Outputs(plot=plot)
     sizes = integers(page_sizes, "--page-sizes")
     chosen = _model(model, {"--layers": layers, "--kv-heads": kv_heads, "--dim": dim}, dim_v)
-    stored = _stored(dtype)
+    stored = dtype_named(dtype, STORED, "bf16, fp16, fp32, e4m3 or int8")
     factors = 8 * chosen.layers * chosen.kv_heads if stored in CODED else 0
     if lengths is not None:
         work = Workload(lengths_in(lengths, max_tokens), max_tokens, shared_prefix)
@@ -86,14 +86,6 @@ def kv_memory(
         draw_plot(found, f"KV cache of {chosen.name}, {len(work.lengths)} sequences", int(budget * GIB), plot)
         if not as_json:
             Console().print(Text(f"wrote {plot}", style="dim"), soft_wrap=True)
-
-
-def _stored(name: str) -> str:
-    """The full name of a dtype that a cache may hold. DtypeError if unknown."""
-    found = STORED.get(name.lower())
-    if found is None:
-        raise DtypeError(f"dtype must be bf16, fp16, fp32, e4m3 or int8 (or their full names), got {name!r}")
-    return found
 
 
 def _model(name: str | None, flags: dict[str, int | None], dim_v: int | None) -> "KVModel":

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tilefold.bench.page import Heading, Part, Rows, Words, new_figure, to_markdown
+from tilefold.bench.records.record import number
 from tilefold.bench.setting import Setting
 from tilefold.ladder.course import KINDS, Result, Swept
 from tilefold.ladder.profile import why
@@ -75,14 +76,10 @@ def _problem(result: Result, gpu: bool) -> list[Part]:
     return found if wrong else [*found, Words("all agree with fp64", "green")]
 
 
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
-
-
 def _timed(result: Result) -> Rows:
     head = ("implementation", "ms", "GB/s", "TFLOP/s", "speed-up", "over SDPA")
     return Rows(head, tuple(
-        (one.name, f"{one.ms:.3f}", _number(one.gbs, ".0f"), f"{one.tflops:.1f}", f"{one.speedup:.2f}x",
+        (one.name, f"{one.ms:.3f}", number(one.gbs, ".0f"), f"{one.tflops:.1f}", f"{one.speedup:.2f}x",
          "" if one.over_torch is None else f"{one.over_torch:.2f}x")
         for one in result.lines
     ))  # fmt: skip
@@ -91,8 +88,8 @@ def _timed(result: Result) -> Rows:
 def _bounds(result: Result) -> Rows:
     head = ("implementation", "bound", "of bound", "FLOP/B", "FLOP/B of L2")
     return Rows(head, tuple(
-        (one.name, one.bound.resource, _number(one.of_bound, ".0%"), _number(one.intensity, ".1f"),
-         _number(one.intensity_l2, ".1f"))
+        (one.name, one.bound.resource, number(one.of_bound, ".0%"), number(one.intensity, ".1f"),
+         number(one.intensity_l2, ".1f"))
         for one in result.lines if one.bound is not None
     ))  # fmt: skip
 
@@ -103,8 +100,8 @@ def _counted(result: Result) -> Rows:
     costs = result.costs
     return Rows(head, tuple(
         (name, f"{one.loaded / 1e3:.1f}", f"{one.stored / 1e3:.1f}",
-         _number(costs[name].l2_bytes / 1e3 if name in costs else None, ".1f"), f"{one.flops / 1e6:.2f}",
-         _number(costs[name].flops / 1e6 if name in costs else None, ".2f"), f"{one.flops / max(1, one.bytes):.1f}")
+         number(costs[name].l2_bytes / 1e3 if name in costs else None, ".1f"), f"{one.flops / 1e6:.2f}",
+         number(costs[name].flops / 1e6 if name in costs else None, ".2f"), f"{one.flops / max(1, one.bytes):.1f}")
         for name, one in result.counts.items()
     ))  # fmt: skip
 

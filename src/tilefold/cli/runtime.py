@@ -103,33 +103,37 @@ def user_errors(command: Callable[P, R]) -> Callable[P, R]:
     return guarded
 
 
-def dtype_named(name: str) -> str:
+def dtype_named(name: str, known: Mapping[str, str] = DTYPES, accepted: str = "bf16, fp16 or fp32") -> str:
     """The full name of a dtype given in full or short ("bf16"). DtypeError if unknown."""
-    found = DTYPES.get(name.lower())
-    if found is None:
-        raise DtypeError(f"dtype must be bf16, fp16 or fp32 (or their full names), got {name!r}")
+    if name.lower() not in known:
+        raise DtypeError(f"dtype must be {accepted} (or their full names), got {name!r}")
+    return known[name.lower()]
+
+
+def numbers(
+    text: str, accepted: str, kind: type = int, counts: tuple[int, ...] = (), above: float = float("-inf")
+) -> tuple[Any, ...]:
+    """Comma-separated numbers, as many as one of counts says, all above a bound.  ValueRangeError, with what is accepted."""
+    try:
+        found = tuple(kind(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or (counts and len(found) not in counts) or min(found) <= above:
+        raise ValueRangeError(f"{accepted}, got {text!r}")
     return found
 
 
 def pair_of(text: str, name: str, form: str = "LEFT,RIGHT such as 255,0 (-1 is unbounded)") -> tuple[int, int]:
     """Two integers from "L,R". ValueRangeError, with the form that is accepted, otherwise."""
-    try:
-        left, right = (int(part) for part in text.split(","))
-    except ValueError:
-        raise ValueRangeError(f"{name} must be two integers {form}, got {text!r}") from None
+    left, right = numbers(text, f"{name} must be two integers {form}", counts=(2,))
     return left, right
 
 
 def integers(text: str, name: str, count: int | None = None) -> tuple[int, ...]:
     """`count` integers of at least 1 from "1,12,23296,128", any number if None. ValueRangeError otherwise."""
-    try:
-        found = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        found = ()
-    if not found or len(found) != (count or len(found)) or min(found) < 1:
-        how_many = f"{count} " if (count or 1) > 1 else ""
-        raise ValueRangeError(f"{name} must be {how_many}integers of at least 1, comma-separated, got {text!r}")
-    return found
+    how_many = f"{count} " if (count or 1) > 1 else ""
+    accepted = f"{name} must be {how_many}integers of at least 1, comma-separated"
+    return numbers(text, accepted, counts=() if count is None else (count,), above=0)
 
 
 def names_from(text: str, name: str, known: Sequence[str]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ import torch
 
 from tilefold import reference, sparse_attention, video
 from tilefold.bench.page import Part, Picture, Rows, Words, new_figure
+from tilefold.cli.runtime import numbers
 from tilefold.errors import ValueRangeError
 from tilefold.plan.device import H200
 from tilefold.plan.sparse.video import VideoShape
@@ -181,7 +182,6 @@ def _token(query: str | None, grid: tuple[int, int, int]) -> tuple[int, int, int
 
 def whole_numbers(text: str | None, name: str) -> tuple[int, ...] | None:
     """T,H,W, or None of None."""
-    parts = [] if text is None else text.split(",")
-    if text is not None and (len(parts) != 3 or not all(part.strip().isdigit() for part in parts)):
-        raise ValueRangeError(f"{name} must be T,H,W, three whole numbers, got {text!r}")
-    return tuple(map(int, parts)) or None
+    if text is None:
+        return None
+    return numbers(text, f"{name} must be T,H,W, three whole numbers", counts=(3,), above=-1)

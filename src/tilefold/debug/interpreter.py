@@ -13,7 +13,7 @@ import triton.language
 from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton.runtime.interpreter import InterpreterBuilder
 
 
 def patch_interpreter() -> None:
@@ -27,13 +27,10 @@ def patch_interpreter() -> None:
     interpreter.patched_by_tilefold = True
     for patch in (
         patch_once_a_launch,
-        patch_tuples,
         patch_block_types,
         patch_numpy_types,
         patch_overflow_checks,
         patch_calls,
-        patch_constexprs,
-        patch_handles,
         patch_operands,
     ):
         with contextlib.suppress(AttributeError):  # of what this Triton does not have, before anything is replaced
@@ -67,25 +64,6 @@ def patch_once_a_launch() -> None:
         return scope
 
     interpreter._patch_lang = patch
-
-
-def patch_tuples() -> None:
-    """A tuple's type, a text of all its elements' types, is made when it is asked for: shapes of tensors never are."""
-    made, first, attribute = core._type_for_tuple_values, core.tuple.__init__, core.tuple.__getattr__
-
-    def init(self: Any, args: Any, type: Any = None) -> None:
-        if type is None:
-            self.values = list(args)
-        else:
-            first(self, args, type)
-
-    def get(self: Any, name: str) -> Any:
-        if name == "type":
-            self.type = made(self.values)
-            return self.type
-        return attribute(self, name)
-
-    core.tuple.__init__, core.tuple.__getattr__ = init, get
 
 
 def patch_block_types() -> None:
@@ -158,32 +136,6 @@ def patch_calls() -> None:
         scope[0].set_attr(obj, name, call)
 
     interpreter._patch_attr = patch_attr
-
-
-def patch_constexprs() -> None:
-    """What is no constexpr and no tuple is seen at the first look."""
-    first, constexpr = core._unwrap_if_constexpr, core.constexpr
-    plain = (int, core.tensor, str, bool, float, type(None), slice)
-
-    def unwrap(o: Any) -> Any:
-        kind = type(o)
-        return o.value if kind is constexpr else o if kind in plain else first(o)
-
-    core._unwrap_if_constexpr = unwrap
-
-
-def patch_handles() -> None:
-    """Whether an array's elements are as wide as Triton's type is asked once for both types."""
-    first, kept = TensorHandle.__init__, set[Any]()
-
-    def init(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
-        key = data.dtype, dtype.__class__, dtype.name
-        if key not in kept:
-            first(self, data, dtype)
-            kept.add(key)
-        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
-
-    TensorHandle.__init__ = init
 
 
 KEPT = 1024  # numbers as tensors

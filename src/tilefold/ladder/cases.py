@@ -70,10 +70,12 @@ def ladder_cases(size: str) -> tuple[LadderCase, ...]:
     return tuple(found)
 
 
-def _inputs(case: LadderCase, device: str, seed: int) -> tuple[LadderCase, Inputs]:
-    """The case, and what its call takes."""
-    return case, make_inputs(Case("dense", case.problem), device, seed)
-
-
 _OWN = Peer("tilefold", "the ladder", "a rung of the ladder", "tilefold", _prepare)
-LADDER = Family("ladder", ladder_cases, _inputs, lambda one: Judge(one[1]), {_OWN.name: _OWN}, {})
+LADDER = Family(
+    "ladder",
+    ladder_cases,
+    lambda case, device, seed: (case, make_inputs(Case("dense", case.problem), device, seed)),
+    lambda one: Judge(one[1]),
+    {_OWN.name: _OWN},
+    {},
+)

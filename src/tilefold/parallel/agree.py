@@ -3,13 +3,14 @@
 import os
 import weakref
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..errors import ShapeError
+from ..errors import ShapeError, TilefoldError
 from ..plan.parallel.sharding import Sharding
 from .exchange import arrived, gather_flat, guarded
 from .group import Ranks, carried_by
@@ -27,25 +28,26 @@ def _compared(value: object) -> tuple[int, str]:
     return zlib.crc32(repr(value).encode()), f"[{value}]" if isinstance(value, Sharding) else str(value)
 
 
-def agree(
-    ranks: Ranks,
-    function: str,
-    facts: Mapping[str, object],
-    error: Exception | None,
-    like: object,
-    always: bool = False,
-) -> None:
-    """Compare this call with those of the other ranks: a collective, the first time that this rank sees these facts.
+@contextmanager
+def agree(ranks: Ranks, function: str, like: object, always: bool = False) -> Iterator[dict[str, object]]:
+    """Compare a call, which is checked inside, with those of the other ranks: a collective at the end, the first time that this
+    rank sees these facts.
 
-    facts: what has to be the same on all ranks, by name; the same names for every call of the function, at most 22.  error: what
-    this rank found wrong by itself, which it raises only after the others have learnt that there is one, so that nobody waits
-    for it; its facts do not count.  like: a tensor of the call, on whose device ranks compare.  always: compare this call whether
+    Into the mapping goes what has to be the same on all ranks, by name; the same names for every call of the function, at most
+    22.  What is raised inside goes on only after the others have learnt that there is an error, so that nobody waits for this
+    rank; its facts do not count.  like: a tensor of the call, on whose device ranks compare.  always: compare this call whether
     or not its facts were seen, where the host waits for the ranks anyway.
 
     TILEFOLD_PARALLEL_CHECK=always in the environment of all ranks compares every call, which costs each a small exchange and a
     wait of the host: to find out who goes astray where a transfer has failed.
 
     Raises ShapeError on every rank, naming what differs and on which ranks."""
+    facts: dict[str, object] = {}
+    error: Exception | None = None
+    try:
+        yield facts
+    except (TilefoldError, TypeError, ValueError) as raised:
+        error = raised
     seen = _AGREED.setdefault(ranks.flat, set())
     fields = {name: _compared(value) for name, value in {"function": function, **facts}.items()}
     key = tuple(number for number, _ in fields.values())

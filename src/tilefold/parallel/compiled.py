@@ -40,13 +40,10 @@ def context_attention_op(
 
 
 @context_attention_op.register_fake
-def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, number: int, needs: bool, causal: bool, left: int, right: int,
-    scale: float | None, softcap: float, deterministic: bool,
-) -> Seven:  # fmt: skip
-    setting = setting_of(number)
-    scores = causal, (left, right), scale, softcap, deterministic
-    job = job_of(setting, q, sizes_of(setting, q, k, v), scores, needs)
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, number: int, needs: bool, *scores: Any) -> Seven:
+    setting, (causal, left, right, scale, softcap, deterministic) = setting_of(number), scores
+    mask = causal, (left, right), scale, softcap, deterministic
+    job = job_of(setting, q, sizes_of(setting, q, k, v), mask, needs)
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=exact)
@@ -113,8 +110,7 @@ def _apart(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 @context_attention_backward_op.register_fake
 def _(
     dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-    lse: torch.Tensor, tokens: list[int], number: int, causal: bool, left: int, right: int, scale: float | None, softcap: float,
-    deterministic: bool,
+    lse: torch.Tensor, tokens: list[int], *rest: Any,
 ) -> Three:  # fmt: skip
     return tuple(t.new_empty(tokens[4 * i : 4 * i + 4]) for i, t in enumerate((q, k, v)))  # type: ignore[return-value]
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from ..cache_api import attention_kvcache as _local
-from ..errors import DtypeError, ShapeError, TilefoldError, Unsupported, ValueRangeError
+from ..errors import DtypeError, ShapeError, Unsupported, ValueRangeError
 from ..ops.watch import wants_gradient
 from .agree import agree
 from .exchange import gather_flat, guarded
@@ -39,16 +39,14 @@ def attention_kvcache(
         alibi_slopes and plan, and for causal with several queries; CommunicationError."""
     ranks = ranks_of(group)
     wants_lse = options.pop("return_lse", False)
-    error: Exception | None = None
-    facts: dict[str, object] = {}
-    try:
+    with agree(ranks, "attention_kvcache", q) as facts:
         _check(q, k_cache, v_cache, options, wants_lse)
         options.pop("causal", None)
         sinks = options.pop("sinks", None)
         mine = options if sinks is None or ranks.rank else options | {"sinks": sinks}
         out, lse = _local(q, k_cache, v_cache, return_lse=True, **mine)
         scale, softcap = (options.get(name) for name in ("scale", "softcap"))
-        facts = {
+        facts |= {
             "shape of q": tuple(q.shape),
             "dtype of q": q.dtype,
             "heads and dim of v_cache": tuple(v_cache.shape[2:]),
@@ -56,9 +54,6 @@ def attention_kvcache(
             "softcap": float(softcap or 0.0),
             "sinks given": sinks is not None,
         }
-    except (TilefoldError, TypeError, ValueError) as refused:
-        error = refused
-    agree(ranks, "attention_kvcache", facts, error, q)
     out, lse = merge_ranks(out, lse, ranks)
     return (out, lse) if wants_lse else out
 

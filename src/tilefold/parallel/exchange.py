@@ -83,37 +83,6 @@ def unpack(flat: torch.Tensor, shapes: Shapes) -> list[torch.Tensor]:
     return found
 
 
-class Ring:
-    """Messages to the next rank of a group and from the previous one; sizes differ from rank to rank and are known to all."""
-
-    def __init__(self, group: Any) -> None:
-        self.group = group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-
-    def start(
-        self, message: torch.Tensor | None, expected: torch.Tensor | None, what: str, distance: int = 1
-    ) -> list[Any]:
-        """Begin to send a message so many ranks on and to receive one into `expected`; neither may be touched before `wait`."""
-        target, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
-        operations = []
-        if message is not None and message.numel():
-            operations.append(dist.P2POp(dist.isend, message, group=self.group, group_peer=target))
-        if expected is not None and expected.numel():
-            operations.append(dist.P2POp(dist.irecv, expected, group=self.group, group_peer=source))
-        if not operations:
-            return []
-        with guarded(self.group, f"{what} (to rank {target}, from rank {source})"):
-            works: list[Any] = dist.batch_isend_irecv(operations)
-        give_way(operations[0].tensor, max(one.tensor.nbytes for one in operations))
-        return works
-
-    def wait(self, works: list[Any], what: str) -> None:
-        """What is launched from now on sees the message."""
-        with guarded(self.group, what):
-            for work in works:
-                work.wait()
-
-
 class Transfer(NamedTuple):
     """What is under way; nothing of it may be touched before `wait`.  kept: what has to live until then."""
 
@@ -147,6 +116,16 @@ def begin(
     if operations:
         give_way(operations[0].tensor, sum(one.tensor.nbytes for one in operations) // 2)
     return Transfer(works, group, what, [sends, receives])
+
+
+def pass_on(message: torch.Tensor, expected: torch.Tensor, group: Any, what: str, distance: int = 1) -> Transfer:
+    """Begin to send a message so many ranks on around the ring of a group, and to receive one into `expected`; sizes differ from
+    rank to rank and are known to all."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    target, source = (rank + distance) % size, (rank - distance) % size
+    sends = [[message] if other == target else [] for other in range(size)]
+    receives = [[expected] if other == source else [] for other in range(size)]
+    return begin(sends, receives, group, f"{what} (to rank {target}, from rank {source})")
 
 
 WAIT_S, WAIT_CLOCKS = 25e-6, 45_000  # longer than a kernel of NCCL's takes to begin; at 1.8 GHz

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..check import FLOATS, TensorSpec, bind, check_number
-from ..errors import DtypeError, ShapeError, TilefoldError, Unsupported
+from ..errors import DtypeError, ShapeError, Unsupported
 from ..ops.call import check_heads, check_kinds, window_of
 from ..ops.numerics import is_invariant, refuse_invariant
 from ..ops.watch import refuse_tangents
@@ -82,20 +82,13 @@ def agreed_job(
     if kept is not None:
         refuse_tangents({"q": q, "k": k, "v": v})
         return kept
-    job: Job | None = None
-    error: Exception | None = None
-    facts: dict[str, object] = {}
-    try:
+    with agree(setting.ranks, "attention", q) as facts:
         refuse_invariant("attention over several ranks", "pieces of the keys are merged as the ranks have them")
         check_kinds(return_lse, deterministic=scores[4])
         refuse_tangents({"q": q, "k": k, "v": v})
         sizes = sizes_of(setting, q, k, v)
         job = job_of(setting, q, sizes, scores, needs)
-        facts = _facts(job, sizes, q, needs)
-    except (TilefoldError, TypeError, ValueError) as refused:
-        error = refused
-    agree(setting.ranks, "attention", facts, error, q)
-    assert job is not None
+        facts |= _facts(job, sizes, q, needs)
     if key is not None:
         keep(key, job)
     return job

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..plan.parallel.pieces import turns_of
 from ..plan.parallel.sharding import Sharding, Spans, union
-from .exchange import Ring, pack, unpack
+from .exchange import Transfer, pack, pass_on, unpack
 from .group import Ranks
 from .heads import HeadExchange, spread, unspread
 from .local import Gradients, Pair, add_gradients, fold
@@ -123,7 +123,9 @@ def forward(job: Job, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tupl
     mine, steps = job.mine, job.steps
     state = State(q, v.shape[3], job.pair.rows(mine, steps, q.shape[0]))
     if job.nodes > 1 and job.scheme != "all_gather":
-        _fold_ring(state, job, mine, q, k, v)
+        for spans, kv in _rotate(job, Keys(job, k, v), pack([k, v])):  # each fold hides the transfer of the next keys
+            fold(state, job.pair, (mine, spans), q, *kv)
+            del kv  # before the next message is made room for
     else:
         arriving = _gather(job, k, v) if job.nodes > 1 else None
         fold(state, job.pair, (mine, steps[0]), q, k, v)
@@ -174,25 +176,16 @@ def backward(job: Job, saved: Tensors, dout: torch.Tensor, dlse: torch.Tensor | 
 # ---------------------------------------------------------------- by a ring
 
 
-def _fold_ring(state: State, job: Job, mine: Spans, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Keys go round; each fold hides the transfer of the next keys."""
-    ring, keys = Ring(job.outer), Keys(job, k, v)
-    for spans, kv in _rotate(ring, keys, pack([k, v]), job.turns):
-        fold(state, job.pair, (mine, spans), q, *kv)
-        del kv  # before the next message is made room for
-
-
-def _rotate(ring: Ring, keys: Keys, current: torch.Tensor, turns: int) -> Any:
+def _rotate(job: Job, keys: Keys, current: torch.Tensor) -> Any:
     """(tokens, (k, v)) of the ranks one after the other, own first; the next ones arrive while the caller works on these."""
-    for step in range(turns):
-        source, what = (ring.rank - step) % ring.size, f"passing keys on, step {step + 1} of {turns - 1}"
-        incoming, works = None, []
-        if step + 1 < turns:
-            incoming = torch.empty(keys.sizes[(source - 1) % ring.size], dtype=current.dtype, device=current.device)
-            works = ring.start(current, incoming, what)
+    for step in range(job.turns):
+        source, transfer = (job.node - step) % job.nodes, None
+        if step + 1 < job.turns:
+            incoming = current.new_empty(keys.sizes[(source - 1) % job.nodes])
+            transfer = pass_on(current, incoming, job.outer, f"passing keys on, step {step + 1} of {job.turns - 1}")
         yield keys.spans[source], unpack(current, keys.shapes[source])
-        ring.wait(works, what)
-        if incoming is not None:
+        if transfer is not None:
+            transfer.wait()
             current = incoming
 
 
@@ -204,40 +197,35 @@ def _gradients_ring(
     The sums of the ranks before arrive while this one's summands are made, which are then added to them in place."""
     q, k, v, out, lse = saved
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-    ring, keys, turns = Ring(job.outer), Keys(job, k, v), job.turns
-    travelling: torch.Tensor | None = None
-    sent: torch.Tensor | None = None  # stays alive until the transfer is through
-    works: list[Any] = []
-    for step, (spans, kv) in enumerate(_rotate(ring, keys, pack([k, v]), turns)):
-        source, what = (ring.rank - step) % ring.size, f"passing gradients of keys on, step {step + 1} of {turns}"
-        rows, shapes, started = job.pair.keys(mine, spans, q.shape[0]), keys.shapes[source], travelling is not None
-        own = travelling if travelling is not None else q.new_empty(keys.sizes[source], dtype=exact)
-        sums = Gradients(queries, partial(_awaited, ring, works, what, unpack(own, shapes), rows, started))
+    keys, turns = Keys(job, k, v), job.turns
+    travelling = q.new_empty(keys.sizes[job.node], dtype=exact)
+    transfer: Transfer | None = None
+    for step, (spans, kv) in enumerate(_rotate(job, keys, pack([k, v]))):
+        source, home = (job.node - step) % job.nodes, step + 1 == turns
+        rows, own = job.pair.keys(mine, spans, q.shape[0]), travelling
+        sums = Gradients(queries, partial(_awaited, transfer, unpack(own, keys.shapes[source]), rows))
         add_gradients(sums, job.pair, (mine, spans), (q, *kv, out, lse), dout, dlse)
         del kv
         found = [one.result() for one in sums.both]
         del sums
-        sent, works = None, []  # both hold what has left
         if turns == 1:
             return found
         del found
-        home = step + 1 == turns
-        arriving = ring.rank if home else (source - 1) % ring.size  # whose keys' gradients come
+        arriving = job.node if home else (source - 1) % job.nodes  # whose keys' gradients come
         travelling = q.new_empty(keys.sizes[arriving], dtype=exact)
-        works, sent = ring.start(own, travelling, what, 1 - turns if home else 1), own
+        what = f"passing gradients of keys on, step {step + 1} of {turns}"
+        transfer = pass_on(own, travelling, job.outer, what, 1 - turns if home else 1)
         del own
-    ring.wait(works, "receiving the gradients of its own keys")
-    del sent
-    assert travelling is not None
-    return unpack(travelling, keys.shapes[ring.rank])
+    assert transfer is not None
+    transfer.wait()
+    return unpack(travelling, keys.shapes[job.node])
 
 
-def _awaited(
-    ring: Ring, works: list[Any], what: str, own: list[torch.Tensor], rows: list[tuple[int, int]], started: bool
-) -> list[Sum]:
+def _awaited(transfer: Transfer | None, own: list[torch.Tensor], rows: list[tuple[int, int]]) -> list[Sum]:
     """Sums for dk and dv in a message: it has to have arrived, if it is not a new one."""
-    ring.wait(works, what)
-    return [Sum(t, rows, t, started) for t in own]
+    if transfer is not None:
+        transfer.wait()
+    return [Sum(t, rows, t, transfer is not None) for t in own]
 
 
 # ---------------------------------------------------------------- by gathering

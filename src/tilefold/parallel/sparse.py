@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..check import FLOATS, TensorSpec, bind, check_number, check_whole
-from ..errors import DtypeError, ShapeError, TilefoldError, Unsupported
+from ..errors import DtypeError, ShapeError, Unsupported
 from ..ops.call import check_heads, check_kinds
 from ..plan.parallel.sharding import Sharding
 from ..sparse import BlockIndex
@@ -88,10 +88,8 @@ def block_exchange(index: BlockIndex, sharding: Sharding, kv_heads: int, group: 
 
     Raises ShapeError, DtypeError, on every rank if the ranks' arguments differ; CommunicationError."""
     ranks = ranks_of(group)
-    error: Exception | None = None
-    blocks: list[list[int]] = []
-    facts: dict[str, object] = {}
-    try:
+    # the host waits for the counts in any case, so that every call is compared
+    with agree(ranks, "block_exchange", getattr(index, "indices", None), always=True) as facts:
         if not isinstance(index, BlockIndex):
             raise DtypeError(f"index must be a BlockIndex, got {type(index).__name__}")
         check_sharding(sharding, ranks)
@@ -101,7 +99,7 @@ def block_exchange(index: BlockIndex, sharding: Sharding, kv_heads: int, group: 
         if index.heads > 1 and index.heads % kv_heads:
             raise ShapeError(f"index has lists of {index.heads} heads, no multiple of {kv_heads} KV heads")
         blocks = [blocks_of(sharding, r, index.block_k, "keys") for r in range(ranks.size)]
-        facts = {
+        facts |= {
             "block_k": index.block_k,
             "keys of index": index.seq_k,
             "batch of index": index.indices.shape[0],
@@ -109,10 +107,6 @@ def block_exchange(index: BlockIndex, sharding: Sharding, kv_heads: int, group: 
             "kv_heads": kv_heads,
             "sharding": sharding,
         }
-    except TilefoldError as refused:
-        error = refused
-    like = getattr(index, "indices", None)
-    agree(ranks, "block_exchange", facts, error, like, always=True)  # the host waits for the counts in any case
     need = _needed(index, kv_heads)
     every = torch.empty((ranks.size, *need.shape), dtype=torch.uint8, device=need.device)
     with guarded(ranks.flat, "telling which blocks of keys its lists name"):
@@ -207,19 +201,13 @@ def sparse_attention(
     if torch.compiler.is_compiling():
         raise Unsupported("tilefold.parallel.sparse_attention runs eagerly: call it outside torch.compile")
     ranks = exchange.ranks if isinstance(exchange, BlockExchange) else ranks_of(group)
-    error: Exception | None = None
-    sizes: dict[str, int] = {}
-    facts: dict[str, object] = {}
-    try:
+    with agree(ranks, "sparse_attention", q) as facts:
         sizes = bind(_SPECS, {"q": q, "k": k, "v": v})
         check_device("q", q, ranks.flat)
         _check_call(sizes, index, scale, softcap, return_lse)
         if exchange is not None:
             _fits(sizes, index, exchange)
-        facts = call_facts(sizes, q, wanted(q, k, v)) | {"exchange given": exchange is not None}
-    except TilefoldError as refused:
-        error = refused
-    agree(ranks, "sparse_attention", facts, error, q)
+        facts |= call_facts(sizes, q, wanted(q, k, v)) | {"exchange given": exchange is not None}
     if exchange is None:
         exchange = block_exchange(index, sharding, sizes["kv_heads"], ranks)
         _fits(sizes, index, exchange)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ..errors import DtypeError, ShapeError, TilefoldError
+from ..errors import DtypeError, ShapeError
 from ..plan.parallel.sharding import Sharding, Spans, ordered
 from .agree import agree
 from .exchange import gather_flat, guarded
@@ -70,19 +70,14 @@ def gather_sequence(x: torch.Tensor, sharding: Sharding, group: object = None, d
     Raises ShapeError, DtypeError, DeviceError, on every rank if the ranks' arguments differ; CommunicationError."""
     group_ranks = ranks_of(group)
     flat, rank, ranks = group_ranks.flat, group_ranks.rank, group_ranks.size
-    error: Exception | None = None
-    facts: dict[str, object] = {}
-    try:
+    with agree(group_ranks, "gather_sequence", x) as facts:
         _check("x", x, sharding, dim)
         check_device("x", x, flat)
         check_sharding(sharding, group_ranks)
         if x.shape[dim] != sharding.length(rank):
             raise ShapeError(f"x has {x.shape[dim]} tokens in dim {dim}, rank {rank} has {sharding.length(rank)}")
         rest = tuple(x.movedim(dim, 0).shape[1:])
-        facts = {"dtype of x": x.dtype, "sizes of x beside its tokens": rest, "sharding": sharding}
-    except TilefoldError as refused:
-        error = refused
-    agree(group_ranks, "gather_sequence", facts, error, x)
+        facts |= {"dtype of x": x.dtype, "sizes of x beside its tokens": rest, "sharding": sharding}
     most = max(sharding.length(r) for r in range(ranks))
     rows = x.detach().movedim(dim, 0)
     if rows.is_floating_point() and rows.element_size() == 1:
@@ -178,16 +173,12 @@ def loss_mean(losses: torch.Tensor, keep: torch.Tensor | None = None, group: obj
     The first call compares the ranks, with a wait of the host: not in a CUDA graph's capture."""
     ranks = ranks_of(group)
     flat = ranks.flat
-    error: Exception | None = None
-    try:
+    if torch.compiler.is_compiling():
         _check_losses(losses, keep, flat)
-    except TilefoldError as refused:
-        error = refused
-    if not torch.compiler.is_compiling():
-        facts = {"losses are float64": getattr(losses, "dtype", None) == torch.float64}
-        agree(ranks, "loss_mean", facts, error, losses)
-    elif error is not None:
-        raise error
+    else:
+        with agree(ranks, "loss_mean", losses) as facts:
+            _check_losses(losses, keep, flat)
+            facts["losses are float64"] = losses.dtype == torch.float64
     exact = losses.double() if losses.dtype == torch.float64 else losses.float()
     if keep is not None:
         exact = torch.where(keep, exact, 0.0)

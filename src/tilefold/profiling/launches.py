@@ -24,22 +24,9 @@ Call = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
-    """One launch, or one copy: its begin and seconds, and what the trace says of it."""
-
-    kernel: str
-    begin: float
-    seconds: float
-    programs: int | None = None
-    threads: int | None = None
-    registers: int | None = None
-    shared_bytes: int | None = None
-    copy: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Launched:
-    """One kernel with one grid. seconds: of its launches, in order; None where the trace does not say."""
+    """One kernel with one grid, or one copy. seconds: of its launches, in order; begin: of a single one. None where the trace
+    does not say."""
 
     kernel: str
     seconds: tuple[float, ...]
@@ -47,6 +34,8 @@ class Launched:
     threads: int | None = None
     registers: int | None = None
     shared_bytes: int | None = None
+    begin: float = 0.0
+    copy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +49,7 @@ class Code:
     binary: bytes = field(default=b"", repr=False)
 
 
-def ordered(document: Mapping[str, Any]) -> tuple[Ran, ...]:
+def ordered(document: Mapping[str, Any]) -> tuple[Launched, ...]:
     """Everything that the device did, by its begin, from a Chrome trace of torch's profiler."""
     found = []
     for event in document.get("traceEvents", ()):
@@ -71,7 +60,7 @@ def ordered(document: Mapping[str, Any]) -> tuple[Ran, ...]:
         sizes = product(args.get("grid")), product(args.get("block"))
         rest = args.get("registers per thread"), args.get("shared memory")
         begin, seconds = float(event["ts"]) * 1e-6, float(event.get("dur", 0)) * 1e-6
-        found.append(Ran(str(event.get("name", "")), begin, seconds, *sizes, *rest, copy=category in COPIES))
+        found.append(Launched(str(event.get("name", "")), (seconds,), *sizes, *rest, begin, category in COPIES))
     return tuple(sorted(found, key=lambda each: each.begin))
 
 
@@ -80,15 +69,14 @@ def read_trace(document: Mapping[str, Any]) -> tuple[tuple[Launched, ...], tuple
 
     Seconds. Copies and fills of memory are in the second, but no kernels.
     """
-    found: dict[tuple[Any, ...], list[float]] = {}
+    found: dict[Launched, list[float]] = {}
     rans = ordered(document)
     for ran in rans:
         if not ran.copy:
-            key = ran.kernel, ran.programs, ran.threads, ran.registers, ran.shared_bytes
-            found.setdefault(key, []).append(ran.seconds)
-    kernels = (Launched(key[0], tuple(times), *key[1:]) for key, times in found.items())
+            found.setdefault(replace(ran, seconds=(), begin=0.0), []).extend(ran.seconds)
+    kernels = (replace(kernel, seconds=tuple(times)) for kernel, times in found.items())
     replayed = any(event.get("name") == "cudaGraphLaunch" for event in document.get("traceEvents", ()))
-    spans = tuple((ran.begin, ran.begin + ran.seconds) for ran in rans)
+    spans = tuple((ran.begin, ran.begin + sum(ran.seconds)) for ran in rans)
     return tuple(sorted(kernels, key=lambda each: -sum(each.seconds))), spans, replayed
 
 
@@ -102,9 +90,9 @@ def product(sizes: Any) -> int | None:
 # --- the launches of calls, in the order in which they ran ---------------------------------------------------------------------
 
 
-def between_marks(rans: Sequence[Ran]) -> Iterator[tuple[Ran, ...]]:
+def between_marks(rans: Sequence[Launched]) -> Iterator[tuple[Launched, ...]]:
     """What ran between the first mark and the second, the third and the fourth, and so on."""
-    inside: list[Ran] | None = None
+    inside: list[Launched] | None = None
     for ran in rans:
         if MARK in ran.kernel:
             if inside is not None:
@@ -114,7 +102,7 @@ def between_marks(rans: Sequence[Ran]) -> Iterator[tuple[Ran, ...]]:
             inside.append(ran)
 
 
-def traced(calls: Mapping[str, Call], samples: int = 5) -> dict[str, tuple[tuple[Ran, ...], ...]]:
+def traced(calls: Mapping[str, Call], samples: int = 5) -> dict[str, tuple[tuple[Launched, ...], ...]]:
     """What each call launches, `samples` times, the L2 cache cleared and the host ahead (`timers.hidden`): one trace of all.
 
     () for a call of which the trace does not hold every sample. Warm up before."""
@@ -131,17 +119,17 @@ def traced(calls: Mapping[str, Call], samples: int = 5) -> dict[str, tuple[tuple
     return {name: tuple(parts[i * samples : (i + 1) * samples]) for i, name in enumerate(covered)}
 
 
-def interpreted(calls: Mapping[str, Call]) -> tuple[dict[str, tuple[tuple[Ran, ...], ...]], dict[str, float]]:
+def interpreted(calls: Mapping[str, Call]) -> tuple[dict[str, tuple[tuple[Launched, ...], ...]], dict[str, float]]:
     """The same in the interpreter, once: launches by their wall time, and that of each call (ms)."""
     from tilefold.ops.launch import OBSERVERS
 
-    found: dict[str, tuple[tuple[Ran, ...], ...]] = {}
+    found: dict[str, tuple[tuple[Launched, ...], ...]] = {}
     times = {}
     for name, call in calls.items():
-        rans: list[Ran] = []
+        rans: list[Launched] = []
 
-        def tell(kernel: str, grid: tuple[int, int, int], seconds: float, rans: list[Ran] = rans) -> None:
-            rans.append(Ran(kernel, time.perf_counter() - seconds, seconds, product(grid)))
+        def tell(kernel: str, grid: tuple[int, int, int], seconds: float, rans: list[Launched] = rans) -> None:
+            rans.append(Launched(kernel, (seconds,), product(grid)))
 
         OBSERVERS.append(tell)
         begin = time.perf_counter()
@@ -153,17 +141,14 @@ def interpreted(calls: Mapping[str, Call]) -> tuple[dict[str, tuple[tuple[Ran, .
     return found, times
 
 
-def by_place(samples: Sequence[Sequence[Ran]]) -> tuple[Launched, ...]:
+def by_place(samples: Sequence[Sequence[Launched]]) -> tuple[Launched, ...]:
     """Each launch of a call with its times in all samples; samples that launched something else than the first are left out."""
     if not samples:
         return ()
     names = [ran.kernel for ran in samples[0]]
     same = [sample for sample in samples if [ran.kernel for ran in sample] == names]
-    times = [tuple(sample[place].seconds for sample in same) for place in range(len(names))]
-    return tuple(
-        Launched(ran.kernel, seconds, ran.programs, ran.threads, ran.registers, ran.shared_bytes)
-        for ran, seconds in zip(samples[0], times, strict=True)
-    )
+    times = (tuple(sample[place].seconds[0] for sample in same) for place in range(len(names)))
+    return tuple(replace(ran, seconds=seconds) for ran, seconds in zip(samples[0], times, strict=True))
 
 
 # --- what is known of them ------------------------------------------------------------------------------------------------

@@ -155,7 +155,6 @@ def profile_of(
     device: Device,
     roofs: Roofs | None = None,
     declare: Mapping[str, Declared] | None = None,
-    counters: Sequence[Measured] = (),
 ) -> Profile:
     """The profile of a trace that torch's profiler made on `device`."""
     declare = declare or {}
@@ -173,8 +172,7 @@ def profile_of(
     notes = [f"declared work of {name}, which did not run" for name in absent]
     if roofs is None:
         notes.append("roofs are recorded ones, not measured here: run `tilefold roofline --measure`")
-    made = Profile(device.title, tuple(rows), region, judge_region(region), tuple(notes))
-    return with_counters(made, counters) if counters else made
+    return Profile(device.title, tuple(rows), region, judge_region(region), tuple(notes))
 
 
 def judged(evidence: Evidence) -> Row:
@@ -247,13 +245,13 @@ def with_declared(made: Profile, work: Declared, calls: int, machine: Device) ->
     return replace(made, rows=(judged(evidence),))
 
 
-def profile_of_counters(measured: Sequence[Measured], title: str, sms: int | None = None) -> Profile:
+def profile_of_counters(measured: Sequence[Measured], title: str) -> Profile:
     """A profile of what Nsight Compute alone saw."""
     total = sum((each.seconds or 0.0) * each.launches for each in measured)
     rows = []
     for each in measured:
         share = (each.seconds or 0.0) * each.launches / total if total else None
-        seen = Evidence(each.kernel, each.seconds, each.launches, share, each.programs, each.threads, sms=sms)
+        seen = Evidence(each.kernel, each.seconds, each.launches, share, each.programs, each.threads)
         rows.append(judged(replace(seen, counters=each.counters)))
     rows.sort(key=lambda row: -(row.evidence.share or 0.0))
     return Profile(title, tuple(rows), None, None, ())

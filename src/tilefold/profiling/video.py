@@ -19,7 +19,7 @@ from tilefold.plan.device import Device
 from tilefold.plan.sparse.video import STAGES, VideoShape
 from tilefold.plan.sparse.video_launches import TOGETHER, LaunchWork, launch_works
 from tilefold.profiling.evidence import Evidence
-from tilefold.profiling.launches import Launched, Ran, by_place, code_for, codes_of, interpreted, traced
+from tilefold.profiling.launches import Launched, by_place, code_for, codes_of, interpreted, traced
 from tilefold.profiling.predict import Predicted, memory_traffic, predict
 from tilefold.profiling.roofs import load_roofs, with_roofs
 from tilefold.profiling.session import Declared, evidence_of
@@ -239,11 +239,11 @@ def _empty_calls(device: Device) -> dict[str, Callable[[], object]]:
 
 
 def _launch_costs(
-    rans: Mapping[str, Sequence[Sequence[Ran]]], times: Mapping[str, float]
+    rans: Mapping[str, Sequence[Sequence[Launched]]], times: Mapping[str, float]
 ) -> tuple[float, float, float]:
     """Seconds between events beside the kernels for a first launch and for each one behind it; and of an empty kernel."""
     one, row = f"{EMPTY} empty", f"{ROW} empty"
-    durations = [ran.seconds for name in (one, row) for sample in rans[name] for ran in sample]
+    durations = [_seconds(ran) for name in (one, row) for sample in rans[name] for ran in sample]
     nothing = statistics.median(durations) if durations else 0.0
     alone, many = times[one] * 1e-3, times[row] * 1e-3
     return max(0.0, alone - nothing), max(0.0, (many - alone) / (ROW - EMPTY) - nothing), nothing

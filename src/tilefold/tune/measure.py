@@ -14,6 +14,7 @@ import torch
 
 from tilefold.bench import setting, timers
 from tilefold.bench.loop import FAILED, MEMORY, OK, checked, first_line, gpu_lost
+from tilefold.bench.records.record import append_rows
 from tilefold.bench.run import TIMES_L2
 from tilefold.errors import DeviceError, PlanError, TilefoldError
 from tilefold.plan.device import Device
@@ -134,10 +135,7 @@ class Log:
 
     def write(self, case: str, state: str, **values: Any) -> None:
         """Append a line."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        row = {**self.identity, "date": setting.now(), "case": case, "state": state, **values}
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        append_rows(self.path, [{**self.identity, "date": setting.now(), "case": case, "state": state, **values}])
 
     def outcome(self, tunable: Tunable) -> Outcome | None:
         """What the file says of a problem whose search ended, or was ended by the clock."""

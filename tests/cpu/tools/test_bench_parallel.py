@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from cases.cli import command, refused
 from tilefold.bench.parallel.loads import Work
-from tilefold.bench.parallel.table import HEAD, Line, cells_of, to_json, to_markdown
+from tilefold.bench.parallel.table import HEAD, Line, cells_of, markdown, to_json
 from tilefold.bench.parallel.trace import MARK, Trace, device_events, hidden_of, overlaps_of, written
 from tilefold.bench.timers import exported
 
@@ -87,7 +87,7 @@ def test_the_table_and_the_files():
     assert list(cells[0].values())[3:] == figures
     assert list(cells[1].values())[3:] == ["3.000", "", "300", "60.0%", "", "", "", "", "", ""]
     assert cells[2][3] == "WRONG"
-    assert to_markdown(lines).count("\n") == 5
+    assert markdown(lines).count("\n") == 5
     written = json.loads(to_json(lines, {"torch": "2"}, Work((1024,))))
     assert written["lines"][2]["note"] == "rank 0: out"
     assert written["work"]["heads"] == [32, 8]

@@ -9,11 +9,12 @@ import torch
 from tilefold import reference
 from tilefold.bench.attention.cases import Case, cases_of
 from tilefold.bench.attention.peers import DENSE, IMPLEMENTATIONS
+from tilefold.bench.engine import AttentionEngine
 from tilefold.bench.family import Calls, Peer
 from tilefold.bench.implementation import make_inputs
 from tilefold.bench.judge import Judge, sampled_rows
 from tilefold.bench.loop import first_line
-from tilefold.bench.run import run_case, run_cases, warm_note
+from tilefold.bench.run import run_case, warm_note
 from tilefold.bench.setting import Options, commit, setting_of
 from tilefold.errors import Unsupported
 from tilefold.plan.problem import AttentionProblem
@@ -98,18 +99,16 @@ def test_an_error_is_the_cell_of_its_own_implementation_only(error, status, note
 
 
 def test_what_was_measured_before_the_gpu_was_lost_is_kept(monkeypatch):
-    from tilefold.bench import run as module
-
     cases = [replace(CASE, problem=replace(CASE.problem, batch=batch)) for batch in (1, 2, 3)]
-    real, kept = module.run_case, []
+    kept = []
 
-    def run_case(family, case, *rest):
+    def lost(family, case, *rest):
         if case == cases[1]:
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nlong story")
-        return real(family, case, *rest)
+        return run_case(family, case, *rest)
 
-    monkeypatch.setattr(module, "run_case", run_case)
-    rows = module.run_cases(DENSE, cases, (made_up("good", right),), "cpu", FAST, lambda *_: None, kept.append)
+    monkeypatch.setattr("tilefold.bench.engine.run_case", lost)
+    rows = AttentionEngine(DENSE).run(cases, (made_up("good", right),), "cpu", FAST, lambda *_: None, kept.append)
     cells = [cell for row in rows for cell in row.cells]
     assert [(cell.case.problem.batch, cell.status) for cell in cells] == [(1, "ok"), (2, "failed")]
     assert cells[1].note == "the GPU was lost in this case: CUDA error: an illegal memory access was encountered"
@@ -144,12 +143,10 @@ def test_what_raises_while_it_is_timed_is_left_out_and_the_others_are_timed(erro
 
 
 def test_a_budget_begins_no_further_case():
-    spent = replace(FAST, budget_s=0.0)
-    assert run_cases(DENSE, [CASE], (made_up("good", right),), "cpu", spent, lambda *_: None) == []
-    assert (
-        len(run_cases(DENSE, [CASE], (made_up("good", right),), "cpu", replace(FAST, budget_s=60.0), lambda *_: None))
-        == 1
-    )
+    for budget, reached in ((0.0, 0), (60.0, 1)):
+        options = replace(FAST, budget_s=budget)
+        rows = AttentionEngine(DENSE).run([CASE], (made_up("good", right),), "cpu", options, lambda *_: None)
+        assert len(rows) == reached
 
 
 def test_a_refusal_is_not_even_prepared():

@@ -3,6 +3,7 @@
 import gc
 import stat
 import time
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -144,7 +145,7 @@ def test_a_summary_is_of_what_was_read_under_load():
         "the SM clock moved between 1755 and 1980 MHz (11 %)",
         "the GPU was throttled in 67 % of the samples: power cap",
     ]
-    assert moved.record()["throttled"] == {"power cap": pytest.approx(2 / 3)}
+    assert asdict(moved)["throttled"] == {"power cap": pytest.approx(2 / 3)}
     assert summarise([]) is None
     assert summarise([parse_smi(UNSAID)]).memory_mhz is None
 

@@ -101,7 +101,7 @@ def test_video_is_a_family_of_suites(monkeypatch):
     assert "tilefold" in engine.known and set(engine.usual("cuda")) <= set(engine.known)
     timing = Timing(2.0, 2.0, 2.0, 1, "alternating", (2.0,))
 
-    def measured(point, device, peers, rounds, graph, seed):
+    def measured(point, device, peers, rounds, graph):
         assert peers == ("cudnn",)
         if point.page_size is None:
             raise RuntimeError("no such kernel")

@@ -213,7 +213,7 @@ def test_points_say_what_they_do_not_take():
 
 @pytest.mark.interpreter
 def test_too_little_memory_is_a_note(monkeypatch):
-    def none_left(*arguments):
+    def none_left(*arguments, queries):
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(video_sweep, "video_inputs", none_left)

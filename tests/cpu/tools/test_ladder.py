@@ -203,9 +203,7 @@ def refused(device):
 @pytest.mark.parametrize("i", range(15))
 def test_refusals(i, device):
     name, given, options, error, text = refused(device)[i]
-    with pytest.raises(error) as caught:
-        rung(name, *given, **options)
-    assert text in str(caught.value) and isinstance(caught.value, tilefold.TilefoldError)
+    refuses(error, text, rung, name, *given, **options)
 
 
 def test_the_cache_is_checked(device):
@@ -213,13 +211,12 @@ def test_the_cache_is_checked(device):
     for given, error, text in (
         (([1], v), DtypeError, "k must be a torch.Tensor, got list"),
         ((k, v.float()), DtypeError, "v has dtype float32, but k has float16"),
-        ((k, v[:, :8]), ShapeError, r"v has shape \(2, 8, 2, 16\)"),
+        ((k, v[:, :8]), ShapeError, "v has shape (2, 8, 2, 16)"),
         ((k, v, [9, 9]), DtypeError, "lengths must be a torch.Tensor or None, got list"),
         ((k, v, torch.full((2, 1), 9, dtype=torch.int32, device=device)), ShapeError, "lengths has 2 dimensions"),
         ((k, v, torch.full((2,), 10, dtype=torch.int32, device=device)), ValueRangeError, "lengths must be 2 numbers"),
     ):
-        with pytest.raises(error, match=text):
-            ladder.paged_cache(*given)
+        refuses(error, text, ladder.paged_cache, *given)
     refuses(DtypeError, "cache must be a ladder.PagedCache, got Tensor", ladder.paged.attention, q, k, v)
 
 

@@ -9,7 +9,7 @@ from tilefold.plan import device_named
 from tilefold.plan.sparse.video import VideoShape
 from tilefold.plan.sparse.video_launches import TOGETHER, LaunchWork, launch_works
 from tilefold.profiling import video
-from tilefold.profiling.launches import Ran, between_marks, by_place, ordered
+from tilefold.profiling.launches import Launched, between_marks, by_place, ordered
 from tilefold.profiling.predict import memory_traffic, predict
 from tilefold.profiling.video import Account, explain_video, stages_inside
 from tilefold.sparse import CoarseOptions
@@ -79,7 +79,7 @@ def test_what_a_cleared_cache_costs_whoever_comes_first():
 
 
 def ran(kernel, begin, seconds=1.0, programs=None):
-    return Ran(kernel, begin, seconds, programs, 128 if programs else None, 168 if programs else None, 0)
+    return Launched(kernel, (seconds,), programs, 128 if programs else None, 168 if programs else None, 0, begin)
 
 
 def test_a_trace_is_cut_into_calls():
@@ -94,7 +94,7 @@ def test_a_trace_is_cut_into_calls():
         {"traceEvents": [event, copy, {"ph": "X", "cat": "cuda_runtime", "name": "x", "ts": 0, "dur": 9}]}
     )
     assert (first.kernel, second.programs, second.threads) == ("Memcpy DtoD", 6, 128)
-    assert second.seconds == pytest.approx(2e-6)
+    assert second.seconds == (pytest.approx(2e-6),)
 
 
 def test_launches_by_place():

@@ -162,21 +162,16 @@ def _fastvideo_file(pattern: str) -> ModuleType:
     return module
 
 
-def _block_sizes(inputs: Inputs) -> Tensor:
-    """Valid tokens of each KV block: all of them."""
-    index = inputs.index
-    assert index is not None
-    return torch.full((index.kv_blocks,), index.block_k, dtype=torch.int32, device=inputs.q.device)
-
-
 def _fastvideo(inputs: Inputs, forward: Any, backward: Any) -> Calls:
     """forward: (q, k, v, lists, sizes) -> (out, lse); backward: (grad, (q, k, v), (out, lse), both lists, sizes) -> gradients."""
     q, k, v = (_heads_first(t) for t in (inputs.q, inputs.k, inputs.v))
-    lists, sizes = _lists(inputs, inputs.index), _block_sizes(inputs)
+    index, lists = inputs.index, _lists(inputs, inputs.index)
+    assert index is not None
+    sizes = torch.full((index.kv_blocks,), index.block_k, dtype=torch.int32, device=q.device)  # of valid tokens: all
     if inputs.grad is None:
         return Calls([lambda: forward(q, k, v, *lists, sizes)[0].transpose(1, 2)])
     grad, made = _heads_first(inputs.grad), forward(q, k, v, *lists, sizes)
-    both = lists, _lists(inputs, inputs.index.transpose() if inputs.index else None)
+    both = lists, _lists(inputs, index.transpose())
     # The compiled kernels give fp32; what trains in bfloat16 needs gradients in that, as their autograd function makes them.
     return Calls([lambda: tuple(t.to(q.dtype).transpose(1, 2) for t in backward(grad, (q, k, v), made, *both, sizes))])
 

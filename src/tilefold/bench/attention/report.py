@@ -144,7 +144,7 @@ def reported_sheet(rows: Sequence[Row]) -> Sheet | None:
             continue
         square = p.seq_q == p.seq_k and p.dim_qk == p.dim_v and pattern.block_q == pattern.block_k
         shape = (p.batch, p.heads, p.kv_heads, p.seq_k, p.dim_qk, p.dtype, pattern.block_k)
-        theirs = reported.fine_ms(shape, pattern.sparsity) if square else None
+        theirs = reported.FINE_MS.get(pattern.sparsity) if square and shape == reported.SHAPE else None
         if theirs is not None:
             ms = digits(ours.timing.ms) if ours.timing else LABELS.get(ours.status, ours.status)
             lines.append((f"{pattern.sparsity:g} %", row.case.kept, ms, *(f"{ms:g}" for ms in theirs)))

@@ -95,10 +95,6 @@ def _prepare_flex(sets: Sequence[DecodeInputs]) -> Calls:
     return Calls([attend(one) for one in sets])
 
 
-def _flex_refuses(case: DecodeCase, device: str) -> str | None:
-    return None if device == "cuda" else "compiled FlexAttention needs a GPU"
-
-
 # --- FlashAttention-4 (CuTe DSL) --------------------------------------------------------------------------------------------
 
 
@@ -179,10 +175,6 @@ def _flashinfer_call(inputs: DecodeInputs) -> Callable[[], Tensor]:
 # --- vLLM -------------------------------------------------------------------------------------------------------------------
 
 
-def _vllm_refuses(case: DecodeCase, device: str) -> str | None:
-    return absent("vllm", device, *VLLM_MODULES) or ("takes one query a sequence" if case.queries > 1 else None)
-
-
 def _vllm_call(inputs: DecodeInputs) -> Callable[[], Tensor]:
     module: Any = importlib.import_module(next(name for name in VLLM_MODULES if importable(name)))
     function, case = module.decode_attention_fwd, inputs.case
@@ -219,10 +211,13 @@ DECODE_PEERS = by_name(
         )
     ),
     Peer("fa4", "FA4", "flash_attn.cute, if installed", "flash-attn-4", _prepare_fa4, _fa4_refuses),
-    Peer("flex", "Flex", "torch FlexAttention, compiled", "torch", _prepare_flex, _flex_refuses),
+    Peer("flex", "Flex", "torch FlexAttention, compiled", "torch", _prepare_flex,
+         lambda case, device: None if device == "cuda" else "compiled FlexAttention needs a GPU"),
     Peer("flashinfer", "flashinfer", "flashinfer's paged wrappers, if installed", "flashinfer-python",
          each(_flashinfer_call), _flashinfer_refuses),
-    Peer("vllm", "vLLM", "vLLM's decoding kernel in Triton, if installed", "vllm", each(_vllm_call), _vllm_refuses),
+    Peer("vllm", "vLLM", "vLLM's decoding kernel in Triton, if installed", "vllm", each(_vllm_call),
+         lambda case, device: absent("vllm", device, *VLLM_MODULES)
+         or ("takes one query a sequence" if case.queries > 1 else None)),
 )  # fmt: skip
 # Device -> who is measured unasked.
 DECODE_DEFAULTS: dict[str, tuple[str, ...]] = {

@@ -1,6 +1,5 @@
 """Cases of `tilefold bench lowbit` with activations in 8 bits: what is measured, and beside what."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,8 +7,8 @@ import torch
 from torch import Tensor
 
 from tilefold import reference
-from tilefold.bench.family import Calls, normal_numbers
-from tilefold.bench.matrix.product import BYTES, Call, Operands, WholeJudge, name_of, ours, product_of, unusual
+from tilefold.bench.family import normal_numbers
+from tilefold.bench.matrix.product import BYTES, Call, Operands, WholeJudge, name_of, unusual
 
 KINDS = {"int8": "int8", "e4m3": "float8_e4m3fn"}
 
@@ -62,26 +61,6 @@ def eight_judge(inputs: Operands) -> WholeJudge:
         return reference.matmul_w8a8(inputs.x, inputs.y, inputs.scale, None, wide).to(dtype)
 
     return WholeJudge(compute, inputs.x.dtype)
-
-
-def eight_by_tilefold(i: Operands) -> Call:
-    """The public function as a user calls it: it quantises x."""
-    function = ours("matmul_w8a8")
-    return lambda: function(i.x, i.y, i.scale)
-
-
-def eight_by_cublas(sets: Sequence[Operands]) -> Calls:
-    """x as it is times the dequantised weight in 16 bits; judged as that."""
-
-    def weight(i: Operands, dtype: torch.dtype) -> Tensor:
-        wide: Tensor = i.y.double() * i.scale.double()[:, None]
-        return wide.to(i.x.dtype).to(dtype)
-
-    def one(i: Operands) -> Call:
-        x, w = i.x, weight(i, i.x.dtype)
-        return lambda: torch.nn.functional.linear(x, w)
-
-    return Calls([one(i) for i in sets], judge=product_of(sets[0].x, lambda dtype: weight(sets[0], dtype)))
 
 
 def scaled(i: Operands) -> Call:

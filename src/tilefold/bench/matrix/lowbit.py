@@ -1,15 +1,16 @@
 """What `tilefold bench lowbit` measures: activations of 16 bits times weights of 8, 4, 3 and 2; of 8 times 8 (matrix.eight)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 import torch
+from torch import Tensor
 
 from tilefold.bench.choice import of_size
-from tilefold.bench.family import Calls, Family, Peer, by_name, each, normal_numbers
+from tilefold.bench.family import Family, Peer, by_name, each, normal_numbers
 from tilefold.bench.matrix import eight
 from tilefold.bench.matrix.eight import EightCase
-from tilefold.bench.matrix.lowbit_peers import LIBRARIES
+from tilefold.bench.matrix.lowbit_peers import LIBRARIES, by_own_weight
 from tilefold.bench.matrix.product import BYTES, Call, Operands, WholeJudge, name_of, ours, product_of, roof_of, unusual
 from tilefold.quant import quantize_weight
 
@@ -61,22 +62,20 @@ def lowbit_judge(inputs: Operands) -> WholeJudge:
 
 
 def by_tilefold(i: Operands) -> Call:
-    """The public function as a user calls it."""
-    if isinstance(i.case, EightCase):
-        return eight.eight_by_tilefold(i)
+    """The public function as a user calls it; with weights in 8 bits and a scale a row it quantises x."""
+    if i.scale is not None:
+        eight_bits = ours("matmul_w8a8")
+        return lambda: eight_bits(i.x, i.y, i.scale)
     function = ours("lowbit_matmul")
     return lambda: function(i.x, i.y)
 
 
-def by_cublas(i: Operands) -> Call:
+def by_cublas(i: Operands) -> tuple[Call, Callable[[torch.dtype], Tensor]]:
     """The dequantised weight in 16 bits, as torch multiplies by it."""
-    x, weight = i.x, i.y.dequantize(i.x.dtype)
-    return lambda: torch.nn.functional.linear(x, weight)
-
-
-def prepare_cublas(sets: Sequence[Operands]) -> Calls:
-    """The same of all sets of a case."""
-    return eight.eight_by_cublas(sets) if isinstance(sets[0].case, EightCase) else each(by_cublas)(sets)
+    x = i.x
+    wide: Tensor = i.y.dequantize(x.dtype) if i.scale is None else i.y.double() * i.scale.double()[:, None]
+    weight = wide.to(x.dtype)
+    return (lambda: torch.nn.functional.linear(x, weight)), weight.to
 
 
 ONE, SMALL = LowbitCase(1), LowbitCase(3, 72, 160, group=32)
@@ -108,7 +107,7 @@ CASES: dict[str, tuple[LowbitCase | EightCase, ...]] = {
 GIVEN = "torch._scaled_mm, torch._int_mm of given codes"
 PEERS = (
     Peer("tilefold", "tilefold", "ops.lowbit_matmul, ops.matmul_w8a8", "tilefold", each(by_tilefold)),
-    Peer("cublas", "cuBLAS", "torch, the dequantised weight in 16 bits", "torch", prepare_cublas),
+    Peer("cublas", "cuBLAS", "torch, the dequantised weight in 16 bits", "torch", by_own_weight(by_cublas)),
     Peer("scaled_mm", "torch, 8 bits", GIVEN, "torch", each(eight.scaled), eight.refuses_scaled),
     *LIBRARIES,
 )

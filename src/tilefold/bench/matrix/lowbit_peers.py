@@ -33,7 +33,7 @@ def _refuses(module: str, bits: tuple[int, ...], dtypes: tuple[str, ...], groups
     return refuses
 
 
-def _by_own_weight(
+def by_own_weight(
     make: Callable[[Any], tuple[Call, Callable[[torch.dtype], Tensor]]],
 ) -> Callable[[Sequence[Any]], Calls]:
     """A prepare that treats every set by itself, judged by the weight that the first one's call multiplies by.
@@ -114,11 +114,11 @@ HALVES = ("bfloat16", "float16")
 _ROWS: tuple[tuple[Any, ...], ...] = (
     ("tinygemm", "tinygemm", "torch", "torch._weight_int4pack_mm over the same codes", each(_tinygemm),
      (4,), HALVES[:1], (32, 64, 128, 256)),
-    ("torchao", "torchao", "torchao", "torchao's weight-only layers, if installed, rounded by it", _by_own_weight(_torchao),
+    ("torchao", "torchao", "torchao", "torchao's weight-only layers, if installed, rounded by it", by_own_weight(_torchao),
      (8, 4), HALVES[:1]),
     ("gemlite", "GemLite", "gemlite", "GemLite over the same codes, if installed", each(_gemlite), (8, 4, 2), HALVES),
     ("bitsandbytes", "bitsandbytes", "bitsandbytes", "its NF4 product in blocks of 64, if installed, rounded by it",
-     _by_own_weight(_bitsandbytes), (4,), HALVES),
+     by_own_weight(_bitsandbytes), (4,), HALVES),
 )  # fmt: skip
 LIBRARIES = tuple(
     Peer(name, title, what, package, prepare, _refuses(package, *takes))

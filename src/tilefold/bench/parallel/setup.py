@@ -16,7 +16,7 @@ from tilefold.errors import TilefoldError
 from tilefold.ops.cache.merge import merge_into
 from tilefold.ops.call import Call
 from tilefold.parallel import Kernels
-from tilefold.parallel.exchange import Ring
+from tilefold.parallel.exchange import pass_on
 from tilefold.plan.parallel.plan import ParallelPlan
 from tilefold.plan.parallel.scratch import calls_of
 from tilefold.plan.parallel.sharding import shard
@@ -116,12 +116,12 @@ class MeasuredLinks(NamedTuple):
 def links_of(device: torch.device, size: int | None = None, rounds: int = 5) -> MeasuredLinks:
     """Of the default group, by the slowest rank: a collective.  size: bytes of a message."""
     size = size or (1 << 28 if device.type == "cuda" else 1 << 16)
-    ranks, ring = dist.get_world_size(), Ring(dist.group.WORLD)
+    ranks = dist.get_world_size()
     each = size // (4 * ranks)
     a, b = (torch.zeros(each * ranks, dtype=torch.float32, device=device) for _ in range(2))
 
     def shift(count: int) -> Callable[[], None]:
-        return lambda: ring.wait(ring.start(a[:count], b[:count], "measuring"), "measuring")
+        return lambda: pass_on(a[:count], b[:count], dist.group.WORLD, "measuring").wait()
 
     steps = shift(a.numel()), lambda: dist.all_to_all_single(b, a), shift(2)
     seconds = [max(together(timed(step, rounds, device, barrier))) for step in steps]

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tilefold.bench.page import table_lines
+from tilefold.bench.page import Rows, to_markdown
 from tilefold.bench.parallel.loads import Work
 from tilefold.bench.parallel.setup import Rates
+from tilefold.bench.records.record import number
 
 
 @dataclass(frozen=True)
@@ -50,21 +51,16 @@ def cells_of(line: Line) -> tuple[str, ...]:
     if line.status != "ok":
         return (*first, line.status, *("",) * 9)
     return (
-        *first, f"{line.ms:.3f}", _number(line.predicted_ms, ".3f"), f"{line.tflops:.3g}", f"{line.efficiency:.1%}",
-        _number(line.of_all, ".1%"),
-        f"{line.memory / 1e9:.3f}" if line.memory else "", _number(line.predicted_memory / 1e9, ".3f"),
-        "" if line.hidden is None else f"{line.hidden:.0%}",
-        *("" if one is None else f"{one:.3f}" for one in (line.exposed_ms, line.waiting_ms)),
+        *first, f"{line.ms:.3f}", number(line.predicted_ms, ".3f"), f"{line.tflops:.3g}", f"{line.efficiency:.1%}",
+        number(line.of_all, ".1%"),
+        f"{line.memory / 1e9:.3f}" if line.memory else "", number(line.predicted_memory / 1e9, ".3f"),
+        number(line.hidden, ".0%"), number(line.exposed_ms, ".3f"), number(line.waiting_ms, ".3f"),
     )  # fmt: skip
-
-
-def _number(value: float, form: str) -> str:
-    return "" if value != value else f"{value:{form}}"
 
 
 def to_json(lines: Sequence[Line], setting: dict[str, Any], work: Work) -> str:
     return json.dumps({"setting": setting, "work": asdict(work), "lines": [asdict(line) for line in lines]}, indent=1)
 
 
-def to_markdown(lines: Sequence[Line]) -> str:
-    return "\n".join([*table_lines(HEAD, [*map(cells_of, lines)], left=3), ""])
+def markdown(lines: Sequence[Line]) -> str:
+    return to_markdown([Rows(HEAD, tuple(map(cells_of, lines)), left=3)])

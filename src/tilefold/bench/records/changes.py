@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tilefold.bench.attention.peers import IMPLEMENTATIONS
-from tilefold.bench.page import Rows, table_lines
+from tilefold.bench.page import Rows, Words, to_markdown
 from tilefold.bench.records.record import digits
 from tilefold.bench.records.runs import METHODS, Key, Measured
 
@@ -26,7 +26,7 @@ EXACT = 2500  # pairs up to which the exact distribution is worth its time
 JUDGED = ("events", "graph")  # methods that can fail a comparison; the others are shown
 CLOCK = 0.03
 NAMED = 6  # of what is missing; the others are counted
-OK, REFUSED = "ok", "refused"
+OK = "ok"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,23 +38,23 @@ class Interval:
     coverage: float
 
 
-def ratio_interval(old: Sequence[float], new: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
-    """Of new over old, from at least one sample each; the widest there is where fewer samples than that confidence needs."""
+def ratio_interval(old: Sequence[float], new: Sequence[float]) -> Interval:
+    """Of new over old, from at least one sample each; the widest there is where fewer samples than CONFIDENCE needs."""
     ratios = sorted(n / o for n in new for o in old)
-    rank, coverage = _rank(len(old), len(new), confidence)
+    rank, coverage = _rank(len(old), len(new))
     return Interval(ratios[rank - 1], ratios[-rank], coverage)
 
 
 @functools.cache
-def _rank(n: int, m: int, confidence: float) -> tuple[int, float]:
-    """The largest k such that the k-th smallest and largest of n m ratios cover their middle with that confidence, else 1."""
+def _rank(n: int, m: int) -> tuple[int, float]:
+    """The largest k such that the k-th smallest and largest of n m ratios cover their middle with CONFIDENCE, else 1."""
     if n * m > EXACT:
         normal = statistics.NormalDist(n * m / 2, (n * m * (n + m + 1) / 12) ** 0.5)
-        return max(1, int(normal.inv_cdf((1 - confidence) / 2))), confidence
+        return max(1, int(normal.inv_cdf((1 - CONFIDENCE) / 2))), CONFIDENCE
     ways = _ways(n, m)
     total, below, rank = sum(ways), 0, 0
     for count in ways:
-        if 2 * (below + count) > (1 - confidence) * total:
+        if 2 * (below + count) > (1 - CONFIDENCE) * total:
             break
         below, rank = below + count, rank + 1
     return (rank, 1 - 2 * below / total) if rank else (1, max(0.0, 1 - 2 * ways[0] / total))
@@ -235,7 +235,7 @@ def change_table(found: Comparison) -> Rows:
     """A line a figure: old and new milliseconds, the ratio with its interval, the verdict."""
     several = len({one.key.family for one in found.changes}) > 1
     head = ("case", "implementation", "by", "old ms", "new ms", "new / old", "interval", "")
-    return Rows(head, tuple(_line(one, several) for one in found.changes))
+    return Rows(head, tuple(_line(one, several) for one in found.changes), left=3)
 
 
 def _line(one: Change, several: bool) -> tuple[str, ...]:
@@ -283,7 +283,5 @@ def _missing(where: str, keys: tuple[Key, ...]) -> list[str]:
 
 def change_markdown(found: Comparison) -> str:
     """The same for a document."""
-    table = change_table(found)
-    lines = table_lines(table.head, table.rows, left=3) if table.rows else []
-    said = [*(f"**Not the same setting**: {line}" for line in found.differences), *change_lines(found)]
-    return "\n".join([*lines, *(f"\n{line}." for line in said)]) + "\n"
+    table, said = change_table(found), [f"**Not the same setting**: {line}" for line in found.differences]
+    return to_markdown([*([table] if table.rows else []), *(Words(f"{line}.") for line in said + change_lines(found))])

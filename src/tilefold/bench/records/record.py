@@ -93,6 +93,11 @@ def notes_text(notes: Iterable[tuple[str, str, str, str]], cases: int) -> list[s
     return lines
 
 
+def number(value: float | None, form: str) -> str:
+    """A figure in a format, empty where there is none."""
+    return "" if value is None or math.isnan(value) else format(value, form)
+
+
 def digits(value: float) -> str:
     """About three significant digits without an exponent."""
     places = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3

@@ -1,14 +1,15 @@
 """The sweeps of `tilefold bench video` as a family of a suite: a case is a point, a peer dense attention."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from tilefold.bench.choice import select_cases
 from tilefold.bench.engine import Engine, Request
-from tilefold.bench.loop import FAILED, MEMORY, WRONG, first_line, run_each
+from tilefold.bench.loop import FAILED, MEMORY, WRONG, first_line
 from tilefold.bench.records.record import Sheet
+from tilefold.bench.run import Progress
 from tilefold.bench.setting import Options, Setting
 from tilefold.bench.video import report, sweep
 from tilefold.bench.video.stages import USUAL, implementations
@@ -34,36 +35,23 @@ class PipelineEngine(Engine):
     def __init__(self) -> None:
         pass
 
-    def measured(self, case: Any, device: str, names: tuple[str, ...], options: Options) -> Any:
-        """The row of a case beside peers by their names, checked and timed."""
+    def timed(self, case: Any, device: str, names: tuple[str, ...], options: Options) -> Any:
+        """The row of a case beside peers by their names."""
         raise NotImplementedError
 
-    def run(
-        self,
-        cases: Sequence[Any],
-        peers: Sequence[Any],
-        device: str,
-        options: Options,
-        progress: Callable[[Any, str], None],
-        finished: Callable[[Any], None],
-    ) -> list[Any]:
+    def measured(self, case: Any, peers: Sequence[Any], device: str, options: Options, progress: Progress) -> Any:
         """A case that the memory is too small for is a row with a note, too."""
-        names = tuple(one.name for one in peers if one.name != "tilefold")
+        progress(case, "checked and timed")
+        try:
+            return self.timed(case, device, tuple(one.name for one in peers if one.name != "tilefold"), options)
+        except torch.OutOfMemoryError as error:
+            return self.row(case, notes=(f"{case.name}: no memory: {first_line(error)}",), failure=MEMORY)
+        finally:
+            if device == "cuda":
+                torch.cuda.empty_cache()
 
-        def one(case: Any) -> Any:
-            progress(case, "checked and timed")
-            try:
-                return self.measured(case, device, names, options)
-            except torch.OutOfMemoryError as error:
-                return self.row(case, notes=(f"{case.name}: no memory: {first_line(error)}",), failure=MEMORY)
-            finally:
-                if device == "cuda":
-                    torch.cuda.empty_cache()
-
-        def failed(case: Any, why: str) -> Any:
-            return self.row(case, notes=(why,), failure=FAILED)
-
-        return run_each(cases, one, failed, finished, options.budget_s)
+    def failed(self, case: Any, peers: Sequence[Any], why: str) -> Any:
+        return self.row(case, notes=(why,), failure=FAILED)
 
     def wrong(self, results: Sequence[Any]) -> bool:
         return any(row.status in (WRONG, FAILED) for row in results)
@@ -93,8 +81,8 @@ class VideoEngine(PipelineEngine):
             found += points_of(name, shape, values, sparsities, (None, shape.block))
         return select_cases(tuple(found), request.pattern)
 
-    def measured(self, case: Point, device: str, names: tuple[str, ...], options: Options) -> SweepRow:
-        return sweep.measure_point(case, device, names, options.rounds, options.graph, options.seed)
+    def timed(self, case: Point, device: str, names: tuple[str, ...], options: Options) -> SweepRow:
+        return sweep.measure_point(case, device, names, options.rounds, options.graph)
 
     def records(self, result: SweepRow, setting: Setting) -> list[dict[str, Any]]:
         return [report.record_of(result, setting)]

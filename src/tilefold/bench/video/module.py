@@ -112,9 +112,9 @@ def cases_of(shape: VideoShape, grid: Sequence[int], sparsities: Sequence[float]
     return (*plain, replace(plain[-1], qk_norm=True))
 
 
-def measure(case: ModuleCase, where: str, names: Sequence[str], rounds: int, seed: int = 0) -> ModuleRow:
+def measure(case: ModuleCase, where: str, names: Sequence[str], rounds: int) -> ModuleRow:
     """Check the attention inside, then time the parts, the module and the dense layers against each other."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     shape, dtype = case.shape, getattr(torch, case.shape.dtype)
     select = SelectOptions(method="top_k", sparsity=case.sparsity / 100)
     wide = shape.heads * shape.dim
@@ -144,15 +144,10 @@ def measure(case: ModuleCase, where: str, names: Sequence[str], rounds: int, see
         layers[COMPILED] = torch.compile(layer)
     layers |= {f"dense {name}": one for name, one in peers.items()}
     layers = {name: one for name, one in layers.items() if name.split(",")[0] not in wrong}
-    calls = {name: _forward(call) for name, call in _parts(layer, x, tiled).items()}
-    calls |= {name: _forward(partial(one, x)) for name, one in layers.items()}
+    calls = {name: torch.no_grad()(call) for name, call in _parts(layer, x, tiled).items()}
+    calls |= {name: torch.no_grad()(partial(one, x)) for name, one in layers.items()}
     calls |= {name + BOTH: _both(layer, one, x) for name, one in layers.items()}
     return ModuleRow(case, time_calls(calls, where, rounds), verdicts, tuple(notes))
-
-
-def _forward(call: Call) -> Call:
-    """Without gradients."""
-    return torch.no_grad()(call)
 
 
 def _both(layer: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> Call:
@@ -200,8 +195,8 @@ class ModuleEngine(PipelineEngine):
     def usual(self, device: str) -> tuple[str, ...]:
         return tuple(name for name in USUAL[device] if name in PEERS)
 
-    def measured(self, case: ModuleCase, device: str, names: tuple[str, ...], options: Options) -> ModuleRow:
-        return measure(case, device, names, options.rounds, options.seed)
+    def timed(self, case: ModuleCase, device: str, names: tuple[str, ...], options: Options) -> ModuleRow:
+        return measure(case, device, names, options.rounds)
 
     def records(self, result: ModuleRow, setting: Setting) -> list[dict[str, Any]]:
         case, rounds = result.case, {name: list(one.values) for name, one in result.timings.items()}

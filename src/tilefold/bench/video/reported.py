@@ -26,13 +26,3 @@ FINE_MS: Mapping[float, tuple[float, float]] = {
     99: (0.161, 0.118),
 }
 SAID = f"reported: by the pipeline's authors, on an {DEVICE}; not measured here"
-
-
-def stage_ms(shape: tuple[object, ...]) -> Mapping[str, float]:
-    """Of the stages at a shape, as SHAPE spells it; none at another one."""
-    return STAGE_MS if shape == SHAPE else {}
-
-
-def fine_ms(shape: tuple[object, ...], sparsity: float) -> tuple[float, float] | None:
-    """Of the fine kernel at a shape and a sparsity in per cent, in Triton and in ThunderKittens, or None."""
-    return FINE_MS.get(sparsity) if shape == SHAPE else None

@@ -93,27 +93,20 @@ def profile_video(
     return VideoRun(shape, made.listed / listed_pairs(None, shape), made.listed, rows, tuple(notes))
 
 
-def prepare_stages(
-    shape: VideoShape, where: str, coarse: CoarseOptions, select: SelectOptions, seed: int = 0
-) -> "Made":
+def prepare_stages(shape: VideoShape, where: str, coarse: CoarseOptions, select: SelectOptions) -> "Made":
     """Inputs on a device ("cuda" or "cpu") and what `profile_video` times over them: the stages, fine and fuse at once, the index
     alone, and the whole."""
-    inputs = video_inputs(shape, where, seed)
+    inputs = video_inputs(shape, where)
     made = self_attention(shape, inputs, coarse, select)
     fine, branch, whole = Attention(lists=Lists.of(made.index)), made.stages.coarse_out, made.calls.pop(TOTAL)
     if branch is not None:
         made.calls[TOGETHER] = lambda: attend_and_fuse(
             inputs.q, inputs.k, inputs.v, fine, branch, *inputs.gates.values()
         )
-    made.calls.update({ALONE: index_alone(made.index), TOTAL: whole})
-    return made
-
-
-def index_alone(index: BlockIndex) -> Call:
-    """The index stage by itself: the same lists from a map of the blocks."""
-    keep, (block_q, block_k, seq_q, seq_k) = index.to_map(), index.geometry
+    keep, (block_q, block_k, seq_q, seq_k) = made.index.to_map(), made.index.geometry
     sizes: dict[str, Any] = {"block_q": block_q, "block_k": block_k, "seq_q": seq_q, "seq_k": seq_k}
-    return lambda: sparse.index(keep, **sizes, capacity=index.capacity)
+    made.calls.update({ALONE: lambda: sparse.index(keep, **sizes, capacity=made.index.capacity), TOTAL: whole})
+    return made
 
 
 # ---------------------------------------------------------------- what the sweeps measure, too

@@ -186,9 +186,7 @@ def points_of(
 
 
 @torch.no_grad()
-def measure_point(
-    point: Point, where: str, peers: tuple[str, ...] = (), rounds: int = 3, graph: bool = False, seed: int = 0
-) -> SweepRow:
+def measure_point(point: Point, where: str, peers: tuple[str, ...], rounds: int, graph: bool) -> SweepRow:
     """Check and time the pipeline and dense peers at a point, on "cuda" or "cpu".
 
     graph: time replays of CUDA graphs instead of calls; a step over a cache always is, on a GPU, for it takes less time than
@@ -196,7 +194,7 @@ def measure_point(
     coarse, select = CoarseOptions(), SelectOptions(method="top_k", sparsity=point.sparsity / 100)
     replays = where == "cuda" and (graph or point.queries is not None)
     shape, case = point.shape, dense_case(point.shape, point.queries)
-    inputs = video_inputs(shape, where, seed, point.queries)
+    inputs = video_inputs(shape, where, queries=point.queries)
     made = (
         self_attention(shape, inputs, coarse, select)
         if point.queries is None
