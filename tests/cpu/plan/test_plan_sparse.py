@@ -16,6 +16,7 @@ from tilefold.plan import AttentionProblem, device_named
 from tilefold.plan.backward.kept_backward import MOST_KEPT
 from tilefold.plan.cost import Cost, bound
 from tilefold.plan.limits import Tile
+from tilefold.plan.sparse import sparse_backward_hopper as list_gradients
 from tilefold.plan.sparse.select import LONGEST_ROW, SelectProblem, kept_blocks, plan_select
 from tilefold.plan.sparse.sparse import MIN_KEYS, SparseProblem, choose_splits, plan_sparse
 from tilefold.plan.sparse.sparse_backward import plan_sparse_backward
@@ -192,7 +193,7 @@ def test_backward_keeps_a_bounded_scratch():
     for seq, heads in ((23296, 1), (8192, 3), (4096, 6), (1024, 12)):
         made = problem(seq_q=seq, seq_k=seq, capacity=4)
         assert plan_sparse_backward(made, h200).heads_at_once == heads
-    for seq, capacity, spans in (
+    for seq, capacity, count in (
         (23296, 240, 2),
         (23296, 364, 3),
         (83200, 260, 2),
@@ -201,10 +202,10 @@ def test_backward_keeps_a_bounded_scratch():
     ):
         plan = plan_sparse_backward(problem(seq_q=seq, seq_k=seq, capacity=capacity), h200)
         assert (plan.kernel, plan.heads_at_once) == ("sparse_backward_hopper", 1)
-        assert -(-seq // plan.queries_at_once) == spans
+        assert -(-seq // plan.queries_at_once) == count
         sums = seq * 2 * 128 * 4  # of dk and dv
         assert plan.scratch_bytes <= MOST_KEPT + sums
-        assert f"in {spans} spans of {plan.queries_at_once} queries, {plan.scratch_bytes / 2**20:.0f} MiB" in str(plan)
+        assert f"in {count} spans of {plan.queries_at_once} queries, {plan.scratch_bytes / 2**20:.0f} MiB" in str(plan)
     # Spans whose KV tiles meet few queries move more sums than pairs.
     few = plan_sparse_backward(problem(seq_q=1 << 20, seq_k=1 << 22, capacity=4096), h200)
     assert (few.kernel, few.scratch_bytes) == ("sparse_backward_box", 0)
@@ -217,6 +218,11 @@ def test_backward_keeps_a_bounded_scratch():
     for field, value in ((field, value) for field, values in wrong.items() for value in values):
         refuses(PlanError, field, plan.with_tiles, **{field: value})
     refuses(PlanError, "queries_at_once", portable.with_tiles, queries_at_once=64)
+    # A span of more queries than there are is all of them: as many programs, and as much room.
+    for queries in (23296, 23360, 1 << 20):
+        more = plan.with_tiles(queries_at_once=queries)
+        assert (more.scratch_bytes, list_gradients.spans(more.problem, queries)) == (plan.scratch_bytes, 1)
+        assert list_gradients.items(more.problem, 1, queries) == 12 * 2 * 364
     refuses(PlanError, "num_stages", plan.with_tiles, queries=Tile(64, 64, 4, 9), keys=Tile(64, 64, 4, 9))
 
 

@@ -127,7 +127,7 @@ class Spans:
 
     @jit
     def cut(self, work, block, head, count):
-        """-> the first entry of the work tile's span in the list of a KV block, and how many of `count` it has."""
+        """-> the first entry of the work tile's span in the list of a KV block, and how many of `count` it has; of none, 0."""
         if self.number is None:
             return 0, count
         else:
@@ -135,7 +135,8 @@ class Spans:
                 self.Edges + work.split.to(gl.int64) * self.span + work.batch * self.batch + head * self.head + block
             )
             first = gl.load(place)
-            return first, gl.load(place + self.span) - first
+            count = gl.load(place + self.span) - first
+            return gl.where(count > 0, first, 0), count
 
     @jit
     def add(self, WHICH: gl.constexpr, acc, work):

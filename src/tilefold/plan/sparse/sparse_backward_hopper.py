@@ -65,8 +65,9 @@ def units(problem: "SparseProblem") -> tuple[int, int]:
 
 
 def span_units(problem: "SparseProblem", queries: int) -> int:
-    """Units of 64 queries of a head in a span of so many queries; 0: in all of them."""
-    return queries // UNIT or units(problem)[0]
+    """Units of 64 queries of a head in a span of so many queries; of 0, or of more than there are, all."""
+    whole = units(problem)[0]
+    return min(queries // UNIT or whole, whole)
 
 
 def spans(problem: "SparseProblem", queries: int) -> int:
