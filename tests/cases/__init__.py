@@ -25,6 +25,11 @@ def rand(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device |
     return torch.randn(*shape).to(device=device, dtype=dtype)
 
 
+def ints(*values: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Lengths, offsets or pages, int32."""
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
 def qkv(b, sq, sk, h, hk, d, dv=None, dtype=torch.float32, device="cpu"):
     """q [B, Sq, H, D], k [B, Sk, Hk, D], v [B, Sk, Hk, Dv]."""
     return (

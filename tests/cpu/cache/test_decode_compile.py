@@ -61,13 +61,6 @@ def test_nothing_is_read_on_the_host(device, monkeypatch):
         tilefold.attention_kvcache(**call)
 
 
-def test_there_is_no_gradient(device):
-    call = given(device)
-    call["q"].requires_grad_()
-    out = tilefold.attention_kvcache(**call)
-    refuses(tilefold.Unsupported, "forward only", out.sum().backward)
-
-
 def test_a_plan_is_followed_or_refused(device):
     call = given(device)
     plan = tilefold.attention_kvcache_plan(**call)

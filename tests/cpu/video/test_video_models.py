@@ -331,7 +331,3 @@ def test_the_cube_of_a_grid_whose_sizes_are_symbols():
     for grid in ((5, 8, 8), (6, 8, 9), (21, 30, 52), (3, 4, 5)):
         x = torch.ones(grid)
         assert torch.equal(compiled(x), scaled(x))
-        sides = [1 << i for i in range(4)]
-        cubes = [(t, h, 64 // (t * h)) for t in sides for h in sides if 64 // (t * h) in sides]
-        cost = {c: (GridTiling(grid, c).padded, c[0] * c[1] + c[0] * c[2] + c[1] * c[2], c) for c in cubes}
-        assert video.fitting_cube(grid) == min(cubes, key=cost.get)
