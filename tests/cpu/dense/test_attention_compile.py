@@ -42,24 +42,6 @@ def test_compile_fullgraph(name, device):
     graph_gives(layer, q, k, v, times=2, **options)
 
 
-def test_compile_with_dynamic_lengths(device):
-    """One graph serves all lengths."""
-    torch._dynamo.reset()
-    graphs = []
-
-    def count(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(
-        lambda q, k, v: tilefold.attention(q, k, v, causal=True), fullgraph=True, dynamic=True, backend=count
-    )
-    for sq, sk in ((20, 33), (25, 40), (40, 60)):
-        q, k, v = qkv(2, sq, sk, 4, 2, 32, device=device)
-        assert torch.equal(compiled(q, k, v), tilefold.attention(q, k, v, causal=True))
-    assert len(graphs) == 1
-
-
 def test_compile_with_changing_maxima_windows_and_args(device):
     """Numbers that Dynamo turns into symbols: the ordinary way to train on packed sequences."""
     hook = tilefold.constant(prefix)

@@ -175,13 +175,6 @@ def test_types_are_shipped() -> None:
     assert (importlib.resources.files("tilefold") / "py.typed").is_file()
 
 
-def test_all_names_exist() -> None:
-    import tilefold
-
-    absent = [name for name in tilefold.__all__ if not hasattr(tilefold, name)]
-    assert not absent, f"in __all__ but not in the package: {absent}"
-
-
 def test_the_command_says_what_it_needs() -> None:
     """Without typer and rich, `tilefold` names the extra to install and fails without a traceback."""
     done = python(WITHOUT)
