@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tilefold
-from cases.decode import E4M3, INT8, Case, run
+from cases.decode import E4M3, INT8, Case, run, small
 
 LENGTHS = [40, 0, 9, 52]
 KERNEL = {"merge": "kernel"}
@@ -177,18 +177,6 @@ def test_batch_index_and_strides(device):
 # ---------------------------------------------------------------- what check finds
 
 
-def small(device, **changes):
-    int32 = {"dtype": torch.int32, "device": device}
-    given = {
-        "q": torch.randn(2, 1, 4, 16, device=device),
-        "k_cache": torch.randn(6, 8, 2, 16, device=device),
-        "v_cache": torch.randn(6, 8, 2, 16, device=device),
-        "cache_seqlens": torch.tensor([9, 3], **int32),
-        "block_table": torch.tensor([[0, 5], [2, 99]], **int32),
-    }
-    return {**given, **changes}
-
-
 def test_check_names_the_entry(device):
     int32 = {"dtype": torch.int32, "device": device}
     tilefold.attention_kvcache(**small(device), check=True)  # 99 lies behind the last key
@@ -209,4 +197,4 @@ def test_nothing_there(device):
     )
     assert not out.any() and (lse == float("-inf")).all()
     empty = {name: given[name][:0] for name in ("q", "cache_seqlens", "block_table")}
-    assert tilefold.attention_kvcache(**{**given, **empty}).shape == (0, 1, 4, 16)
+    assert tilefold.attention_kvcache(**{**given, **empty}).shape == (0, 2, 4, 16)
