@@ -60,8 +60,8 @@ def test_tiles(tile, device):
 
 
 def test_range_edges(device):
-    """Every offset of the diagonal against tiles of 16: an off-by-one in a range shows at one shift."""
-    for sk in (1, 2, 3, 4, *range(13, 29), 37):
+    """Every offset of the diagonal against tiles of 16, behind a whole tile of keys: an off-by-one shows at one shift."""
+    for sk in (1, *range(18, 36)):
         q, k, v = qkv(1, 20, sk, 1, 1, 16, device=device)
         for band in ({"causal": True}, {"window": (7, 4)}, {"causal": True, "window": (16, 0)}, {"window": (-1, 3)}):
             check(q, k, v, **band)
