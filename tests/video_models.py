@@ -4,6 +4,7 @@ import copy
 
 import torch
 
+from cases import judge
 from tilefold import reference
 from tilefold.video import attend
 
@@ -166,3 +167,16 @@ def gradients(model, inputs, weight):
     mine = {n: p for n, p in model.named_parameters() if n.endswith(ends) and "attn2" not in n and "refiner" not in n}
     found = torch.autograd.grad(out, [inputs["hidden_states"], *mine.values()], weight.to(out))
     return dict(zip(("out", "latents", *mine), (out, *found), strict=True))
+
+
+def held(twin, given, weight, *found):
+    """Hold what `gradients` made, once or more often, to those of the twin."""
+
+    def wanted():
+        return gradients(twin, given, weight)
+
+    exact, plain = wanted(), reference.deviating(wanted, torch.float32)
+    for got in found:
+        assert got.keys() == exact.keys()
+        for what in exact:
+            judge(got[what], exact[what], plain[what], what)

@@ -16,6 +16,7 @@ from tilefold.plan.limits import Tile
 from tilefold.reference.rounding import stored
 
 BOX = "attention_forward_box"
+WHERE = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 """Do tests take products of options, not pairs?"""
 
@@ -23,6 +24,11 @@ DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 def rand(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> torch.Tensor:
     """Standard normal, drawn in fp32 on the CPU so that every dtype and device sees the same numbers."""
     return torch.randn(*shape).to(device=device, dtype=dtype)
+
+
+def ints(*values: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Lengths, offsets or pages, int32."""
+    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 def qkv(b, sq, sk, h, hk, d, dv=None, dtype=torch.float32, device="cpu"):
@@ -217,27 +223,27 @@ def in_two_parts(
     return made
 
 
-def check(q, k, v, tile: tuple[int, int] | None = (16, 16), kernel: str | None = None, twins: dict[str, Any] | None = None,
-          varlen: tuple[Any, ...] | None = None, **options: Any):  # fmt: skip
-    """Run tilefold with small tiles and hold out and lse to the oracle.  twins: Python versions of score_mod and mask_mod."""
+def check(q, k, v, tile: tuple[int, int] | None = (16, 16), kernel: str | tuple[str | None, ...] | None = None,
+          twins: dict[str, Any] | None = None, varlen: tuple[Any, ...] | None = None, **options: Any):  # fmt: skip
+    """Run tilefold with small tiles and hold out and lse to the oracle.  kernel: several are held to the same one.  twins: Python
+    versions of score_mod and mask_mod."""
+    name, given, where = "attention", varlen or (), {}
+    if varlen is not None:
+        name, where = "attention_varlen", dict(zip(WHERE, varlen, strict=True))
+    made = []
+    for one in kernel if isinstance(kernel, tuple) else (kernel,):
+        nothing = varlen is None and 0 in q.shape
+        plan = None if nothing else small_plan(q, k, v, tile, one, **where, **options)
+        made.append(getattr(tilefold, name)(q, k, v, *given, return_lse=True, plan=plan, **options))
     python = {**options, **(twins or {})}
-    if varlen is None:
-        plan = small_plan(q, k, v, tile, kernel, **options) if 0 not in q.shape else None
-        out, lse = tilefold.attention(q, k, v, return_lse=True, plan=plan, **options)
-        oracle = reference.attention(q, k, v, **python)
-        plain = reference.attention(q, k, v, dtype=q.dtype, **python)
-    else:
-        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-        plan = small_plan(q, k, v, tile, kernel, **dict(zip(names, varlen, strict=True)), **options)
-        out, lse = tilefold.attention_varlen(q, k, v, *varlen, return_lse=True, plan=plan, **options)
-        oracle = reference.attention_varlen(q, k, v, *varlen, **python)
-        plain = reference.attention_varlen(q, k, v, *varlen, dtype=q.dtype, **python)
+    oracle, plain = (getattr(reference, name)(q, k, v, *given, dtype=d, **python) for d in (torch.float64, q.dtype))
     note = f"q {tuple(q.shape)} k {tuple(k.shape)} {q.dtype} {sorted(options)}"
-    assert out.dtype == q.dtype
-    assert lse.dtype == torch.float32
-    judge(out, oracle[0], plain[0], f"out {note}")
-    judge(lse, oracle[1], plain[1], f"lse {note}")
-    return out, lse
+    for out, lse in made:
+        assert out.dtype == q.dtype
+        assert lse.dtype == torch.float32
+        judge(out, oracle[0], plain[0], f"out {note}")
+        judge(lse, oracle[1], plain[1], f"lse {note}")
+    return made[-1]
 
 
 # ---------------------------------------------------------------- mods, for the kernel and for the oracle

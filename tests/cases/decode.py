@@ -169,3 +169,16 @@ def hold(case: Case, q: torch.Tensor, meant: Any, tokens: list[int], out: torch.
         if got:
             judge(torch.cat([g[i].flatten() for g in got]), torch.cat([e[i] for e in exact]),
                   torch.cat([p[i] for p in plain]), f"{name} {case}")  # fmt: skip
+
+
+def small(device, **changes):
+    """Arguments of a call over two sequences in pages, of which the table's last entry lies behind its keys."""
+    int32 = {"dtype": torch.int32, "device": device}
+    given = {
+        "q": rand(2, 2, 4, 16, device=device),
+        "k_cache": rand(6, 8, 2, 16, device=device),
+        "v_cache": rand(6, 8, 2, 16, device=device),
+        "cache_seqlens": torch.tensor([9, 3], **int32),
+        "block_table": torch.tensor([[0, 5], [2, 99]], **int32),
+    }
+    return {**given, **changes}

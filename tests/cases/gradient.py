@@ -5,12 +5,11 @@ from typing import Any
 import torch
 
 import tilefold
-from cases import judge, rand
+from cases import WHERE, judge, rand
 from tilefold import reference
 from tilefold.plan.limits import Tile
 
 BOX_BACKWARD = "attention_backward_box"
-WHERE = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 OURS = ("score_grad", "backward_plan", "plan")  # what the reference has no use for
 LEARNED = ("bias", "sinks")
 

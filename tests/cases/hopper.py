@@ -7,10 +7,8 @@ from typing import Any
 import torch
 
 import tilefold
-from cases import hopper_plan, hopper_unit, judge
+from cases import WHERE, hopper_plan, hopper_unit, judge
 from tilefold import reference
-
-WHERE = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
 def held(q, k, v, changes=None, others: Sequence[Any] = (), twins: dict[str, Any] | None = None, unit: float = 1.0,

@@ -4,6 +4,7 @@ from collections import Counter
 
 import torch
 
+from tilefold import quantize_kv
 from tilefold.paged import PageAllocator, PagedKVCache
 
 
@@ -48,3 +49,11 @@ def rows_of(cache: PagedKVCache, sequence: int, layer: int) -> tuple[torch.Tenso
     bits = cache.dtype if cache.dtype.itemsize > 1 else torch.uint8  # not every operator knows e4m3
     k, v = (x[layer].view(bits)[pages].flatten(0, 1)[:n].view(cache.dtype) for x in (cache.k, cache.v))
     return k, v
+
+
+def coded(cache, layer, k, v):
+    """[T, heads, dim] as a cache of 8 bits is to hold them."""
+    return [
+        quantize_kv(x[None], cache.dtype, scale=scale[layer])[0][0]
+        for x, scale in ((k, cache.k_scale), (v, cache.v_scale))
+    ]

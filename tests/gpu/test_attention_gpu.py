@@ -32,15 +32,11 @@ def test_planned_mods(dim):
 
 
 def test_planned_varlen():
-    lengths_q, lengths_k = [500, 0, 33, 1, 1000], [700, 30, 0, 999, 1000]
-    cu_q, cu_k = (
-        torch.tensor([0, *torch.tensor(x).cumsum(0)], dtype=torch.int32, device=DEVICE) for x in (lengths_q, lengths_k)
-    )
+    lengths = [500, 0, 33, 1, 1000], [700, 30, 0, 999, 1000]
     for dim in (64, 128, 512):
-        q = rand(sum(lengths_q), 8, dim, dtype=torch.bfloat16, device=DEVICE)
-        k, v = (rand(sum(lengths_k), 2, dim, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+        tensors, where = packed(*lengths, h=8, hk=2, d=dim, dv=dim, dtype=torch.bfloat16, device=DEVICE)
         for options in ({}, {"causal": True}, {"window": (100, 0)}):
-            check(q, k, v, None, varlen=(cu_q, cu_k, 1000, 1000), **options)
+            check(*tensors, None, varlen=where, **options)
 
 
 def test_one_compilation_serves_all_lengths():
@@ -184,12 +180,6 @@ def test_second_device():
     check(q, k, v, None, causal=True)
     check(q, k, v, None, causal=True)
     assert torch.cuda.current_device() == 0
-
-
-def test_device_mix():
-    q, k, v = qkv(1, 20, 30, 2, 2, 64, dtype=torch.bfloat16, device=DEVICE)
-    with pytest.raises(tilefold.DeviceError, match="v is on cpu, but q is on cuda:0"):
-        tilefold.attention(q, k, v.cpu())
 
 
 # ---------------------------------------------------------------- few queries

@@ -225,14 +225,6 @@ USERS = ["slanted", "relative", "squashed", "numbered", "dilated", "sliding"]
 
 
 @pytest.mark.parametrize("name", USERS)
-@pytest.mark.parametrize("dim", [64, 128])
-def test_user_first(name, dim):
-    """One call of each: what is wrong with a mod shows here."""
-    q, k, v = qkv(1, 256, 256, 4, 2, dim, dtype=BF, device=DEVICE)
-    held_user([name], q, k, v)
-
-
-@pytest.mark.parametrize("name", USERS)
 @pytest.mark.parametrize("options", MASKS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, BF])
 def test_user(name, options, dtype):

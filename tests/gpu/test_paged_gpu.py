@@ -9,7 +9,7 @@ import tilefold
 from cases import judge, rand, same
 from cases.device import DEVICE, captured, no_waiting
 from cases.flash import angles, turned
-from cases.paged import audit, rows_of
+from cases.paged import audit, coded, rows_of
 from tilefold import PagedKVCache, reference
 
 HEADS, DIM = 2, 64
@@ -26,14 +26,6 @@ def in_8_bits(dtype, layers=1, **options):
     most = 448 if dtype == torch.float8_e4m3fn else 127
     scales = {name: (torch.rand(layers, HEADS, device=DEVICE) + 2) / most for name in ("k_scale", "v_scale")}
     return a_cache(layers, dtype=dtype, **scales, **options)
-
-
-def codes_of(cache, layer, k, v):
-    """[T, heads, dim] as the cache is to hold them."""
-    return [
-        tilefold.quantize_kv(x[None], cache.dtype, scale=scale[layer])[0][0]
-        for x, scale in ((k, cache.k_scale), (v, cache.v_scale))
-    ]
 
 
 def same_bytes(cache, id, rows, layer):
@@ -225,7 +217,7 @@ def test_a_captured_graph_over_8_bits(dtype, page_size):
     prompt = [rand(batch.total, HEADS, DIM, dtype=kind, device=DEVICE) for _ in range(2)]
     query = rand(batch.total, 4 * HEADS, DIM, dtype=kind, device=DEVICE)
     cache.append(0, *prompt, batch)
-    stored = [list(rows) for rows in zip(*(x.split(starts) for x in codes_of(cache, 0, *prompt)), strict=True)]
+    stored = [list(rows) for rows in zip(*(x.split(starts) for x in coded(cache, 0, *prompt)), strict=True)]
 
     def hold(got, q, at):
         for b, id in enumerate(ids):
@@ -246,7 +238,7 @@ def test_a_captured_graph_over_8_bits(dtype, page_size):
 
     (queries, keys, values), out, run = replayed(cache, ids, steps, step)
     for i in run:
-        new = codes_of(cache, 0, keys[i, :, 0], values[i, :, 0])
+        new = coded(cache, 0, keys[i, :, 0], values[i, :, 0])
         for b in range(3):
             stored[b] = [torch.cat(x) for x in zip(stored[b], (t[b : b + 1] for t in new), strict=True)]
         if i in (0, 1, 15, 16, 149):
@@ -262,7 +254,7 @@ def test_bytes_are_shared_copied_and_moved(dtype):
     for layer in range(2):
         k, v = (rand(batch.total, HEADS, DIM, device=DEVICE) for _ in range(2))
         cache.append(layer, k, v, batch)
-        rows.append(list(zip(*(x.split(counts) for x in codes_of(cache, layer, k, v)), strict=True)))
+        rows.append(list(zip(*(x.split(counts) for x in coded(cache, layer, k, v)), strict=True)))
     torch.cuda.synchronize()
     cache.copy_pages([(0, 399)])
     k, v = (rand(3, HEADS, DIM, device=DEVICE) for _ in range(2))  # drawn on the CPU: the copy waits
@@ -277,6 +269,6 @@ def test_bytes_are_shared_copied_and_moved(dtype):
         cache.swap_in(ids[1])
     for layer in range(2):
         assert same_bytes(cache, ids[1], rows[layer][1], layer)
-        new = codes_of(cache, layer, k, v)
+        new = coded(cache, layer, k, v)
         assert same_bytes(cache, fork, [torch.cat(x) for x in zip(rows[layer][0], new, strict=True)], layer)
     audit(cache.allocator)

@@ -237,21 +237,6 @@ def test_unsorted_lists():
 
 
 @pytest.mark.no_poison
-@SM_90
-@pytest.mark.parametrize("heads", [1, 2])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_some_heads_at_a_time(dim, heads):
-    """Whatever the number of heads whose dS is kept at a time: the same bits."""
-    q, k, v = qkv(2, 500, 1000, 8, 2, dim, dtype=torch.float16, device=DEVICE)
-    index = top(500, 1000, 7, heads=8)
-    dout, dlse = upstream(q, v)
-    want, got = (
-        ours(q, k, v, index, dout, dlse, plan_of(q, k, v, index, kernel=KERNEL, heads_at_once=n)) for n in (4, heads)
-    )
-    assert same(got, want)
-
-
-@pytest.mark.no_poison
 @pytest.mark.parametrize("dim", [64, 128])
 def test_padding_may_hold_nan(dim):
     """Keys past their block's size and queries past theirs, empty lists and empty blocks first, in the middle and last."""

@@ -139,13 +139,6 @@ def test_kinds_that_no_record_depends_on(name, device):
         run(q, k, v, *where, backward_plan=3)
 
 
-@pytest.mark.parametrize("name", ["attention_plan", "attention_backward_plan"])
-def test_plans_refuse_names_that_calls_do_not_have(name, device):
-    q, k, v = qkv(1, 16, 32, 1, 1, 16, device=device)
-    with pytest.raises(TypeError, match=f"^{name}.. got an unexpected keyword argument 'packed'$"):
-        getattr(tilefold, name)(q, k, v, packed=3)
-
-
 def test_a_sparse_plan_does_not_care_where_q_lies():
     made = SparseProblem(AttentionProblem(1, 256, 256, 2, 2, 64, 64), 64, 64, 4)
     from dataclasses import replace

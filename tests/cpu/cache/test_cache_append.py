@@ -4,15 +4,11 @@ import pytest
 import torch
 
 import tilefold
-from cases import judge, one_graph, rand
+from cases import ints, judge, one_graph, rand
 from cases.flash import angles, in_pages, turned
 
 CODED = [torch.float8_e4m3fn, torch.int8]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def ints(*values, device="cpu"):
-    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 def bits(t):

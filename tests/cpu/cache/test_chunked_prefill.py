@@ -4,15 +4,11 @@ import pytest
 import torch
 
 import tilefold
-from cases import hold, rand
+from cases import hold, ints, rand
 from tilefold import reference
 from tilefold.ops.cache.cached import attention_cached
 from tilefold.ops.call import Call
 from tilefold.ops.source import Cache
-
-
-def ints(*values, device="cpu"):
-    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 def step(q, k, v, held, table, lengths, new):

@@ -7,28 +7,17 @@ import torch
 
 import tilefold
 from cases import graph_gives, one_graph, rand
+from cases.decode import small
 from cases.host import NoReads
 from cases.refusals import refuses
 
 pytestmark = pytest.mark.no_poison
 
 
-def given(device, **changes):
-    int32 = {"dtype": torch.int32, "device": device}
-    call = {
-        "q": rand(2, 2, 4, 16, device=device),
-        "k_cache": rand(6, 8, 2, 16, device=device),
-        "v_cache": rand(6, 8, 2, 16, device=device),
-        "cache_seqlens": torch.tensor([9, 3], **int32),
-        "block_table": torch.tensor([[0, 5], [2, 99]], **int32),
-    }
-    return {**call, **changes}
-
-
 def test_compiled_is_the_eager_call(device):
-    graph_gives(tilefold.attention_kvcache, causal=True, return_lse=True, **given(device))
+    graph_gives(tilefold.attention_kvcache, causal=True, return_lse=True, **small(device))
     cache = rand(6, 8, 1, 320, device=device)  # V as a part of K has head dims that are refused otherwise
-    shared = given(device, q=rand(2, 1, 4, 320, device=device))
+    shared = small(device, q=rand(2, 1, 4, 320, device=device))
     del shared["k_cache"], shared["v_cache"]
 
     def latent(c, **a):
@@ -42,7 +31,7 @@ def test_the_operator_is_what_its_schema_says(device):
     from tilefold.ops.call import Call
     from tilefold.ops.source import Cache
 
-    given_now = given(device)
+    given_now = small(device)
     cache = Cache(given_now["cache_seqlens"], block_table=given_now["block_table"])
     tensors = (given_now[name] for name in ("q", "k_cache", "v_cache"))
     flat = ATTENTION_KVCACHE.flat(*tensors, Call(causal=True, source=cache), False)
@@ -56,27 +45,20 @@ def test_nothing_is_read_on_the_host(device, monkeypatch):
 
     monkeypatch.setattr(kvcache, "check_contents", lambda *args: None)
     monkeypatch.setattr(operator, "watchers", lambda tensors: (False, False))  # the launch itself runs under the mode
-    call = given(device)
+    call = small(device)
     with NoReads("_local_scalar_dense", "nonzero"):
         tilefold.attention_kvcache(**call)
 
 
-def test_there_is_no_gradient(device):
-    call = given(device)
-    call["q"].requires_grad_()
-    out = tilefold.attention_kvcache(**call)
-    refuses(tilefold.Unsupported, "forward only", out.sum().backward)
-
-
 def test_a_plan_is_followed_or_refused(device):
-    call = given(device)
+    call = small(device)
     plan = tilefold.attention_kvcache_plan(**call)
     tilefold.attention_kvcache(**call, plan=dataclasses.replace(plan, block_n=16, merge="kernel"))
     other = {name: t for name, t in call.items() if name != "block_table"}
     other["k_cache"], other["v_cache"] = (rand(2, 16, 2, 16, device=device) for _ in range(2))
     refuses(tilefold.PlanError, "page_size", tilefold.attention_kvcache, **other, plan=plan)
     looking = one_graph(lambda **a: tilefold.attention_kvcache(check=True, **a))
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="check=True"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="check=True reads index tensors on the host"):
         looking(**call)
 
 

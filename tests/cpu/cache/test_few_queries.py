@@ -196,32 +196,28 @@ GROWING = st.fixed_dictionaries({
 })  # fmt: skip
 
 
-@given(given=GROWING, at=st.integers(0, STEP - 1), device=st.sampled_from(["h200", "h100", "a100", "interpreter"]))
-def test_a_plan_that_holds_is_the_plan_of_every_length_of_its_step(given, at, device):
-    group = given.pop("group")
-    problem = AttentionProblem(heads=given["kv_heads"] * group, dim_v=given["dim_qk"], causal=True, **given)
-    here = device_named(device)
-    length = (problem.seq_k - 1) // STEP * STEP + 1 + at
-    plan = plan_forward(replace(problem, seq_k=length), here)
-    if plan_holds(problem.seq_k, lambda keys: plan_forward(replace(problem, seq_k=keys), here)):
-        assert isinstance(plan, DecodePlan)
-        assert cut_of(plan) == cut_of(plan_forward(problem, here))
-
-
+@pytest.mark.parametrize("cached", [False, True])
 @given(
     given=GROWING, at=st.integers(0, STEP - 1), device=st.sampled_from(["h200", "h100", "a100", "interpreter"]),
     page=st.sampled_from([0, 1, 16, 64]), storage=st.sampled_from(["plain", "int8"]), equal=st.booleans(),
 )  # fmt: skip
-def test_so_is_that_of_every_capacity_of_its_step(given, at, device, page, storage, equal):
-    group = given.pop("group")
+def test_a_plan_that_holds_is_that_of_all_its_step(cached, given, at, device, page, storage, equal):
+    """Of every length, and of every capacity of a cache."""
+    group, here = given.pop("group"), device_named(device)
     problem = AttentionProblem(heads=given["kv_heads"] * group, dim_v=given["dim_qk"], causal=True, **given)
 
-    def plan(capacity):
-        return plan_decode(DecodeProblem(replace(problem, seq_k=capacity), storage, page, False, equal), here)
+    def plan(keys):
+        asked = replace(problem, seq_k=keys)
+        return (
+            plan_decode(DecodeProblem(asked, storage, page, False, equal), here)
+            if cached
+            else plan_forward(asked, here)
+        )
 
-    here = device_named(device)
     if plan_holds(problem.seq_k, plan):
-        assert cut_of(plan((problem.seq_k - 1) // STEP * STEP + 1 + at)) == cut_of(plan(problem.seq_k))
+        other = plan((problem.seq_k - 1) // STEP * STEP + 1 + at)
+        assert isinstance(other, DecodePlan)
+        assert cut_of(other) == cut_of(plan(problem.seq_k))
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])

@@ -254,67 +254,6 @@ def test_there_is_no_gradient(device):
         fa.flash_attn_with_kvcache(q, caches[0].clone().requires_grad_(), caches[1])
 
 
-def wrong(device):
-    new = a_cache(rows=2, device=device)
-    table = angles(48, 8, device=device)
-    int32 = {"dtype": torch.int32, "device": device}
-    lengths = torch.tensor([3, 3, 3], **int32)
-    return [
-        ({"k": new[0]}, "k and v"),
-        ({"k": new[0], "v": new[1]}, "cache_seqlens"),
-        ({"rotary_cos": table[0], "rotary_sin": table[1], "cache_seqlens": lengths}, "rotary_cos"),
-        ({"k": new[0], "v": new[1], "rotary_cos": table[0], "cache_seqlens": lengths}, "rotary_sin"),
-        ({"cache_seqlens": 41}, "cache_seqlens"),
-        ({"cache_seqlens": lengths.long()}, "cache_seqlens"),
-        ({"cache_seqlens": lengths[:2]}, "cache_seqlens"),
-        ({"cache_seqlens": torch.tensor([3, 41, 3], **int32)}, "cache_seqlens"),
-        ({"cache_seqlens": torch.tensor([3, 39, 3], **int32), "k": new[0], "v": new[1]}, "cache_seqlens"),
-        ({"cache_batch_idx": torch.tensor([0, 1, 3], **int32)}, "cache_batch_idx"),
-        ({"block_table": torch.tensor([[0], [1], [9]], **int32), "cache_seqlens": lengths}, "block_table"),
-        ({"block_table": torch.tensor([[0], [1], [2]], **int32), "cache_batch_idx": lengths}, "cache_batch_idx"),
-        ({"cache_leftpad": torch.tensor([0, -1, 0], **int32)}, "leftpad"),
-        ({"num_splits": 129}, "num_splits"),
-        ({"num_splits": -1}, "num_splits"),
-        ({"softmax_scale": -1.0}, "scale"),
-        ({"window_size": (1, 2, 3)}, "window_size"),
-        ({"window_size": 3}, "window_size"),
-        ({"window_size": (1.5, 2)}, "window_size"),
-        ({"causal": 1}, "causal"),
-        ({"alibi_slopes": torch.ones(4, device=device)}, "alibi_slopes"),
-        (
-            {
-                "q": torch.ones(3, 5, 3, 24, device=device),
-                "k_cache": torch.ones(3, 40, 2, 24, device=device),
-                "v_cache": torch.ones(3, 40, 2, 24, device=device),
-            },
-            "heads",
-        ),
-        ({"q": torch.ones(3, 5, 2, 24, device=device).half()}, "dtype"),
-        ({"q": torch.ones(2, 5, 2, 24, device=device)}, "cache_batch_idx"),
-        ({"qv": new[0]}, "qv"),
-        ({"pack_gqa": True}, "pack_gqa"),
-        ({"sm_margin": 2}, "sm_margin"),
-        ({"attention_chunk": 4}, "attention_chunk"),
-        ({"k_descale": new[0]}, "k_descale"),
-        ({"scheduler_metadata": lengths}, "scheduler_metadata"),
-        ({"sinks": torch.ones(2), "s_aux": torch.ones(2)}, "sinks and s_aux"),
-        ({"cu_seqlens_q": lengths}, "max_seqlen_q"),
-        ({"return_softmax_lse": 1}, "return_softmax_lse"),
-    ]
-
-
-@pytest.mark.parametrize("case", range(33))
-def test_wrong_arguments(device, case):
-    change, name = wrong(device)[case]
-    values = ("cache_seqlens", "cache_batch_idx", "block_table", "leftpad")
-    if device.type != "cpu" and name in values and case in (7, 8, 9, 10, 12):
-        pytest.skip("values on a GPU are not read on the host")
-    k_cache, v_cache = a_cache(device=device)
-    with pytest.raises(RuntimeError, match=name) as caught:
-        fa.flash_attn_with_kvcache(**{"q": queries(device), "k_cache": k_cache, "v_cache": v_cache, **change})
-    assert isinstance(caught.value, tilefold.TilefoldError)
-
-
 def test_lengths_past_the_end_read_nothing_outside(device, monkeypatch):
     """On a GPU nobody looks at them before the kernel does."""
     from tilefold.ops.cache import cache_append, cached

@@ -4,14 +4,12 @@ import pytest
 import torch
 
 import tilefold
+from cases import ints
+from cases.paged import snapshot
 from cases.refusals import refuses
-from tilefold.errors import DeviceError, DtypeError, LayoutError, Unsupported, ValueRangeError
+from tilefold.errors import DtypeError, LayoutError, Unsupported, ValueRangeError
 
 E4M3 = torch.float8_e4m3fn
-
-
-def ints(*values):
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def attend(**changes):
@@ -48,6 +46,14 @@ ATTENTION = [
     (attend(k_cache=torch.tensor(1.0), v_cache=torch.tensor(1.0)), tilefold.ShapeError, "k_cache has 0 dimensions"),
     (attend(v_cache=torch.randn(2, 16, 2, 520)), Unsupported, "v_cache has head dim 520; accepted: 1 to 512"),
     (bytes_of(k_scale=BAD, check=True), ValueRangeError, "k_scale[1, 1] must be a number above 0, got -2.0"),
+    (attend(k_scale=torch.ones(2)), ValueRangeError, "v_scale"),
+    (attend(k_scale=torch.ones(2), v_scale=torch.ones(2)), DtypeError, "k_scale"),
+    (attend(**dict.fromkeys(("k_cache", "v_cache"), torch.zeros(2, 16, 2, 32).to(torch.int8))), ValueRangeError, "int8"),
+    (bytes_of(v_cache=torch.randn(2, 16, 2, 32)), DtypeError, "v_cache"),
+    (bytes_of(k_scale=torch.ones(1), v_scale=torch.ones(1)), tilefold.ShapeError, "k_scale"),
+    (attend(num_splits=129), ValueRangeError, "num_splits"),
+    (attend(check=1), DtypeError, "check"),
+    (attend(plan=3), DtypeError, "plan"),
 ]  # fmt: skip
 
 
@@ -163,39 +169,6 @@ def a_cache(device="cpu"):
     return tilefold.PagedKVCache(2, 2, 16, **room, dtype=torch.float32, device=device)
 
 
-def state(cache):
-    owned = [(s, cache.length(s), cache.pages(s), cache.is_swapped(s)) for s in cache.sequences]
-    return owned, cache.free_pages, [t.clone() for t in (*cache.k, *cache.v)]
-
-
-def same(a, b):
-    return a[:2] == b[:2] and all(x.equal(y) for x, y in zip(a[2], b[2], strict=True))
-
-
-def test_a_paged_cache_refuses_and_has_changed_nothing():
-    cache = a_cache()
-    for t in (*cache.k, *cache.v):
-        t.zero_()
-    a, b = cache.add(), cache.add()
-    batch = cache.batch([a, b], [3, 2])
-    before, k, q = state(cache), torch.randn(5, 2, 16), torch.randn(5, 4, 16)
-    angles = torch.ones(30, 4)
-    for kind, message, ask in (
-        (DeviceError, "device must be cuda or cpu, got 'foo'", lambda: a_cache("foo")),
-        (DeviceError, "got None", lambda: a_cache(None)),
-        (DtypeError, "sequences must be ids of sequences, got 5", lambda: cache.batch(5)),
-        (DtypeError, "counts must be an int or one for each sequence, got None", lambda: cache.batch([a], None)),
-        (DtypeError, "counts must be an int or one for each sequence, got 1.5", lambda: batch.next(1.5)),
-        (DtypeError, "return_lse must be a bool, got 1", lambda: cache.attend(0, q, batch, return_lse=1)),
-        (DeviceError, "v is on meta", lambda: cache.append(0, k, k.to("meta"), batch)),
-        (LayoutError, "k must be a dense", lambda: cache.append(0, k.to_sparse(), k, batch)),
-        (DtypeError, "interleaved must be a bool, got 1", lambda: cache.append(0, k, k, batch, None, None, 1)),
-        (DtypeError, "rotary_sin has dtype", lambda: cache.append(0, k, k, batch, angles, angles.half())),
-    ):
-        refuses(kind, message, ask)
-        assert same(before, state(cache))
-
-
 def test_uneven_counts_are_one_launch(monkeypatch):
     """Packed rows with rotary go where `kvcache_append` puts them, in one call of it."""
     from tilefold.ops.cache import cache_append
@@ -221,7 +194,7 @@ def test_no_host_memory_loses_nothing(monkeypatch):
     cache = a_cache()
     a = cache.add()
     cache.batch([a], 7)
-    before, empty = state(cache), torch.empty
+    before, empty = snapshot(cache.allocator), torch.empty
 
     def refuse(*shape, **options):
         if "pin_memory" in options:
@@ -231,7 +204,7 @@ def test_no_host_memory_loses_nothing(monkeypatch):
     monkeypatch.setattr(torch, "empty", refuse)
     with pytest.raises(RuntimeError, match="no memory"):
         cache.swap_out(a)
-    assert before[:2] == state(cache)[:2]
+    assert before == snapshot(cache.allocator)
     monkeypatch.undo()
     assert cache.swap_out(a) == 2 and cache.swap_in(a) == 2
 

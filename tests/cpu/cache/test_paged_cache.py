@@ -298,8 +298,18 @@ def test_refusals(device):
     k, v, q = rand(4, HEADS, DIM, device=device), rand(4, HEADS, DIM_V, device=device), rand(4, 4, DIM, device=device)
     gone = cache.batch([cache.add()], 1)
     cache.free(gone.sequences[0])
-    before = snapshot(cache.allocator)
+    cos = torch.ones(30, 4, device=device)
+    before, held = snapshot(cache.allocator), [t.nan_to_num() for t in (*cache.k, *cache.v)]
     for call, kind, message in (
+        (lambda: cache.batch(5), DtypeError, "sequences must be ids of sequences, got 5"),
+        (lambda: cache.batch([a], None), DtypeError, "counts must be an int or one for each sequence, got None"),
+        (lambda: batch.next(1.5), DtypeError, "counts must be an int or one for each sequence, got 1.5"),
+        (lambda: cache.append(0, k, v.to("meta"), batch), DeviceError, "v is on meta"),
+        (lambda: cache.append(0, k, v, batch, None, None, 1), DtypeError, "interleaved must be a bool, got 1"),
+        (lambda: cache.append(0, k, v, batch, cos, cos.half()), DtypeError, "rotary_sin has dtype"),
+        (lambda: cache.attend(0, q, batch, return_lse=1), DtypeError, "return_lse must be a bool, got 1"),
+        (lambda: a_cache("foo"), DeviceError, "device must be cuda or cpu, got 'foo'"),
+        (lambda: a_cache(None), DeviceError, "got None"),
         (lambda: cache.batch([a, 9]), ValueRangeError, "sequence 9 is not in the cache"),
         (lambda: cache.batch([a, a]), ValueRangeError, "sequences has 0 more than once"),
         (lambda: cache.batch([a], -1), ValueRangeError, "counts must be at least 0, got -1"),
@@ -329,9 +339,11 @@ def test_refusals(device):
         (lambda: a_cache(device, layers=0), ValueRangeError, "layers must be at least 1, got 0"),
     ):  # fmt: skip
         refuses(kind, message, call)
-    assert snapshot(cache.allocator) == before
+        assert snapshot(cache.allocator) == before
+    assert same(held, [t.nan_to_num() for t in (*cache.k, *cache.v)])
     ragged = cache.batch([a, b], [1, 3])
     for call, kind, message in (
+        (lambda: cache.append(0, k.to_sparse(), v, ragged), LayoutError, "k must be a dense"),
         (lambda: cache.append(0, k.half(), v, ragged), DtypeError, "k has dtype float16, but k_cache has float32"),
         (
             lambda: cache.append(0, k, v[:, :1], ragged),

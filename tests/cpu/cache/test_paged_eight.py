@@ -8,7 +8,8 @@ import torch
 import tilefold
 from cases import judge, rand
 from cases.flash import angles
-from cases.paged import audit, rows_of
+from cases.paged import audit, coded, rows_of
+from cases.refusals import refuses
 from tilefold import PagedKVCache, reference
 from tilefold.errors import DtypeError, ShapeError, ValueRangeError
 
@@ -25,14 +26,6 @@ def scales(device, per_layer=True):
 def a_cache(device, dtype, **options):
     return PagedKVCache(LAYERS, HEADS, DIM, num_pages=16, page_size=4, max_sequences=8, max_tokens=24, dtype=dtype,
                         device=device, head_dim_v=DIM_V, **options)  # fmt: skip
-
-
-def coded(cache, layer, k, v):
-    """[T, heads, dim] as the cache is to hold them."""
-    return [
-        tilefold.quantize_kv(x[None], cache.dtype, scale=scale[layer])[0][0]
-        for x, scale in ((k, cache.k_scale), (v, cache.v_scale))
-    ]
 
 
 def grow(cache, batch, model, dtype, cos=None, sin=None):
@@ -143,6 +136,4 @@ def test_refusals(device):
         (INT8, {"k_scale": one, "v_scale": -one}, ValueRangeError, "v_scale[0, 0] must be a number above 0, got -0."),
         (E4M3, {"k_scale": one[0] * float("inf"), "v_scale": one}, ValueRangeError, "k_scale[0] must be a number above 0"),
     ):  # fmt: skip
-        with pytest.raises(kind) as caught:
-            a_cache(device, dtype, **options)
-        assert message in str(caught.value)
+        refuses(kind, message, a_cache, device, dtype, **options)

@@ -6,15 +6,11 @@ import pytest
 import torch
 
 import tilefold
-from cases import graph_gives, in_two_parts, judge, rand
+from cases import graph_gives, in_two_parts, ints, judge, rand
 from tilefold import reference
 from tilefold.plan import PrefixProblem, device_named, plan_shared_prefix
 
 NONE = float("-inf")
-
-
-def ints(*values, device="cpu"):
-    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 # ---------------------------------------------------------------- merge

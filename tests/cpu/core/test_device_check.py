@@ -253,11 +253,3 @@ def test_refusals(device):
     case = next(iter(cases_of("attention_varlen", device).values())).arguments
     with pytest.raises(Unsupported, match="with bias or mask"):
         tilefold.attention_varlen(**case, bias=torch.zeros(1, 1, 1, 50, device=device), check="device")
-
-
-@pytest.mark.no_poison
-def test_reading_on_the_host_is_refused_while_compiling(device):
-    call = decoding(device)
-    compiled = torch.compile(lambda **a: tilefold.attention_kvcache(**a, check=True), fullgraph=True, backend="eager")
-    with pytest.raises(Exception, match="check=True reads index tensors on the host"):
-        compiled(**call)

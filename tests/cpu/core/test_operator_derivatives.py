@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import tilefold
 from cases import rand, same
+from cases.refusals import refuses
 from tilefold import ops, quant, sparse
 from tilefold.errors import Unsupported
 from tilefold.ops.matrix.conv_layout import strides_of
@@ -153,6 +154,13 @@ def test_transforms_without_a_rule_are_named(name, device):
             call(x[None])
     with pytest.raises(Unsupported, match=f"^the gradient of {words}"):
         torch.func.jacrev(CALLS[name])(x)
+
+
+@pytest.mark.parametrize("name", ["matmul", "bmm", "conv2d", "attention"])
+def test_second_derivatives_are_refused(name, device):
+    x = rand(20, 32, dtype=F32, device=device).requires_grad_()
+    (dx,) = torch.autograd.grad(CALLS[name](x).sum(), x, create_graph=True)
+    refuses(Unsupported, "first derivatives only", dx.sum().backward)
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -209,13 +209,6 @@ def test_bad_calls_on_a_warm_cache(device, monkeypatch):
     refuses(DtypeError, "max_seqlen_q must be an int, got float", tilefold.attention_varlen, *flat, cu, cu, 20.0, 20)
 
 
-def test_forward_mode_gradients_are_refused(device):
-    q, k, v = qkv(1, 8, 8, 2, 2, 16, device=device)
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
-        refuses(Unsupported, "q carries a forward-mode tangent", tilefold.attention, dual, k, v)
-
-
 @pytest.mark.parametrize("wrong", ["causal", masks.causal, scores.softcap(3.0)], ids=["word", "function", "score"])
 def test_what_a_mask_may_be(wrong, device):
     q = torch.randn(1, 30, 2, 16, device=device)
@@ -271,12 +264,6 @@ def test_plan_of_another_problem(device):
 def test_plan_without_queries(device):
     q = torch.randn(1, 0, 2, 16, device=device)
     refuses(Unsupported, "there is no query", tilefold.attention_plan, q, q, q)
-
-
-def test_misspelt_option(device):
-    q = torch.randn(1, 4, 2, 16, device=device)
-    with pytest.raises(TypeError, match="softmax_scale"):
-        tilefold.attention_plan(q, q, q, softmax_scale=1.0)
 
 
 def test_tensors_that_no_architecture_serves(monkeypatch):

@@ -13,11 +13,7 @@ import tilefold
 from cases import dense_plan, qkv, rand, same, small_plan
 from cases.flash import in_pages
 from cases.invariant import products_in_order  # noqa: F401
-from tilefold.plan import AttentionProblem, device_named
 from tilefold.plan.cache.decode import slices_of
-from tilefold.plan.dense.forward import plan_forward
-from tilefold.plan.matrix.matmul import rules_matmul
-from tilefold.plan.matrix.problem import MatmulProblem
 
 pytestmark = pytest.mark.interpreter
 DTYPES = [torch.float32, torch.bfloat16]
@@ -139,26 +135,3 @@ def test_even_slices_move_bits_with_the_neighbour():
     assert not same((long[0][:1],), (short[0][:1],))
     cuts = [[piece[1:3] for one in slices_of([7, other], 2, 6) for piece in one if piece[0] < 2] for other in (6, 1)]
     assert cuts[0] != cuts[1]
-
-
-def planned(**changes):
-    fields = {"batch": 1, "seq_q": 2048, "seq_k": 2048, "heads": 16, "kv_heads": 16, "dim_qk": 128, "dim_v": 128,
-              "dtype": "bfloat16", "causal": True}  # fmt: skip
-    return plan_forward(AttentionProblem(**{**fields, **changes}), device_named("h200"))
-
-
-def test_plans_follow_lengths():
-    """Tiles of 64 or 128 keys, and a version that looks for maxima in some tiles only."""
-    short, middle, long = (planned(seq_q=n, seq_k=n) for n in (640, 2048, 4096))
-    assert (short.block_n, middle.block_n) == (64, 128)
-    assert ("lazy" in middle.options, "lazy" in long.options) == (False, True)
-
-
-def test_plans_of_caches_follow_the_batch():
-    few, many = (planned(seq_q=1, seq_k=4096, kv_heads=2, batch=n) for n in (1, 64))
-    assert few.splits > 1 and many.splits == 0  # fixed shares, and even slices of all tiles
-
-
-def test_plans_of_products_follow_the_rows():
-    made = [rules_matmul(MatmulProblem(1, m, 4096, 4096), device_named("h200")) for m in (16, 64, 512)]
-    assert len({(plan.kernel, plan.block_k, plan.splits) for plan in made}) == 3

@@ -81,15 +81,6 @@ def test_the_record_is_that_of_a_call_of_its_own(sort, lengths):
     assert again.bound.launch._compiled is near.bound.launch._compiled and near.plan.problem.seq_q != plan.problem.seq_q
 
 
-def test_a_wider_number_is_compiled_for():
-    q, k, v, more = made(1500)
-    _, near = record(q, k, v, Call(**more))
-    near.bound.launch._compiled = "compiled"
-    for stride, kept in ((5, "compiled"), (1 << 31, None)):
-        other = near.bound.with_values({"stride_ob": stride}, (1, 1, 1))
-        assert other.launch._compiled == kept and other.launch.grid == (1, 1, 1) != near.bound.launch.grid
-
-
 def test_integers_of_another_class_are_compiled_for():
     params = [SimpleNamespace(do_not_specialize=flag) for flag in (True, False)]
     launch = Launch(SimpleNamespace(arg_names=["n", "stride"], params=params), (1, 1, 1), {}, {}, 0)
@@ -98,7 +89,8 @@ def test_integers_of_another_class_are_compiled_for():
     for name, value, kept in (
         ("n", 17, True), ("n", 1 << 31, False), ("stride", 48, True), ("stride", 33, False), ("stride", 1, False)
     ):  # fmt: skip
-        assert (bound.with_values({name: value}, (2, 1, 1)).launch._compiled == "compiled") is kept
+        other = bound.with_values({name: value}, (2, 1, 1)).launch
+        assert (other._compiled == "compiled") is kept and other.grid == (2, 1, 1) != launch.grid
 
 
 @pytest.mark.parametrize("sort", [sort for sort, options in SORTS.items() if "portable" not in options])
@@ -173,21 +165,6 @@ def test_calls_with_tensors_of_their_own_share_nothing():
     q, k, v, more = made(1500, packed=True)
     assert family_of(q, k, v, Call(source=more["source"]._replace(max_q=0))) is None
     assert family_of(q, k, v, Call(source=more["source"]._replace(max_q=True))) is None
-
-
-def test_prepare_keeps_the_first_record(monkeypatch):
-    """A second length takes the first one's; checks and problem are not made again."""
-    q, k, v, more = made(1500)
-    call, device = Call(**more), device_named("h200")
-    plan, near = record(q, k, v, call)
-    monkeypatch.setattr(attention, "device_of", lambda *args: device)
-    monkeypatch.setattr(attention, "prepare_anew", lambda *args: near)
-    monkeypatch.setattr(attention.records, "CACHE", {})
-    assert attention.prepare(q, k, v, call) is near
-    monkeypatch.setattr(attention, "prepare_anew", None)
-    q, k, v, more = made(1501)
-    found = attention.prepare(q, k, v, Call(**more))
-    assert found.plan.problem == replace(plan.problem, seq_q=1501, seq_k=1501) and found is not near
 
 
 def test_a_launch_is_ready_where_another_was_compiled_alike(monkeypatch):

@@ -102,7 +102,6 @@ def test_nothing_is_read_on_the_host(device, monkeypatch):
 
 def test_operators_are_what_their_schemas_say(device):
     """Which arguments change, and that fake tensors see the shapes that come out."""
-    from tilefold.ops.cache.cache_append import cache_append_op
     from tilefold.ops.cache.cached import ATTENTION_CACHED
     from tilefold.ops.cache.rotary import ROTARY
     from tilefold.ops.call import Call
@@ -116,7 +115,6 @@ def test_operators_are_what_their_schemas_say(device):
     check = torch.library.opcheck
     flat = ATTENTION_CACHED.flat(q, *caches, Call(causal=True, source=Cache(lengths, splits=2)), False)
     check(ATTENTION_CACHED.op, flat, test_utils=kinds)
-    check(cache_append_op, (*caches, *new, lengths, None, None, cos, sin, True), test_utils=kinds)
     check(ROTARY.op, ROTARY.flat(q, cos, sin, lengths, 0, 1, None, -1, True, False), test_utils=kinds)
     seed = torch.ones(1, dtype=torch.int64, device=device)
     check(weights.op, weights.flat(q, new[0], Call(dropout_p=0.3, dropout_seed=seed), 128), test_utils=kinds)

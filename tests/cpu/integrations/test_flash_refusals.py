@@ -7,6 +7,7 @@ import torch
 
 import tilefold
 import tilefold.compat.flash_attn as fa
+from cases.refusals import refuses
 from tilefold.compat.flash_attn import bert_padding, flash_attn_interface
 from tilefold.compat.flash_attn.layers import rotary
 
@@ -117,6 +118,7 @@ REFUSED = [
     ("dense", {"alibi_slopes": torch.ones(3)}, "alibi_slopes has shape (3,), expected [heads]"),
     ("dense", {"alibi_slopes": torch.ones(4, dtype=F16)}, "alibi_slopes has dtype float16, accepted: float32"),
     ("dense", {"deterministic": 1}, "deterministic must be a bool, got 1"),
+    ("dense", {"causal": 1}, "causal must be a bool, got 1"),
     ("dense", {"return_attn_probs": None}, "return_attn_probs must be a bool, got None"),
     ("dense", {"v_descale": torch.ones(1, 2)}, "v_descale must be None, got a Tensor"),
     ("dense", dict.fromkeys(("s_aux", "learnable_sink"), torch.ones(2)), "learnable_sink and s_aux are names of one argument"),
@@ -170,6 +172,18 @@ REFUSED = [
     ("cache", {"alibi_slopes": torch.ones(3)}, "alibi_slopes has shape (3,), expected [heads]"),
     ("cache", {"s_aux": torch.ones(3)}, "s_aux has shape (3,), expected [heads]"),
     ("cache", {"cache_leftpad": torch.ones(2)}, "cache_leftpad has dtype float32, accepted: int32"),
+    ("cache", {"q": torch.ones(2, 1, 4, 16)}, "dtype"),
+    ("cache", {"q": torch.ones(1, 1, 4, 16, dtype=F16), **dict.fromkeys("kv"), "cache_seqlens": 3}, "cache_batch_idx"),
+    ("cache", {"cache_seqlens": None}, "cache_seqlens"),
+    ("cache", {"cache_seqlens": torch.tensor([3, 5])}, "cache_seqlens has dtype int64"),
+    ("cache", {"cache_seqlens": SHORT}, "cache_seqlens has shape (1,)"),
+    ("cache", dict.fromkeys("kv") | dict.fromkeys(("rotary_cos", "rotary_sin"), torch.ones(20, 4)), "rotary_cos"),
+    ("cache", {"cu_seqlens_q": torch.tensor([0, 1, 2], dtype=I32)}, "max_seqlen_q"),
+    ("cache", {"return_softmax_lse": 1}, "return_softmax_lse must be a bool, got 1"),
+    ("cache", {"qv": SHORT}, "qv must be None, got a Tensor"),
+    ("cache", {"k_descale": SHORT}, "k_descale must be None, got a Tensor"),
+    ("cache", {"scheduler_metadata": SHORT}, "scheduler_metadata must be None, got a Tensor"),
+    ("pages", {"cache_batch_idx": torch.tensor([0, 1], dtype=I32)}, "cache_batch_idx"),
     ("pages", {"block_table": [[0]]}, "block_table must be a torch.Tensor, got list"),
     ("pages", {"block_table": torch.tensor(1, dtype=I32)}, "block_table has shape (), expected [batch, pages]"),
     ("pages", {"block_table": None, "page_table": torch.zeros(2, 4)}, "page_table has dtype float32, accepted: int32"),
@@ -248,11 +262,19 @@ def test_a_wrong_argument_is_named_and_nothing_is_written(name, change, text, de
 
 
 @pytest.mark.interpreter
-def test_a_wrong_page_is_refused_before_new_keys_are_written():
-    """Where the interpreter reads tables: a GPU's are not read."""
-    function, options = given()["pages"]
-    with pytest.raises(RuntimeError, match=r"block_table\[1, 1\] is 99, expected 0 to 7"):
-        function(**{**options, "block_table": torch.tensor([[0, 1, 2, 3], [4, 99, 6, 7]], dtype=I32)})
+@pytest.mark.parametrize(
+    ("name", "argument", "values", "text"),
+    [
+        ("pages", "block_table", [[0, 1, 2, 3], [4, 99, 6, 7]], "block_table[1, 1] is 99, expected 0 to 7"),
+        ("cache", "cache_seqlens", [3, 16], "cache_seqlens[1] leads to 17 keys"),
+        ("cache", "cache_batch_idx", [0, 2], "cache_batch_idx[1] is 2"),
+        ("cache", "cache_leftpad", [0, -1], "leftpad[1] is -1"),
+    ],
+)
+def test_a_wrong_value_is_refused_before_new_keys_are_written(name, argument, values, text):
+    """Where the interpreter reads them: a GPU's are not read."""
+    function, options = given()[name]
+    refuses(RuntimeError, text, function, **{**options, argument: torch.tensor(values, dtype=I32)})
     assert not options["k_cache"].any()
 
 

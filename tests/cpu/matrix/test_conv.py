@@ -252,12 +252,6 @@ def test_compiled(device):
     assert graph_gives(block, x, w)(x, w).stride() == block(x, w).stride()
 
 
-def test_second_derivatives_are_refused(device):
-    x, w = rand(1, 4, 3, 3, device=device).requires_grad_(), rand(4, 4, 1, 1, device=device)
-    (dx,) = torch.autograd.grad(ops.conv2d(x, w).sum(), x, create_graph=True)
-    refuses(Unsupported, "first derivatives only", dx.sum().backward)
-
-
 REFUSED = [
     ({"x": torch.ones(4, 5)}, ShapeError, "x has 2 dimensions, shape (4, 5); expected [batch, channels, high, wide]"),
     ({"weight": torch.ones(6, 3, 3, 3)}, ShapeError, "x has 4 channels, but weight has 3 for each of 1 groups"),

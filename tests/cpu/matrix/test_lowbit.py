@@ -102,21 +102,6 @@ def test_groups(device, group):
         assert_recovers(weight, torch.float16, device, **TILE | {"scaled": scaled})
 
 
-@pytest.mark.parametrize("mutation", ["codes", "group", "zeros", "scales", "high"])
-def test_the_recovery_sees_a_fault(device, mutation):
-    """Swapped nibbles, another group's scales, dropped zero points, a lost plane: each fails the check that the kernel passes."""
-    weight = random_weight(64, 256, 3 if mutation == "high" else 4, 64, device=device)
-    wrong = {
-        "codes": lambda: {"packed": ((weight.packed & 0x0F0F0F0F) << 4) | ((weight.packed >> 4) & 0x0F0F0F0F)},
-        "group": lambda: {"scales": weight.scales.roll(1, 0)},
-        "zeros": lambda: {"zeros": torch.zeros_like(weight.zeros)},
-        "scales": lambda: {"scales": weight.scales.roll(1, 1)},
-        "high": lambda: {"packed_high": torch.zeros_like(weight.packed_high)},
-    }[mutation]()
-    got, want = recovered(replace(weight, **wrong), torch.float16, device, **TILE), weight.dequantize(torch.float16).t()
-    assert not torch.equal(got, want)
-
-
 @pytest.mark.parametrize("bits", [4, 3])
 def test_the_order_of_columns_is_undone(device, bits):
     for path in ("tile", "dequantise"):

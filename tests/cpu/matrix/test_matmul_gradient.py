@@ -69,13 +69,6 @@ def test_the_same_bits_every_run(device):
     assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
 
 
-def test_second_derivatives_are_refused(device):
-    a, b = (rand(*shape, device=device).requires_grad_() for shape in ((5, 4), (4, 6)))
-    (da,) = torch.autograd.grad(ops.matmul(a, b).sum(), a, create_graph=True)
-    with pytest.raises(Unsupported, match="first derivatives only"):
-        da.sum().backward()
-
-
 def test_eight_bits_have_no_gradient(device):
     a, b = (rand(16, 16, device=device).to(torch.float8_e4m3fn) for _ in range(2))
     with pytest.raises(Unsupported, match="bias requires a gradient, but products in float8_e4m3fn have none"):

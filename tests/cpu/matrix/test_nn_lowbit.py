@@ -156,14 +156,6 @@ def test_what_does_not_load_says_why():
         made().load_state_dict({})
 
 
-def test_safetensors(tmp_path):
-    files = pytest.importorskip("safetensors.torch")
-    layer = made("3 bits a row", dtype=torch.bfloat16)
-    files.save_file(layer.state_dict(), tmp_path / "layer.safetensors")
-    read = files.load_file(tmp_path / "layer.safetensors", device=DEVICE)
-    assert same(LowBitLinear.from_state(read), layer)
-
-
 @pytest.mark.parametrize("name", WAYS)
 def test_copies_and_pickles(name):
     layer = made(name)

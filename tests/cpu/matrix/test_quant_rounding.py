@@ -188,14 +188,6 @@ def test_a_zero_point_that_float16_cannot_hold_is_not_taken():
     assert (wide.dequantize() - w).norm() < 0.2 * (far.dequantize(torch.float32) - w).norm()
 
 
-def test_rows_of_one_sided_weights_are_independent_however_they_are_cut(monkeypatch):
-    w = torch.rand(40, 96) + torch.linspace(-1, 1, 40)[:, None]
-    whole = quantize_weight(w, 4, 32)
-    assert whole.zeros.is_floating_point()
-    monkeypatch.setattr("tilefold.quant.rounding.CHUNK", 7 * 96)
-    assert quantize_weight(w, 4, 32) == whole
-
-
 def test_size_of_the_weight_does_not_matter():
     w = torch.randn(8, 256)
     a, b = (quantize_weight(x, 3, refine="hqq") for x in (w, 1024 * w))
@@ -204,11 +196,14 @@ def test_size_of_the_weight_does_not_matter():
     )
 
 
-def test_rows_are_independent_however_they_are_cut(monkeypatch):
-    w = torch.randn(40, 96)
-    whole = quantize_weight(w, 4, 32, refine="hqq")
+@pytest.mark.parametrize("refine", ["none", "hqq"])
+def test_rows_are_independent_however_they_are_cut(refine, monkeypatch):
+    """Unrefined ones lie on one side of 0: their zero points are floating."""
+    w = torch.randn(40, 96) if refine == "hqq" else torch.rand(40, 96) + torch.linspace(-1, 1, 40)[:, None]
+    whole = quantize_weight(w, 4, 32, refine=refine)
+    assert whole.zeros.is_floating_point()
     monkeypatch.setattr("tilefold.quant.rounding.CHUNK", 7 * 96)
-    assert quantize_weight(w, 4, 32, refine="hqq") == whole
+    assert quantize_weight(w, 4, 32, refine=refine) == whole
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import tilefold
 from cases.refusals import refuses
 from examples import examples
 from tilefold.errors import DeviceError, DtypeError, ShapeError, TilefoldError, ValueRangeError
@@ -40,23 +39,14 @@ def samples() -> dict[str, QuantizedTensor]:
     }
 
 
-def test_the_package_is_reached_lazily():
-    assert tilefold.quant.QuantizedTensor is QuantizedTensor
-
-
 @pytest.mark.parametrize("name", list(samples()))
-def test_state_round_trip(name):
+def test_states_and_files_round_trip(name, tmp_path):
     q = samples()[name]
     state = q.state("layer.weight.")
     assert all(type(tensor) is torch.Tensor and tensor.is_contiguous() for tensor in state.values())
+    assert json.loads(bytes(state["layer.weight.meta"].tolist()))["version"] == 1
     back = QuantizedTensor.from_state({**state, "layer.bias": torch.ones(3)}, "layer.weight.")
     assert back == q and torch.equal(back.dequantize(), q.dequantize())
-    assert json.loads(bytes(state["layer.weight.meta"].tolist()))["version"] == 1
-
-
-@pytest.mark.parametrize("name", list(samples()))
-def test_files_round_trip(name, tmp_path):
-    q = samples()[name]
     assert copy.deepcopy(q) == pickle.loads(pickle.dumps(q)) == q
     file = io.BytesIO()
     torch.save(q.state(), file)
@@ -128,36 +118,6 @@ def test_a_changed_bit_shows(bits):
         assert not moved.any()
 
 
-def swap_nibbles(q: QuantizedTensor) -> QuantizedTensor:
-    low, high = q.packed & 0x0F0F0F0F, (q.packed >> 4) & 0x0F0F0F0F
-    return change(q, packed=(low << 4) | high)
-
-
-MUTATIONS = {
-    "swapped nibbles": swap_nibbles,
-    "swapped lanes": lambda q: change(q, packed=(q.packed << 16) | (q.packed >> 16 & 0xFFFF)),
-    "wrong group": lambda q: change(q, scales=q.scales.roll(1, 0)),
-    "wrong group of zeros": lambda q: change(q, zeros=q.zeros.roll(1, 0)),
-    "dropped zero point": lambda q: change(q, zeros=None, scheme="symmetric"),
-    "zero points minus one": lambda q: change(q, zeros=q.zeros - 1),
-    "rows rolled": lambda q: change(q, scales=q.scales.roll(1, 1)),
-    "smaller group": lambda q: change(q, group=64, scales=q.scales.repeat(2, 1)[:5], zeros=q.zeros.repeat(2, 1)[:5]),
-    "another order": lambda q: change(q, perm=torch.arange(q.shape[1]).flip(0).int()),
-}
-
-
-@pytest.mark.parametrize("name", [None, *MUTATIONS])
-def test_the_exactness_check_sees_mutations(name):
-    """Identity activations give the weights bit for bit, each group with a scale and a zero point of its own; no mutant does."""
-    codes = torch.randint(0, 16, (70, 288), dtype=torch.uint8)
-    scales = torch.rand(3, 70) + 0.5
-    zeros = torch.stack([torch.randperm(15)[:3] + 1 for _ in range(70)], 1).to(torch.uint8)
-    wanted = torch.stack([(codes[:, k].float() - zeros[k // 128]) * scales[k // 128] for k in range(288)], 1)
-    q = QuantizedTensor(pack(codes, 4)[0], scales, 4, 128, (70, 288), "asymmetric", torch.float32, zeros=zeros)
-    got = (MUTATIONS[name](q) if name else q).dequantize()
-    assert torch.equal(torch.eye(288) @ got.t(), wanted.t()) == (name is None)
-
-
 def test_to_moves_and_rounds_scales():
     q = samples()["refined"]
     low = q.to(dtype=torch.bfloat16)
@@ -219,20 +179,9 @@ def test_construction_names_the_field_and_its_value():
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
 
-SHAPES = [(1, 1), (63, 31), (64, 32), (65, 129), (3, 511), (2, 513), (704, 40), (5, 2112), (130, 257)]
-
 
 def random_codes(n: int, k: int, bits: int) -> torch.Tensor:
     return torch.randint(0, 2**bits, (n, k), dtype=torch.uint8)
-
-
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_unpack_inverts_pack(bits, shape):
-    codes = random_codes(*shape, bits)
-    packed, high = pack(codes, bits)
-    assert (high is not None) == (bits == 3)
-    assert torch.equal(unpack(packed, high, bits, shape), codes)
 
 
 @examples(60)
@@ -240,6 +189,7 @@ def test_unpack_inverts_pack(bits, shape):
 def test_any_shape_comes_back(bits, n, k, seed):
     codes = torch.randint(0, 2**bits, (n, k), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
     packed, high = pack(codes, bits)
+    assert (high is not None) == (bits == 3)
     assert torch.equal(unpack(packed, high, bits, (n, k)), codes)
     again = pack(unpack(packed, high, bits, (n, k)), bits)
     assert torch.equal(again[0], packed) and (high is None or torch.equal(again[1], high))

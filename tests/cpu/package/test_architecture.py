@@ -77,11 +77,10 @@ REFERENCE_IN_CLI = {"check", "demo", "video_demo"}
 
 
 class Import:
-    """One imported module: where, on which line, its dotted name, whether it runs when the importer is imported, and whether it
-    is there for types alone."""
+    """One imported module: where, on which line, its dotted name, and whether it is there for types alone."""
 
-    def __init__(self, module: tuple[str, ...], line: int, name: str, at_import: bool, for_types: bool) -> None:
-        self.module, self.line, self.name, self.at_import, self.for_types = module, line, name, at_import, for_types
+    def __init__(self, module: tuple[str, ...], line: int, name: str, for_types: bool) -> None:
+        self.module, self.line, self.name, self.for_types = module, line, name, for_types
 
     @property
     def part(self) -> str:
@@ -128,17 +127,15 @@ def read_imports(path: Path) -> list[Import]:
     module = module_name(path)
     found = []
 
-    def visit(node: ast.AST, at_import: bool, for_types: bool) -> None:
+    def visit(node: ast.AST, for_types: bool) -> None:
         if isinstance(node, ast.Import | ast.ImportFrom):
-            names = imported_names(node, module)
-            found.extend(Import(module, node.lineno, name, at_import, for_types) for name in names)
+            found.extend(Import(module, node.lineno, name, for_types) for name in imported_names(node, module))
         types = for_types or is_type_checking(node)
-        later = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or types
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):  # expressions import nothing
-                visit(child, at_import and not later, types)
+                visit(child, types)
 
-    visit(ast.parse(path.read_text(), str(path)), True, False)
+    visit(ast.parse(path.read_text(), str(path)), False)
     return found
 
 
@@ -178,14 +175,7 @@ def test_imports_go_one_way(part: str) -> None:
 
 
 def test_the_law_has_no_cycles() -> None:
-    order: list[str] = []
-    waiting = dict(MAY_IMPORT)
-    while waiting:
-        ready = [part for part, needs in waiting.items() if needs <= set(order)]
-        assert ready, f"MAY_IMPORT has a cycle among {sorted(waiting)}"
-        order += ready
-        for part in ready:
-            del waiting[part]
+    graphlib.TopologicalSorter(MAY_IMPORT).prepare()
 
 
 def test_files_import_each_other_in_no_circle() -> None:
@@ -275,42 +265,6 @@ def test_attention_kernels_of_hopper_pass_nouns() -> None:
                "attention_backward_packed", "attention_backward_reduce", "attention_backward_hopper_wide",
                "sparse_backward_hopper")  # fmt: skip
     assert [one for one in long if one.split(":")[0].split(".")[1] not in entries] == []
-
-
-def test_importing_the_package_reaches_no_triton() -> None:
-    """Follow the imports that run with `import tilefold`; the subprocess in test_package.py sees the same from outside."""
-    if not (SRC / "__init__.py").exists():
-        pytest.skip("the package has no __init__.py yet")
-    by_module: dict[tuple[str, ...], list[Import]] = {}
-    for one in IMPORTS:
-        if one.at_import:
-            by_module.setdefault(one.module, []).append(one)
-    modules = {module_name(path) for path in FILES}
-    seen: set[tuple[str, ...]] = set()
-    broken: list[Import] = []
-    waiting = [("__init__",)]
-    while waiting:
-        module = waiting.pop()
-        if module in seen:
-            continue
-        seen.add(module)
-        for one in by_module.get(module, []):
-            if one.name.split(".")[0] in {"triton", "transformers"}:
-                broken.append(one)
-            waiting += reached_modules(one.name, modules)
-    fail_on(broken, "`import tilefold` must load neither triton nor transformers; import them where they are used:")
-
-
-def reached_modules(name: str, modules: set[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """The files that run when the dotted tilefold name is imported: its packages' __init__ and the module itself."""
-    parts = tuple(name.split("."))
-    if parts[0] != "tilefold":
-        return []
-    reached = []
-    for end in range(1, len(parts) + 1):
-        inside = parts[1:end]
-        reached += [one for one in (inside, (*inside, "__init__")) if one in modules]
-    return reached
 
 
 # Where a comparison may ask which architecture a device has, in ops; and which generation, anywhere.

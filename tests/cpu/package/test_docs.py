@@ -165,51 +165,31 @@ def test_a_command_that_is_not_there_is_seen(text: str, expected: str) -> None:
     assert expected in problem(text) if expected else not problem(text)
 
 
-PLACE = re.compile(r"`(\w+)`\s+in\s+`(src/tilefold/[\w/]+\.py)`")
-
-
-def misplaced(text: str) -> list[str]:
-    """The functions that a text says are in a file and are not."""
-    return [
-        f"{name} in {path}"
-        for name, path in PLACE.findall(text)
-        if not (ROOT / path).is_file()
-        or not re.search(
-            rf"^(def|class) {name}\b|^{name}\b.*=", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE
-        )
-    ]
-
-
-def test_functions_are_where_pages_say() -> None:
-    texts = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
-    assert len(PLACE.findall(texts["backward.md"])) > 15
-    wrong = [f"{name}: {one}" for name, text in texts.items() for one in misplaced(text)]
-    assert not wrong, "\n".join(wrong)
-    moved = "`state_step` in `src/tilefold/device/fold.py`, `state_step`\nin `src/tilefold/device/state.py`"
-    assert misplaced(moved) == ["state_step in src/tilefold/device/fold.py"]
-
-
 STRUCTURE = ("docs/architecture.md", "docs/testing.md", "docs/reference/additions.md", "CONTRIBUTING.md")
 NAMED = re.compile(r"`([\w./-]+(?:\.py|/))`")
 OWNED = re.compile(r"`([\w/]+\.py)`\s+`(\w+)`|`(\w+)`\s+(?:of|in)\s+`([\w/]+\.py)`")
+PLACES = (ROOT / "src" / "tilefold", ROOT)
 
 
 def absent(text: str) -> list[str]:
-    """The files and folders that a developer's page names and that are nowhere, and names that their files do not define."""
-    places = (ROOT / "src" / "tilefold", ROOT)
+    """The files and folders that a developer's page names and that are nowhere."""
     alone = {path.name for folder in ("src", "tests") for path in (ROOT / folder).rglob("*.py")}
-    text = FENCE.sub("", text)
-    lost = [
+    return [
         name
-        for name in NAMED.findall(text)
+        for name in NAMED.findall(FENCE.sub("", text))
         if not (
             name.startswith("../") or name.endswith("/x.py") or name in alone
         )  # links; files that are to be written
-        and not any((place / name).exists() for place in places)
+        and not any((place / name).exists() for place in PLACES)
     ]
-    for first, defined, other, last in OWNED.findall(text):
+
+
+def misplaced(text: str) -> list[str]:
+    """The names that a page says are of a file that does not define them."""
+    lost = []
+    for first, defined, other, last in OWNED.findall(FENCE.sub("", text)):
         path, name = first or last, defined or other
-        found = next((place / path for place in places if (place / path).is_file()), None)
+        found = next((place / path for place in PLACES if (place / path).is_file()), None)
         body = found.read_text(encoding="utf-8") if found else ""
         if not re.search(rf"^\s*(?:(?:def|class) {name}\b|{name}\b.*=)", body, re.MULTILINE):
             lost.append(f"{name} in {path}")
@@ -217,12 +197,15 @@ def absent(text: str) -> list[str]:
 
 
 def test_the_structure_is_what_pages_say() -> None:
-    texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in STRUCTURE}
-    assert sum(len(NAMED.findall(text)) for text in texts.values()) > 100
-    assert sum(len(OWNED.findall(text)) for text in texts.values()) > 10
-    assert {name: lost for name, text in texts.items() if (lost := absent(text))} == {}
-    wrong = "`ops/nowhere.py` `run`, `ops/bound.py` `run`, `decide` of `ops/bound.py`, `state.py`, `nofolder/`"
-    assert absent(wrong) == ["ops/nowhere.py", "nofolder/", "run in ops/nowhere.py", "decide in ops/bound.py"]
+    texts = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
+    texts |= {name: (ROOT / name).read_text(encoding="utf-8") for name in STRUCTURE}
+    assert sum(len(NAMED.findall(texts[name])) for name in STRUCTURE) > 100
+    assert sum(len(OWNED.findall(text)) for text in texts.values()) > 30
+    assert {name: lost for name in STRUCTURE if (lost := absent(texts[name]))} == {}
+    assert {name: lost for name, text in texts.items() if (lost := misplaced(text))} == {}
+    wrong = "`ops/nowhere.py` `run`, `ops/bound.py` `run`, `decide`\nof `ops/bound.py`, `state.py`, `nofolder/`"
+    assert absent(wrong) == ["ops/nowhere.py", "nofolder/"]
+    assert misplaced(wrong) == ["run in ops/nowhere.py", "decide in ops/bound.py"]
 
 
 OTHER_RECORDS = {"index", "overview", "bench", "checks", "cpu", "dispatch", "host", "invariant", "ladder", "limits",

@@ -75,16 +75,6 @@ def test_the_variable_set_after_triton_was_imported():
     assert early.stdout == "ran\n", early.stderr
 
 
-@pytest.mark.interpreter
-def test_the_readme_begins_with_an_example_that_runs_here(capsys, monkeypatch):
-    """As `scripts/smoke.py` runs it from an installed wheel."""
-    monkeypatch.setenv("TRITON_INTERPRET", os.environ.get("TRITON_INTERPRET", "0"))  # which the example sets
-    names = {}
-    exec(smoke.first_example((ROOT / "README.md").read_text(encoding="utf-8")), names)
-    said = capsys.readouterr().out
-    assert str(names["q"].shape) in said and "rejected" in said
-
-
 def test_the_smoke_test_sees_nothing_of_the_checkout(monkeypatch):
     for name in ("PYTHONPATH", "TRITON_INTERPRET", "TILEFOLD_CHECK", "VIRTUAL_ENV"):
         monkeypatch.setenv(name, "1")

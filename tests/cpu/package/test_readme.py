@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import smoke
 
 from cases.backward_record import NAMES, planned, rate, record
 
@@ -40,7 +41,7 @@ def test_it_is_short_and_in_its_order() -> None:
 
 
 def test_its_example_runs_as_it_is() -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    example = smoke.first_example(TEXT)
     assert len([line for line in example.splitlines() if line]) == 5
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, env=environment, check=False)

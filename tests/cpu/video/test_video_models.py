@@ -59,15 +59,7 @@ def test_full_density_is_dense(name, monkeypatch):
         found.append(small.gradients(model, inputs, weight))
         video.desparsify(model)
     twin, given = small.twin_of(model, monkeypatch), small.double_of(inputs)
-
-    def wanted():
-        return small.gradients(twin, given, weight)
-
-    exact, plain = wanted(), reference.deviating(wanted, torch.float32)
-    for got in found:
-        assert got.keys() == exact.keys()
-        for what in exact:
-            judge(got[what], exact[what], plain[what], what)
+    small.held(twin, given, weight, *found)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -87,13 +79,7 @@ def test_policies_against_fp64(family, policy, monkeypatch):
     sparse = twin.__dict__["_tilefold_sparse"]
     assert sparse.model is twin
     sparse.policy, sparse.observe = recorded.policy(), dense
-
-    def wanted():
-        return small.gradients(twin, given, weight)
-
-    exact, plain = wanted(), reference.deviating(wanted, torch.float32)
-    for what in exact:
-        judge(got[what], exact[what], plain[what], what)
+    small.held(twin, given, weight, got)
     listed = [index for index in recorded.lists if index is not None]
     assert len(listed) == len(sparse.layers) - (policy == "dense at the ends")
     assert any(float(index.counts.float().mean()) < index.kv_blocks for index in listed), "nothing was left out"
@@ -331,7 +317,3 @@ def test_the_cube_of_a_grid_whose_sizes_are_symbols():
     for grid in ((5, 8, 8), (6, 8, 9), (21, 30, 52), (3, 4, 5)):
         x = torch.ones(grid)
         assert torch.equal(compiled(x), scaled(x))
-        sides = [1 << i for i in range(4)]
-        cubes = [(t, h, 64 // (t * h)) for t in sides for h in sides if 64 // (t * h) in sides]
-        cost = {c: (GridTiling(grid, c).padded, c[0] * c[1] + c[0] * c[2] + c[1] * c[2], c) for c in cubes}
-        assert video.fitting_cube(grid) == min(cubes, key=cost.get)

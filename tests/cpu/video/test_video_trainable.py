@@ -8,9 +8,9 @@ import torch
 pytest.importorskip("diffusers", minversion="0.42", exc_type=ImportError, reason="needs diffusers 0.42")
 
 import video_models as small
-from cases import judge, one_graph
+from cases import one_graph
 from cases.refusals import refuses
-from tilefold import reference, video
+from tilefold import video
 from tilefold.errors import DtypeError, ShapeError, Unsupported, ValueRangeError
 from tilefold.video import attend
 
@@ -79,13 +79,7 @@ def test_against_fp64(family, monkeypatch):
     sparse = twin.__dict__["_tilefold_sparse"]
     sparse.policy, sparse.observe = recorded.policy(), None
     assert list(video.trainable_parameters(twin)) == gates
-
-    def wanted():
-        return small.gradients(twin, given, weight)
-
-    exact, plain = wanted(), reference.deviating(wanted, torch.float32)
-    for what in exact:
-        judge(got[what], exact[what], plain[what], what)
+    small.held(twin, given, weight, got)
 
 
 def test_saved_and_loaded_apart(tmp_path):
