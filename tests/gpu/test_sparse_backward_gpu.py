@@ -1,6 +1,7 @@
 """Gradients of block-sparse attention on a GPU against the fp64 oracle: planned tiles at real sizes, the Gluon kernel for sm_90
 over lists of every kind, graphs with changed lists, the same bits, memory."""
 
+import random
 from functools import partial
 
 import pytest
@@ -161,6 +162,29 @@ def test_heads_that_list_nothing():
     first, dout, dlse = held(q, k, v, index, plan.with_tiles(heads_at_once=1))
     for heads in (1, 1, 1, 2, 4):
         assert same(first, ours(q, k, v, index, dout, dlse, plan.with_tiles(heads_at_once=heads)))
+
+
+@SM_90
+@pytest.mark.parametrize("seed", range(12))
+def test_random_lists_in_random_spans(seed):
+    """Some heads and blocks are in no list; spans have any size, also of more queries than there are."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    batch, kv_heads, group = draw.choice((1, 2)), draw.choice((1, 2, 4, 8)), draw.choice((1, 1, 3))
+    block_q, block_k, dim = draw.choice((64, 128)), draw.choice((64, 128)), draw.choice((64, 128))
+    sq, sk, heads = draw.randint(1, 1500), draw.randint(1, 1500), kv_heads * group
+    q, k, v = qkv(batch, sq, sk, heads, kv_heads, dim, dtype=BF, device=DEVICE)
+    chosen = torch.rand(batch, heads, -(-sq // block_q), -(-sk // block_k), device=DEVICE) < draw.choice((0.1, 0.6))
+    for shape in ((batch, heads, 1, 1), (1, heads, chosen.shape[2], 1), (1, 1, 1, chosen.shape[3])):
+        chosen &= torch.rand(shape, device=DEVICE) < 0.7
+    index = BlockIndex.from_map(chosen, block_q=block_q, block_k=block_k, seq_q=sq, seq_k=sk)
+    plan = called_plan(q, k, v, index)
+    at_once = [d for d in range(1, batch * kv_heads + 1) if batch * kv_heads % d == 0]
+    for _ in range(3):
+        queries = draw.randint(1, chosen.shape[2] + 2) * block_q
+        own = plan.with_tiles(heads_at_once=draw.choice(at_once), queries_at_once=queries)
+        got, dout, dlse = held(q, k, v, index, own)
+        assert same(got, ours(q, k, v, index, dout, dlse, own))
 
 
 @SM_90
