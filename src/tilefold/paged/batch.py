@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..check import check_whole
-from ..errors import DtypeError, ShapeError, ValueRangeError
+from ..errors import DtypeError, LayoutError, ShapeError, ValueRangeError
 from .allocator import Sequence
 
 if TYPE_CHECKING:
@@ -90,6 +90,8 @@ class CacheBatch:
         """x, [B, S, heads, dim] or packed [T, heads, dim], as [B, S, heads, dim] if all counts are S, else packed; a view."""
         if not isinstance(x, torch.Tensor):
             raise DtypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.layout != torch.strided:
+            raise LayoutError(f"{name} must be a dense strided tensor, got layout {x.layout}")
         packed = f"[{self.total}, heads, dim]"
         wanted = packed if self.count is None else f"[{len(self)}, {self.count}, heads, dim] or {packed}"
         if x.dim() == 4 and self.count is not None and x.shape[:2] == (len(self), self.count):

@@ -57,8 +57,6 @@ def refine_zeros(
         current = (current + (e - error).sum(-1) / count).to(dtype).float()  # as it would be stored
         error, power, lp, l2 = _errors(grouped, step, current, bits, real)
         better = (lp < best_lp) & (l2 <= best_l2)
-        if not bool(better.any()):
-            break
         best = torch.where(better, current.to(dtype), best)
         best_lp, best_l2 = torch.where(better, lp, best_lp), torch.where(better, l2, best_l2)
         beta *= GROWTH

@@ -328,6 +328,7 @@ def test_refusals(device):
         (lambda: cache.append(0, k, v, gone), ValueRangeError, "sequence 2 was freed"),
         (lambda: cache.append(0, k, [v], batch), DtypeError, "v must be a torch.Tensor, got list"),
         (lambda: cache.append(0, k.half(), v.half(), batch), DtypeError, "k has dtype float16, but k_cache has float32"),
+        (lambda: cache.append(0, k.to_sparse(), v, batch), LayoutError, "k must be a dense strided tensor, got"),
         (lambda: cache.append(0, k[:, :1], v, batch), ShapeError, "k has shape (2, 2, 1, 16)"),
         (lambda: cache.append(0, k[..., ::2], v, batch), (LayoutError, ShapeError), "k has shape"),
         (lambda: cache.attend(0, q[:3], batch), ShapeError, "q has shape (3, 4, 16)"),

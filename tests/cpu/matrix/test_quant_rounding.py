@@ -196,14 +196,16 @@ def test_size_of_the_weight_does_not_matter():
     )
 
 
+@pytest.mark.parametrize("rows", [1, 7])
 @pytest.mark.parametrize("refine", ["none", "hqq"])
-def test_rows_are_independent_however_they_are_cut(refine, monkeypatch):
-    """Unrefined ones lie on one side of 0: their zero points are floating."""
-    w = torch.randn(40, 96) if refine == "hqq" else torch.rand(40, 96) + torch.linspace(-1, 1, 40)[:, None]
-    whole = quantize_weight(w, 4, 32, refine=refine)
+def test_rows_are_independent_however_they_are_cut(refine, rows, monkeypatch):
+    """Also those that lie on one side of 0: their zero points are floating."""
+    for w in (torch.randn(40, 96), torch.rand(40, 96) + torch.linspace(-1, 1, 40)[:, None]):
+        monkeypatch.setattr("tilefold.quant.rounding.CHUNK", 1 << 22)
+        whole = quantize_weight(w, 4, 32, refine=refine)
+        monkeypatch.setattr("tilefold.quant.rounding.CHUNK", rows * 96)
+        assert quantize_weight(w, 4, 32, refine=refine) == whole
     assert whole.zeros.is_floating_point()
-    monkeypatch.setattr("tilefold.quant.rounding.CHUNK", 7 * 96)
-    assert quantize_weight(w, 4, 32, refine=refine) == whole
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
