@@ -218,6 +218,12 @@ def test_backward_keeps_a_bounded_scratch():
     for field, value in ((field, value) for field, values in wrong.items() for value in values):
         refuses(PlanError, field, plan.with_tiles, **{field: value})
     refuses(PlanError, "queries_at_once", portable.with_tiles, queries_at_once=64)
+    for other in (replace(problem(), block_q=32, block_k=32), problem(seq_k=0, capacity=0)):
+        small = plan_sparse_backward(other, h200)
+        assert small.kernel == "sparse_backward_box"
+        refuses(PlanError, "sparse_backward_hopper cannot be used", small.with_tiles, kernel="sparse_backward_hopper")
+    none = plan_sparse_backward(problem(seq_q=0), h200)
+    assert (none.queries_at_once, none.scratch_bytes) == (0, 0)
     # A span of more queries than there are is all of them: as many programs, and as much room.
     for queries in (23296, 23360, 1 << 20):
         more = plan.with_tiles(queries_at_once=queries)

@@ -98,6 +98,8 @@ class SparseBackwardPlan(Plan):
         time; PlanError names the field that does not fit."""
         base = self
         if kernel is not None and (kernel == HOPPER) != (self.kernel == HOPPER):
+            if kernel == HOPPER and (refusal := hopper_backward_refusal(self.problem, self.device)):
+                require_fit(("kernel", f"{HOPPER} cannot be used: {refusal}"))
             base = _hopper(self.problem, self.device) if kernel == HOPPER else _portable(self.problem, self.device)
         return changed(
             base, queries=queries, keys=keys, kernel=kernel, heads_at_once=heads_at_once, queries_at_once=queries_at_once,

@@ -71,8 +71,8 @@ def span_units(problem: "SparseProblem", queries: int) -> int:
 
 
 def spans(problem: "SparseProblem", queries: int) -> int:
-    """How many there are."""
-    return -(-units(problem)[0] // span_units(problem, queries))
+    """How many there are; one if there are no queries."""
+    return max(1, -(-units(problem)[0] // max(1, span_units(problem, queries))))
 
 
 def segments(problem: "SparseProblem", heads: int, queries: int) -> int:
