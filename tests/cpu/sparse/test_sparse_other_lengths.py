@@ -12,13 +12,13 @@ from tilefold.ops.sparse import sparse, sparse_backward, sparse_backward_hopper,
 from tilefold.plan import device_named
 
 
-def made(n, m, layout="bshd", heads=64, blocks=(64, 64), sizes=False, batch=2):
+def made(n, m, layout="bshd", heads=64, blocks=(64, 64), sizes=False, batch=2, capacity=4):
     """q, k, v and the call, without memory; sizes: blocks have some."""
     shapes = ((batch, n, heads, 64), (batch, m, 2, 64))
     shapes = tuple(s if layout == "bshd" else (s[0], s[2], s[1], s[3]) for s in shapes)
     q, k, v = (torch.empty(s, dtype=torch.bfloat16, device="meta") for s in (shapes[0], *shapes[1:] * 2))
     q_blocks, kv_blocks = -(-n // blocks[0]), -(-m // blocks[1])
-    indices = torch.empty(1, heads, q_blocks, 4, dtype=torch.int32, device="meta")
+    indices = torch.empty(1, heads, q_blocks, capacity, dtype=torch.int32, device="meta")
     counts = torch.empty(1, heads, q_blocks, dtype=torch.int32, device="meta")
     block_sizes = torch.empty(kv_blocks, dtype=torch.int32, device="meta") if sizes else None
     lists = Lists(indices, counts, block_sizes, None, *blocks, n, m)
@@ -95,15 +95,15 @@ def bound_backward(q, k, v, call):
     turned = call.lists._replace(indices=indices, counts=indices[..., 0].contiguous())
     lse = torch.empty(2, blocks[1], call.lists.seq_q, device="meta")
     bound = sparse_backward._bound(sparse.prepare(q, k, v, call), (q, k, v, out, lse), out, None, call, turned)
-    places, *scratch = [stand_in(dtype) for dtype in (torch.int32, *[one.dtype for one in bound.buffers])]
-    given = (q, k, v, out, lse, out, None, call, turned, places, *scratch)
-    found = [(tuple(one.shape), one.dtype) for one in bound.buffers]
+    kinds = torch.int32, torch.int32, torch.float32, *[one.dtype for one in bound.buffers]  # places, edges, sums
+    given = (q, k, v, out, lse, out, None, call, turned, *map(stand_in, kinds))
+    found = [(tuple(one.shape), one.dtype) for one in bound.buffers] + [bound.spans]
     for one in (bound.statistics, bound.places, bound.main):
         found += [one.launch.grid, one.launch.keywords, one.launch.fn, *told(one.arguments(given))]
     return bound, found
 
 
-@pytest.mark.parametrize("options", [{}, {"layout": "bhsd"}, {"blocks": (128, 128)}, {"heads": 2}])
+@pytest.mark.parametrize("options", [{}, {"layout": "bhsd"}, {"blocks": (128, 128)}, {"heads": 2}, {"capacity": 24}])
 def test_the_backward_pass_is_that_of_a_call_of_its_own(options, monkeypatch):
     for module in (sparse, sparse_backward):
         monkeypatch.setattr(module, "device_of", lambda *args: device_named("h200"))
@@ -118,6 +118,7 @@ def test_the_backward_pass_is_that_of_a_call_of_its_own(options, monkeypatch):
         q, k, v, call = made(n, m, **options)
         bound, again = bound_backward(q, k, v, call)
         assert len(planned) == times and bound.places.launch.grid[0] > 0
+        assert bound.spans or "capacity" not in options  # whose lists are long enough for spans
         with monkeypatch.context() as alone:
             alone.setattr(records, "CACHE", {})
             assert again == bound_backward(q, k, v, call)[1]
