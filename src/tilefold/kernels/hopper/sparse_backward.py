@@ -1,7 +1,7 @@
 """Gradients of block-sparse attention on sm_90, in five products a pair of blocks and without an addition in memory.
 
 The work, its order and its steps are those of `attention_backward`.  A program makes either dk and dv of 64 keys, over the query
-blocks that list them, or dq of 64 queries, over their list.  Each sum has the order of one list: the same bits in every run.
+blocks that list them, or dq of 64 queries, over their list.  Sums follow a list, span by span: the same bits in every run.
 """
 
 from .backward_config import UNIT, BackwardConfig

@@ -143,7 +143,7 @@ def bound_launches(
     rows = n.batch * n.heads * q_units + 1
     kept_rows = rules.kept_bytes(problem, *at_once) // (UNIT * q.element_size())
     spans, segments = rules.spans(problem, plan.queries_at_once), rules.segments(problem, *at_once)
-    counters = 1 + 2 * segments + (heads * kv_units if spans > 1 else 0)
+    counters = 1 + 2 * segments + rules.sum_tiles(problem, *at_once)
     items = rules.items(problem, *at_once)
     running = min(items, PROGRAMS_PER_SM * plan.device.sms)
     lists = {

@@ -103,10 +103,14 @@ def kept_bytes(problem: "SparseProblem", heads: int, queries: int) -> int:
     return slots(problem, heads, queries) * slot_bytes(problem, heads, queries)
 
 
+def sum_tiles(problem: "SparseProblem", heads: int, queries: int) -> int:
+    """KV tiles whose dk and dv wait between two spans."""
+    return heads * units(problem)[1] if spans(problem, queries) > 1 else 0
+
+
 def sum_numbers(problem: "SparseProblem", heads: int, queries: int) -> int:
-    """fp32 numbers of dk and dv that wait between two spans."""
-    tiles = heads * units(problem)[1] if spans(problem, queries) > 1 else 0
-    return tiles * 2 * UNIT * problem.attention.dim_qk
+    """fp32 numbers of these."""
+    return sum_tiles(problem, heads, queries) * 2 * UNIT * problem.attention.dim_qk
 
 
 def _pairs(problem: "SparseProblem", queries: int) -> float:
