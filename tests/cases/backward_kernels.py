@@ -12,7 +12,7 @@ import torch
 import tilefold
 from cases import same
 from cases.device import near
-from cases.gradient import BOX_BACKWARD, WHERE, gradients, judged, oracle, upstream
+from cases.gradient import BOX_BACKWARD, LEARNED, WHERE, gradients, judged, oracle, upstream
 from tilefold.plan.backward.attention_backward_hopper import KERNEL
 from tilefold.plan.backward.attention_backward_reduce import KERNEL as REDUCE
 from tilefold.plan.backward.attention_backward_reduce import ReduceOptions
@@ -52,17 +52,18 @@ class Kernel:
     def held(self, tensors, where=None, changes=None, **call):
         """Hold the kernel to the oracle."""
         dout, dlse = upstream(tensors[0], tensors[2], call.get("layout", "bshd"))
+        names = ("dq", "dk", "dv", *(f"d{name}" for name in LEARNED if name in call))
         some = self.changes if changes is None else (changes,)
         want = oracle(tensors, dout, dlse, torch.float64, where, **call)
         plain = oracle(tensors, dout, dlse, tensors[0].dtype, where, **call)
         shapes = [tuple(t.shape) for t in tensors] if where is None else [t.tolist() for t in where[:2]]
         for base in some:
             got = self.run(tensors, dout, dlse, where, call, **base)
-            judged(got, want, plain, f"{shapes} {tensors[0].dtype} {base} {call}")
+            judged(got, want, plain, f"{shapes} {tensors[0].dtype} {base} {call}", names)
             for other, alike in self.others_of(where, call):
                 again = self.run(tensors, dout, dlse, where, call, **{**base, **other})
                 assert same(got[alike], again[alike]), (base, other)
-                judged(again, want, plain, f"{shapes} {tensors[0].dtype} {base} {other} {call}")
+                judged(again, want, plain, f"{shapes} {tensors[0].dtype} {base} {other} {call}", names)
 
     def others_of(self, where, call):
         return self.others

@@ -83,11 +83,13 @@ def test_rounding(kernel, dim, dtype):
     assert all(a <= 1.1 * b for a, b in zip(*far, strict=True)), far
 
 
-DIMS = (256, 256), (256, 128), (96, 96), (80, 72), (64, 128), (128, 64), (48, 40)
+DIMS = (256, 256), (192, 128), (96, 96), (80, 72), (64, 128), (128, 64), (48, 40)
+WIDE = (256, 128), (192, 192), (128, 192), (160, 136), (204, 64), (64, 256)
 NARROW = (16, 16), (32, 48), (40, 40)
 IN_PARTS = (96, 96), (80, 80), (72, 72), (88, 96), (72, 64), (64, 80)  # of products of 64 and 16 or 32 columns
 HEAD_DIMS = {
-    "dense": [(dims, options) for options in MASKS for dims in DIMS],
+    "dense": [(dims, options) for options in MASKS for dims in DIMS]
+    + [(dims, options) for options in MASKS[:3] for dims in WIDE],
     "spans": [(dims, options) for options in MASKS[:3] for dims in DIMS[:4]],
     "reduce": [(dims, {}) for dims in (*NARROW, *IN_PARTS)],
     "ordered": [(dims, options) for options in MASKS[:3] for dims in (*NARROW, *IN_PARTS, (104, 112))],
@@ -119,6 +121,22 @@ def test_heads(options, kernel, heads):
     else:
         changes = {"queries_at_once": 128} if kernel is SPANS else {}
         kernel.held(qkv(3, 400, 700, *heads, 128, dtype=BF, device=DEVICE), None, changes, **options)
+
+
+SUNK = {"dense": [(64,), (128,), (192,)], "spans": [(128,)], "reduce": [(96,)], "ordered": [(64,), (128,)], "apart": [(64,)]}
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (0, 0)}], ids=str)
+@pytest.mark.parametrize(("kernel", "dim"), several({**SUNK, "packed": [(64,), (128,)]}))
+def test_sinks(kernel, dim, options):
+    """Their gradient, too; some queries see no key, and the sink alone.  A sink may weigh nothing, or all."""
+    sinks = torch.tensor([0.3, -math.inf, 20.0, -2.0], dtype=BF, device=DEVICE)
+    if kernel is PACKED:
+        kernel.held(*packed([300, 100, 0, 517], [200, 250, 64, 77], 4, 2, d=dim, dv=dim, dtype=BF, device=DEVICE),
+                    sinks=sinks, **options)  # fmt: skip
+    else:
+        changes = {"queries_at_once": 128} if kernel is SPANS else {}
+        kernel.held(qkv(2, 700, 333, 4, 2, dim, dtype=BF, device=DEVICE), None, changes, sinks=sinks, **options)
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,7 @@ class Backward(Launch):
 
     functions: tuple = FUNCTIONS
     classes: tuple = CLASSES
+    panels_v = PANELS  # that V's head dim fills
     sum_counters = 0  # of sums over spans, behind the others
     counted = (
         "await_slot",
@@ -174,7 +175,9 @@ class Backward(Launch):
         )
         if "Counters" not in names:
             return names
-        names["BackwardPipeline"]._tile = lambda pipe, i: View(pipe.pool.items[i * PANELS : (i + 1) * PANELS])
+        names["BackwardPipeline"].part = lambda pipe, i, first, panels: View(
+            pipe.pool.items[i * PANELS + first : i * PANELS + first + panels]
+        )
         for name in self.counted:
             own = getattr(names["Counters"], name)
             setattr(names["Counters"], name, lambda *args, own=own, name=name: getattr(self, name)(own, *args))
@@ -259,7 +262,8 @@ class Backward(Launch):
     # ------------------------------------------------------------ what is wanted
 
     def boxes(self, side, h, unit):
-        return frozenset((side, 0, h, unit * 64, p * 64) for p in range(PANELS))
+        panels = self.panels_v if side in ("v", "do") else PANELS
+        return frozenset((side, 0, h, unit * 64, p * 64) for p in range(panels))
 
     def units_of_statistics(self):
         """Of a head."""

@@ -107,7 +107,9 @@ class Run(Backward):
 
     def nouns(self, names, consumers=1):
         """What both partitions share: scheduler, pipeline, mask and ring of dS."""
-        config = names["BackwardConfig"](None, DIM, SLOTS, self.query_tiles, self.hold)
+        config = names["BackwardConfig"](
+            None, DIM, SLOTS, self.query_tiles, self.hold, PANELS_V=self.panels_v
+        )
         pipe, tiles = self.pipeline(names, config, consumers)
         lengths = names["Lengths"](self.seq_q, self.seq_k, self.q_units, self.kv_units)
         scheduler = names["SplitScheduler"](
@@ -157,8 +159,9 @@ class Exchange(Panel):
 
 
 class Wide(Run):
-    """Two consumers a work tile, P handed from one to the other."""
+    """Two consumers a work tile, P handed from one to the other; V has half of the columns."""
 
+    panels_v = 1
     functions = (*FUNCTIONS, (attention_backward_wide, WIDE))
     classes = (*CLASSES, (attention_backward_wide, ("Exchange",)))
 

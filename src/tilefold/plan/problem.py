@@ -181,4 +181,9 @@ class AttentionProblem:
     @property
     def plain(self) -> bool:
         """Whether the scores are only scaled and cut (causal, window): no modification, no sinks, no dropout."""
-        return not (self.score_mods or self.mask_mods or self.sinks or self.dropout)
+        return self.unchanged and not self.sinks
+
+    @property
+    def unchanged(self) -> bool:
+        """`plain`, but for sinks: dq, dk and dv know them from lse alone."""
+        return not (self.score_mods or self.mask_mods or self.dropout)

@@ -36,10 +36,12 @@ def test_taken_where_it_can_be() -> None:
     """A plan that does not take the kernel says why."""
     assert plan_attention_backward(replace(MANY, seq_q=4096, seq_k=4096), H200).kernel == rules.KERNEL
     assert plan_attention_backward(LONG, H200, portable=True).kernel == "attention_backward_box"
-    assert plan_attention_backward(replace(LONG, sinks=True), H200).kernel == "attention_backward_box"
-    odd = plan_attention_backward(replace(LONG, dim_qk=192, dim_v=128), H200)
+    for problem in (MANY, MIXED, replace(LONG, dim_qk=256, dim_v=256)):  # sinks change lse, and no product
+        plan, sunk = (plan_attention_backward(replace(problem, sinks=sinks), H200) for sinks in (False, True))
+        assert sunk == replace(plan, problem=sunk.problem)
+    odd = plan_attention_backward(replace(LONG, dim_qk=320, dim_v=128), H200)
     assert odd.kernel == "attention_backward_box"
-    assert "with a head dim wider than 128 it has 256 for Q, not 192" in odd.reason
+    assert "it has head dims to 256, not 320 and 128" in odd.reason
     assert "hopper" not in plan_attention_backward(LONG, device_named("a100")).reason
     assert plan_attention_backward(MIXED, H200).kernel == rules.KERNEL
     assert plan_attention_backward(MIXED, H200, portable=True).kernel == "attention_backward"
@@ -52,8 +54,8 @@ REFUSED = {
             ({"dtype": "float32"}, "it multiplies bfloat16 and float16, not float32"),
             ({"dim_v": 32}, "with head dims below 40, which it pads to 64"),
             ({"dim_v": 66}, "it stores 4 columns at a time, head dims are 128 and 66"),
-            ({"dim_v": 192}, "with a head dim wider than 128 it has 256 for Q, not 128"),
-            ({"sinks": True}, "no sinks"),
+            ({"dim_v": 260}, "it has head dims to 256, not 128 and 260"),
+            ({"dropout": True}, "and no dropout"),
             ({"mask_mods": ("mask",)}, "no masks but causal and window"),
             ({"query_descriptors": False}, "strides of Q are not multiples of 16 bytes"),
             ({"descriptors": False}, "strides of K or V are not multiples of 16 bytes"),
@@ -73,7 +75,7 @@ REFUSED = {
         [
             ({"dtype": "float32"}, "it multiplies bfloat16 and float16, not float32"),
             ({"dim_v": 64}, "it has head dims of 64 and 128, the same for V, not 128 and 64"),
-            ({"sinks": True}, "no sinks"),
+            ({"dropout": True}, "and no dropout"),
             ({"query_descriptors": False}, "strides of Q are not multiples of 16 bytes"),
             ({"descriptors": False}, "strides of K or V are not multiples of 16 bytes"),
             ({"seq_k": 0}, "there are no keys"),
@@ -110,6 +112,7 @@ def test_refusals(problem: AttentionProblem, changes: dict[str, Any], why: str) 
         ((64, 128), 128, 264, 2),
         ((256, 256), 256, 132, 2),
         ((256, 64), 256, 132, 2),
+        ((192, 128), 256, 132, 2),
     ],
 )
 def test_head_dims_are_padded_to_a_width(dims: tuple[int, int], width: int, programs: int, stages: int) -> None:

@@ -216,7 +216,6 @@ def test_sums_and_memory_of_two_parts() -> None:
         ({"dtype": "float32"}, "it multiplies bfloat16 and float16, not float32"),
         ({"dim_v": 8}, "it has head dims of 16 to 128, multiples of 4, not 128 and 8"),
         ({"dim_qk": 256, "dim_v": 256}, "not 256 and 256"),
-        ({"sinks": True}, "no sinks"),
         ({"dropout": True}, "no dropout"),
         ({"mask_mods": ("prefix",)}, "it has no prefix"),
         ({"score_mods": ("alibi",), "seq_q": 0}, "there are no queries"),
@@ -260,19 +259,19 @@ def changed_and_served(problem: AttentionProblem, device: str) -> bool:
     """What the kernel alone serves on sm_90: changes of scores, of 512 queries and keys on, in the order that was asked for."""
     n = problem
     whole = device in ("h100", "h200") and n.dtype != "float32" and n.descriptors and n.query_descriptors
-    whole = whole and not (n.varlen or n.sinks or n.dropout) and all(64 <= dim <= 128 for dim in (n.dim_qk, n.dim_v))
+    whole = whole and not (n.varlen or n.dropout) and all(64 <= dim <= 128 for dim in (n.dim_qk, n.dim_v))
     return whole and "prefix" not in n.mask_mods and min(n.seq_q, n.seq_k) >= 512
 
 
 def plain_and_long(problem: AttentionProblem, device: str) -> bool:
     """What the kernel was measured to be faster with: nothing else may be planned otherwise for deterministic=False."""
     n = problem
-    plain = n.plain and not n.varlen and n.dtype != "float32" and n.descriptors and n.query_descriptors
+    plain = n.unchanged and not n.varlen and n.dtype != "float32" and n.descriptors and n.query_descriptors
     if device not in ("h100", "h200") or not plain or not all(16 <= dim <= 128 for dim in (n.dim_qk, n.dim_v)):
         return False
     tokens = min(n.seq_q, n.seq_k)
     if max(n.dim_qk, n.dim_v) <= 64:
-        return tokens >= 2048
+        return tokens >= 512
     full = n.window == (-1, -1) and not n.causal
     return not dense.is_kept_well(n, device_named(device)) or (full and n.group > 1 and tokens >= 2048)
 

@@ -15,14 +15,14 @@ dout is free when dP and dv are done, q when S and dk are.
 """
 
 from .backward_config import UNIT, BackwardConfig
-from .backward_consumer import consume_queries, issue_scores, zero_gradient
+from .backward_consumer import consume_queries, zero_gradient
 from .backward_epilogue import Gradient, SplitSums
 from .backward_mask import BackwardMask, Lengths
 from .backward_pipeline import allocate_ds, allocate_pool, first_stage, make_backward_pipeline, next_stage
 from .backward_producer import produce
 from .backward_scheduler import Counters, SplitScheduler, await_copies
 from .ds_ring import DsTiles, make_ds_ring
-from .gluon import barriers, fence_async_shared, gl, jit, mbarrier, wgmma, wgmma_wait
+from .gluon import barriers, fence_async_shared, gl, jit, mbarrier, opaque, wgmma, wgmma_wait
 from .parts import LOG2E
 from .recompute import Recompute
 from .structs import struct
@@ -30,7 +30,7 @@ from .structs import struct
 RUNTIME = ["scale", "seq_q", "seq_k", "heads", "group", "q_tiles", "kv_tiles", "left", "right", "split_tiles", "splits",
            "width", "heads_at_once", "segments", "delay", "slots", "no_tile", "nowhere",
            "stride_gb", "stride_gm", "stride_gh", "stride_xb", "stride_xn", "stride_xh", "stride_yb", "stride_yn",
-           "stride_yh", "written", "stat_tiles"]  # fmt: skip
+           "stride_yh", "written", "stat_tiles", "columns_qk", "columns_v"]  # fmt: skip
 
 
 @struct
@@ -73,34 +73,34 @@ def consume_dv(work, group, pipe, mask, exchange, dv_out, scale):
     first, seen = mask.queries_of(work.tile, lengths)
     last = first + gl.maximum(seen, 1) - 1
     whole = mask.whole(work.tile, lengths)
-    dv = zero_gradient(config)
+    dv = opaque(gl.zeros([UNIT, config.COLUMNS_V], gl.float32, config.OUT_V))  # as `zero_gradient`
     stage = first_stage(0)
     i = 0
     pipe.wait_keys()
     for g in range(group):
         pipe.wait_q(stage)
-        s = wgmma_wait(0, deps=(issue_scores(pipe.k(), pipe.q(stage), config),))
+        s = wgmma_wait(0, deps=(pipe.issue_scores(stage),))
         s = mask.apply(s, first, work.tile, whole, lengths)
         p = probabilities(s, stage, i, pipe, recompute, exchange)
-        p16 = gl.convert_layout(p.to(config.DTYPE), config.LEFT)
+        p16 = gl.convert_layout(p.to(config.DTYPE), config.LEFT_V)
         i += 1
         for tile in range(first + 1, last + 1):  # the tile after the one whose P is there
             now = stage
             stage = next_stage(stage, config.SLOTS)
             pipe.wait_q(stage)
-            s_flying = issue_scores(pipe.k(), pipe.q(stage), config)
+            s_flying = pipe.issue_scores(stage)
             pipe.wait_dout(now)
-            dv_flying = wgmma(p16, pipe.dout(now), dv, is_async=True)
+            dv_flying = wgmma(p16, pipe.dout_for_dv(now), dv, is_async=True)
             s = wgmma_wait(1, deps=(s_flying,))
             s = mask.apply(s, tile, work.tile, whole, lengths)
             p = probabilities(s, stage, i, pipe, recompute, exchange)
-            p_next = gl.convert_layout(p.to(config.DTYPE), config.LEFT)
+            p_next = gl.convert_layout(p.to(config.DTYPE), config.LEFT_V)
             i += 1
             dv, p16 = wgmma_wait(0, deps=(dv_flying, p16))
             pipe.release_dout(now)
             p16 = p_next
         pipe.wait_dout(stage)
-        dv = wgmma_wait(0, deps=(wgmma(p16, pipe.dout(stage), dv, is_async=True),))
+        dv = wgmma_wait(0, deps=(wgmma(p16, pipe.dout_for_dv(stage), dv, is_async=True),))
         pipe.release_dout(stage)
         stage = next_stage(stage, config.SLOTS)
     pipe.arrive_done()
@@ -132,7 +132,7 @@ def consume_dk(work, group, pipe, mask, exchange, ds, dk_out, scale):
     pipe.wait_keys()
     for g in range(group):
         pipe.wait_dout(stage)
-        dp = wgmma_wait(0, deps=(issue_scores(pipe.v(), pipe.dout(stage), config),))
+        dp = wgmma_wait(0, deps=(pipe.issue_dp(stage),))
         pipe.release_dout(stage)
         row = gl.where(seen > 0, begin, ds.tiles.nowhere)  # keys that nobody sees publish nothing
         ds16 = gradient(dp, stage, row, i, pipe, recompute, exchange, ds.tiles)
@@ -142,7 +142,7 @@ def consume_dk(work, group, pipe, mask, exchange, ds, dk_out, scale):
             stage = next_stage(stage, config.SLOTS)
             row += step
             pipe.wait_dout(stage)
-            dp_flying = issue_scores(pipe.v(), pipe.dout(stage), config)
+            dp_flying = pipe.issue_dp(stage)
             dk_flying = wgmma(ds16, pipe.q(now), dk, is_async=True)
             dp = wgmma_wait(1, deps=(dp_flying,))
             pipe.release_dout(stage)
@@ -179,12 +179,14 @@ def attention_backward_hopper_wide(
     scale, seq_q, seq_k, heads, group, q_tiles, kv_tiles, left, right, split_tiles, splits, width, heads_at_once, segments, delay,
     slots, no_tile, nowhere,
     stride_gb, stride_gm, stride_gh, stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh, written, stat_tiles,
-    KIND: gl.constexpr, D: gl.constexpr, COLUMNS_QK: gl.constexpr, COLUMNS_V: gl.constexpr, SLOTS: gl.constexpr,
-    SPLIT: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    columns_qk, columns_v,
+    KIND: gl.constexpr, D: gl.constexpr, PANELS_QK: gl.constexpr, PANELS_V: gl.constexpr, SLOTS: gl.constexpr, SPLIT: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """As `attention_backward.attention_backward_hopper`, with D = 256, the width of all tiles, of which COLUMNS_QK and COLUMNS_V
-    are the head dims (None: all).  Partial [.., D].  CONSUMER_REGISTERS, PRODUCER_REGISTERS: of a thread."""
-    config = BackwardConfig(q_desc.dtype, D, SLOTS, 2)
+    """As `attention_backward.attention_backward_hopper`, with D = 256, the width of all tiles, of which head dims fill PANELS_QK
+    and PANELS_V panels of 64 columns.  columns_qk, columns_v: of the gradients; None: all that a product makes.  Partial [.., D].
+    CONSUMER_REGISTERS, PRODUCER_REGISTERS: of a thread."""
+    config = BackwardConfig(q_desc.dtype, D, SLOTS, 2, False, False, PANELS_QK, PANELS_V)
     memory = allocate_pool(stat_desc, config)
     # rows of a quad's 8 columns, so that the 8 rows that a warp stores or loads at a time lie in different banks
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
@@ -201,9 +203,9 @@ def attention_backward_hopper_wide(
     mask = BackwardMask(left, right, KIND)
     ds = make_ds_ring(DsTiles(ds_desc, ds_buffer, nowhere), slots, heads_at_once, group, split_tiles, width, KIND)
     sums = SplitSums(Partial, heads, config, SPLIT)
-    dq = Gradient(DQ, stride_gb, stride_gm, stride_gh, config.DTYPE, COLUMNS_QK)
-    dk = Gradient(DK, stride_xb, stride_xn, stride_xh, config.DTYPE, COLUMNS_QK, written)
-    dv = Gradient(DV, stride_yb, stride_yn, stride_yh, config.DTYPE, COLUMNS_V, written)
+    dq = Gradient(DQ, stride_gb, stride_gm, stride_gh, config.DTYPE, columns_qk)
+    dk = Gradient(DK, stride_xb, stride_xn, stride_xh, config.DTYPE, columns_qk, written)
+    dv = Gradient(DV, stride_yb, stride_yn, stride_yh, config.DTYPE, columns_v, written)
     gl.warp_specialize(
         [(consume, (c, number, scheduler, pipe, mask, exchange, ds, sums, dq, dk, dv, scale)) for c in (0, 1)]
         + [(produce, (number, scheduler, pipe, mask, ds))],

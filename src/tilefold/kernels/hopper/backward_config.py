@@ -9,7 +9,9 @@ STATISTICS = gl.constexpr(128)  # numbers of a query tile: 64 lse, 64 delta
 
 @aggregate
 class BackwardConfig:
-    """Shared memory is one pool of 2 * SLOTS + 2 tiles [64, D], which each kind of work tile divides as it needs."""
+    """Shared memory is one pool of 2 * SLOTS + 2 tiles [64, D], which each kind of work tile divides as it needs.
+
+    PANELS_QK, PANELS_V: of 64 columns that the head dims fill; the rest of a tile is neither loaded nor multiplied."""
 
     DTYPE: gl.constexpr
     D: gl.constexpr  # columns of a tile, at least the head dims
@@ -18,21 +20,31 @@ class BackwardConfig:
     DQ_SLOTS: gl.constexpr  # of the ring of K and of dS for dq
     TILES: gl.constexpr  # of the pool
     HOLD: gl.constexpr  # keep K and V in registers: shared memory is read half as often for S and dP
+    PANELS_QK: gl.constexpr
+    PANELS_V: gl.constexpr
     VARLEN: gl.constexpr  # packed sequences: rows behind the end of one are the next one's
     SCORES: gl.constexpr  # layouts: of S, P, dP and dS [64 keys, 64 queries],
-    OUT: gl.constexpr  # of dq, dk and dv [64, D],
-    LEFT: gl.constexpr  # of P and dS as left operands,
+    OUT: gl.constexpr  # of dq and dk [64, D],
+    OUT_V: gl.constexpr  # of dv [64, COLUMNS_V],
+    COLUMNS_V: gl.constexpr
+    LEFT: gl.constexpr  # of P and dS as left operands for dk,
+    LEFT_V: gl.constexpr  # for dv,
     OWN: gl.constexpr  # and of K and V
 
     @constexpr_function
-    def __init__(self, DTYPE, D, SLOTS, QUERY_TILES, HOLD=False, VARLEN=False):
+    def __init__(self, DTYPE, D, SLOTS, QUERY_TILES, HOLD=False, VARLEN=False, PANELS_QK=None, PANELS_V=None):
         self.DTYPE, self.D, self.SLOTS = gl.constexpr(DTYPE), gl.constexpr(D), gl.constexpr(SLOTS)
         self.QUERY_TILES, self.HOLD = gl.constexpr(QUERY_TILES), gl.constexpr(HOLD)
         self.VARLEN = gl.constexpr(VARLEN)
         panels, tiles = D // 64, 2 * SLOTS + 2
         self.TILES = gl.constexpr(tiles)
         self.DQ_SLOTS = gl.constexpr(tiles * panels // (panels + QUERY_TILES))
-        scores, out = accumulator(64), accumulator(D)
-        self.SCORES, self.OUT = gl.constexpr(scores), gl.constexpr(out)
+        panels_v = PANELS_V or panels
+        columns_v = 64 * (1 if panels_v == 1 else 2 if panels_v == 2 else 4)
+        self.PANELS_QK, self.PANELS_V = gl.constexpr(PANELS_QK or panels), gl.constexpr(panels_v)
+        self.COLUMNS_V = gl.constexpr(columns_v)
+        scores, out, out_v = accumulator(64), accumulator(D), accumulator(columns_v)
+        self.SCORES, self.OUT, self.OUT_V = gl.constexpr(scores), gl.constexpr(out), gl.constexpr(out_v)
         self.LEFT = gl.constexpr(gl.DotOperandLayout(0, out, k_width=2))
+        self.LEFT_V = gl.constexpr(gl.DotOperandLayout(0, out_v, k_width=2))
         self.OWN = gl.constexpr(gl.DotOperandLayout(0, scores, k_width=2))

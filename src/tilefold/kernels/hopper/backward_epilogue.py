@@ -15,7 +15,8 @@ from .structs import Value, struct
 
 @struct
 class Gradient:
-    """out [B, rows, H, ..] by strides that are multiples of 4; stride_b None: [rows, H, ..].  COLUMNS of D; None: all.
+    """out [B, rows, H, ..] by strides that are multiples of 4; stride_b None: [rows, H, ..].  columns of D, of the device or a
+    constant; None: all.
 
     written: None, or of spans: `out` is fp32, and spans before have left sums in its first `written` rows."""
 
@@ -24,7 +25,7 @@ class Gradient:
     stride_n: gl.tensor
     stride_h: gl.tensor
     DTYPE: gl.constexpr
-    COLUMNS: gl.constexpr = None
+    columns: Value = None
     written: Value = None
 
     @jit
@@ -33,11 +34,10 @@ class Gradient:
         out = self.out + work.head.to(gl.int64) * self.stride_h + row.to(gl.int64) * self.stride_n
         if self.stride_b is not None:
             out += work.batch.to(gl.int64) * self.stride_b
-        if FIRST == 0:
-            store_accumulator(out, acc, rows, self.stride_n, self.DTYPE, self.COLUMNS)
+        if self.columns is None:
+            store_accumulator(out + FIRST, acc, rows, self.stride_n, self.DTYPE)
         else:
-            COLUMNS: gl.constexpr = None if self.COLUMNS is None else self.COLUMNS - FIRST
-            store_accumulator(out + FIRST, acc, rows, self.stride_n, self.DTYPE, COLUMNS)
+            store_accumulator(out + FIRST, acc, rows, self.stride_n, self.DTYPE, self.columns - FIRST)
 
     @jit
     def add(self, acc, work):
@@ -51,8 +51,8 @@ class Gradient:
         place = work.batch.to(gl.int64) * (self.stride_b // 4) + work.head.to(gl.int64) * (self.stride_h // 4)
         place = self.out + (place + row.to(gl.int64) * (self.stride_n // 4)) * 4 + column
         live = (row < work.lengths.seq_k) & (column >= 0)
-        if self.COLUMNS is not None:
-            live = live & (opaque(column) < self.COLUMNS)  # as in parts.store_accumulator
+        if self.columns is not None:
+            live = live & (opaque(column) < self.columns)  # as in parts.store_accumulator
         acc += gl.load(place, mask=live & (row < self.written), other=0.0)
         gl.store(place, acc, mask=live)
 

@@ -51,11 +51,38 @@ class BackwardPipeline:
 
     @jit
     def _tile(self, i):
-        D: gl.constexpr = self.config.D
-        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([UNIT, D], self.config.DTYPE)
-        return reinterpret(self.pool, self.config.DTYPE, [self.config.TILES, UNIT, D], layout).index(i)
+        return self.part(i, 0, self.config.D // PANEL)
+
+    @jit
+    def part(self, i, FIRST: gl.constexpr, PANELS: gl.constexpr):
+        """PANELS panels of a tile, a power of two, from panel FIRST on, a multiple of it."""
+        OF_TILE: gl.constexpr = self.config.D // PANEL
+        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([UNIT, PANELS * PANEL], self.config.DTYPE)
+        PARTS: gl.constexpr = OF_TILE // PANELS
+        shape: gl.constexpr = [self.config.TILES * PARTS, UNIT, PANELS * PANEL]
+        return reinterpret(self.pool, self.config.DTYPE, shape, layout).index(i * PARTS + FIRST // PANELS)
 
     # ------------------------------------------------------------ of a KV tile
+
+    @jit
+    def issue_scores(self, stage):
+        """Issue S [keys, queries], over the panels that the head dim fills."""
+        return self._issue_product(2 * self.config.SLOTS, stage.slot, self.config.PANELS_QK)
+
+    @jit
+    def issue_dp(self, stage):
+        return self._issue_product(2 * self.config.SLOTS + 1, self.config.SLOTS + stage.slot, self.config.PANELS_V)
+
+    @jit
+    def _issue_product(self, own, tile, PANELS: gl.constexpr):
+        """Tile `own` times a transposed one: of three panels a product of two, and one of the third."""
+        nothing = gl.zeros([UNIT, UNIT], gl.float32, self.config.SCORES)  # use_acc=False: never read
+        FIRST: gl.constexpr = PANELS if PANELS != 3 else 2
+        other = self.part(tile, 0, FIRST).permute((1, 0))
+        made = wgmma(self.part(own, 0, FIRST), other, nothing, use_acc=False, is_async=True)
+        if PANELS == 3:
+            made = wgmma(self.part(own, 2, 1), self.part(tile, 2, 1).permute((1, 0)), made, is_async=True)
+        return made
 
     @jit
     def q(self, stage):
@@ -64,6 +91,11 @@ class BackwardPipeline:
     @jit
     def dout(self, stage):
         return self._tile(self.config.SLOTS + stage.slot)
+
+    @jit
+    def dout_for_dv(self, stage):
+        """Of dout [queries, COLUMNS_V], which dv has."""
+        return self.part(self.config.SLOTS + stage.slot, 0, self.config.COLUMNS_V // PANEL)
 
     @jit
     def k(self):
@@ -77,11 +109,13 @@ class BackwardPipeline:
     def load_keys(self, work):
         """Issue the TMA loads of the work tile's own K and V."""
         D: gl.constexpr = self.config.D
+        QK: gl.constexpr = self.config.PANELS_QK
+        V: gl.constexpr = self.config.PANELS_V
         bar = self.kv_full.index(0)
         row = work.first_k + work.tile * UNIT
-        mbarrier.expect(bar, 2 * UNIT * D * 2)
-        load_panels(self.k_desc, bar, self.pool, 2 * self.config.SLOTS, work.batch, work.head, row, D)
-        load_panels(self.v_desc, bar, self.pool, 2 * self.config.SLOTS + 1, work.batch, work.head, row, D)
+        mbarrier.expect(bar, (QK + V) * PANEL * UNIT * 2)
+        load_panels(self.k_desc, bar, self.pool, 2 * self.config.SLOTS, work.batch, work.head, row, D, QK)
+        load_panels(self.v_desc, bar, self.pool, 2 * self.config.SLOTS + 1, work.batch, work.head, row, D, V)
 
     @jit
     def load_queries(self, stage, work, head, row, statistics, first, counters):
@@ -89,16 +123,17 @@ class BackwardPipeline:
         D: gl.constexpr = self.config.D
         bar = self.q_full.index(stage.slot)
         mbarrier.wait(self.q_empty.index(stage.slot), stage.phase)
-        mbarrier.expect(bar, UNIT * D * 2 + STATISTICS * 4)
-        load_panels(self.q_desc, bar, self.pool, stage.slot, work.batch, head, row, D)
+        mbarrier.expect(bar, self.config.PANELS_QK * PANEL * UNIT * 2 + STATISTICS * 4)
+        load_panels(self.q_desc, bar, self.pool, stage.slot, work.batch, head, row, D, self.config.PANELS_QK)
         tma_load(self.stat_desc, [statistics * STATISTICS], bar, self.statistics.index(stage.slot))
         if first:  # while K, V and q are on their way: there is no dS without dout
             counters.await_slot(work)
         if self.do_empty is not None:
             mbarrier.wait(self.do_empty.index(stage.slot), stage.phase)
         bar = self.do_full.index(stage.slot)
-        mbarrier.expect(bar, UNIT * D * 2)
-        load_panels(self.do_desc, bar, self.pool, self.config.SLOTS + stage.slot, work.batch, head, row, D)
+        mbarrier.expect(bar, self.config.PANELS_V * PANEL * UNIT * 2)
+        slot = self.config.SLOTS + stage.slot
+        load_panels(self.do_desc, bar, self.pool, slot, work.batch, head, row, D, self.config.PANELS_V)
 
     @jit
     def wait_keys(self):
@@ -144,8 +179,10 @@ class BackwardPipeline:
         QUERY_TILES: gl.constexpr = self.config.QUERY_TILES
         bar = self.q_full.index(stage.slot)
         mbarrier.wait(self.q_empty.index(stage.slot), stage.phase)
-        mbarrier.expect(bar, UNIT * (D + QUERY_TILES * UNIT) * 2)
-        load_panels(self.k_desc, bar, self.pool, stage.slot, work.batch, kv_head, work.first_k + kv_tile * UNIT, D)
+        QK: gl.constexpr = self.config.PANELS_QK
+        mbarrier.expect(bar, UNIT * (QK * PANEL + QUERY_TILES * UNIT) * 2)
+        row = work.first_k + kv_tile * UNIT
+        load_panels(self.k_desc, bar, self.pool, stage.slot, work.batch, kv_head, row, D, QK)
         if first:  # while K is on its way
             counters.await_keys(work)
         for t in gl.static_range(QUERY_TILES):

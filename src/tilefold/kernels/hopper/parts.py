@@ -64,10 +64,10 @@ def entry(index, i, count):
 
 
 @jit
-def load_panels(desc, bar, buffers, slot, i_b, i_h, row, D: gl.constexpr):
+def load_panels(desc, bar, buffers, slot, i_b, i_h, row, D: gl.constexpr, PANELS: gl.constexpr = None):
     """Have as many rows as a buffer has brought, from `row` on; buffers: [slots * panels, rows, 64], which is [slots, rows, D]
-    swizzled.  `bar` must expect their bytes."""
-    for p in gl.static_range(D // PANEL):
+    swizzled.  `bar` must expect their bytes.  PANELS: how many of them; None: all."""
+    for p in gl.static_range(D // PANEL if PANELS is None else PANELS):
         tma_load(desc, [i_b, i_h, row, p * PANEL], bar, buffers.index(slot * (D // PANEL) + p))
 
 
@@ -173,10 +173,9 @@ def _from_neighbour(x):
 
 
 @jit
-def store_accumulator(out, acc, rows, stride, DTYPE: gl.constexpr, COLUMNS: gl.constexpr = None, HEADS: gl.constexpr = 1,
-                      stride_h=0):  # fmt: skip
-    """Store acc [64, D] fp32 in DTYPE to the first `rows` rows at `out`, `stride` elements apart (a multiple of 4).  COLUMNS: how
-    many of the D there are, a multiple of 4; HEADS: row r is one of head r % HEADS, stride_h apart, and query r // HEADS.
+def store_accumulator(out, acc, rows, stride, DTYPE: gl.constexpr, columns=None, HEADS: gl.constexpr = 1, stride_h=0):  # fmt: skip
+    """Store acc [64, D] fp32 in DTYPE to the first `rows` rows at `out`, `stride` elements apart (a multiple of 4).  columns: how
+    many of the D there are, a multiple of 4, None for all, of the device or a constant; HEADS: row r is one of head r % HEADS, stride_h apart, and query r // HEADS.
 
     A thread holds 4 bytes here and 4 bytes there of a row.  Neighbours swap halves, so that each store is 8 bytes wide and every
     32-byte sector is written whole, straight from registers: shared memory is full."""
@@ -204,7 +203,7 @@ def store_accumulator(out, acc, rows, stride, DTYPE: gl.constexpr, COLUMNS: gl.c
         offset = begin + column.to(gl.int64)
     place = out.to(gl.pointer_type(gl.uint64), bitcast=True) + offset
     live = (row < rows) & (group >= 0) & (thread >= 0)
-    if COLUMNS is not None:
+    if columns is not None:
         # not to be seen through: columns of an accumulator that are known to be dead make ptxas move the others between products
-        live = live & (opaque(column) * 4 < COLUMNS)
+        live = live & (opaque(column) * 4 < columns)
     gl.store(place, first | (second << 32), mask=live)

@@ -25,6 +25,7 @@ from .attention_backward_loads import (
     needed,
     no_gradients,
 )
+from .attention_backward_sinks import SinksBound, bind_sinks, gradient_of_sinks
 from .backward_parts import (
     ROWS,
     bind_weights,
@@ -48,9 +49,8 @@ if TYPE_CHECKING:
     from .hopper_backward import GluonBound
 
 Gradients = tuple[torch.Tensor | None, ...]  # of q, k, v, bias, sinks and the tensors of score_args
-GIVEN = ("Q", "K", "V", "DOut", "Lse2", "Delta", "DQ", "DK", "DV", "DBias", "DSinks", "call")
+GIVEN = ("Q", "K", "V", "DOut", "Lse2", "Delta", "DQ", "DK", "DV", "DBias", "call")
 """What a call gives to the portable kernels."""
-SINK_ROWS = 1024
 HOPPER, REDUCE = "attention_backward_hopper", "attention_backward_reduce"
 
 
@@ -115,15 +115,18 @@ def backward(
     if not isinstance(bound, DenseBound):
         run = bound.run if whole or not bound.plan.queries_at_once else bound.sums  # type: ignore[union-attr]
         dq, dk, dv = run((q, k, v, out), dout, lse, dlse, call)
+        dsinks = None
+        if wanted[4] and call.sinks is not None:
+            dsinks = _sinks_bound(prepared, out, dout, dlse, call).gradient(out, dout, lse, dlse, call)
         three = dq if wanted[0] else None, dk if keys else None, dv if keys else None
-        return *three, None, None, *no_gradients(call, wanted[5:])
+        return *three, None, dsinks, *no_gradients(call, wanted[5:])
     # Each on its own: parts of one tensor would begin at addresses of another alignment, and kernels be compiled for that.
     lse2, delta = (torch.empty(lse.shape, dtype=torch.float32, device=lse.device) for _ in range(2))
     bound.delta((out, dout, lse, dlse, lse2, delta))
     if bound.weights is not None and whole:
         dout, delta = weighted(bound.weights, (q, k, lse2), dout, delta, call)
     new = torch.empty if call.packed is None else torch.zeros  # rows of no sequence have no program
-    dq = dk = dv = parts = sinks = None
+    dq = dk = dv = parts = None
     if wanted[0]:
         dq = new(q.shape, dtype=q.dtype, device=q.device)
     if keys:
@@ -132,10 +135,8 @@ def backward(
         shares = bound.plan.bias_shares  # added in order, in fp32
         dtype = call.bias.dtype if shares == 1 else torch.float32
         parts = torch.empty((shares, *call.bias.shape), dtype=dtype, device=q.device)
-    if wanted[4] and call.sinks is not None:
-        sinks = torch.empty((prepared.problem.batch, lse.shape[-2]), dtype=torch.float32, device=q.device)
-    given = q, k, v, dout, lse2, delta, dq, dk, dv, parts, sinks, call
-    for kernel, made in ((bound.queries, dq), (bound.keys, dk), (bound.bias, parts), (bound.sinks, sinks)):
+    given = q, k, v, dout, lse2, delta, dq, dk, dv, parts, call
+    for kernel, made in ((bound.queries, dq), (bound.keys, dk), (bound.bias, parts)):
         if kernel is not None and made is not None:
             kernel(given)
     dbias = dsinks = None
@@ -143,8 +144,8 @@ def backward(
         dbias = parts[0] if len(parts) == 1 else parts.sum(0).to(call.bias.dtype)  # type: ignore[union-attr]
     elif wanted[3] and call.bias is not None:  # there are no keys
         dbias = torch.zeros(call.bias.shape, dtype=call.bias.dtype, device=q.device)
-    if sinks is not None:
-        dsinks = sinks.sum(0).to(call.sinks.dtype)  # type: ignore[union-attr]
+    if wanted[4] and bound.sinks is not None:
+        dsinks = gradient_of_sinks(bound.sinks, prepared.problem.batch, lse2, delta, call)
     if bound.loads is None:
         return dq, dk, dv, dbias, dsinks, *no_gradients(call, wanted[5:])
     return dq, dk, dv, dbias, dsinks, *gradients_of_loads(bound.loads, (q, k, v, dout, lse2, delta), call, wanted[5:])
@@ -204,6 +205,17 @@ def _bound(
             if alike is not None and (kept or (call.packed is not None and found.plan.kernel == REDUCE)):
                 prepared.shared[alike] = found
         prepared.further[key] = found
+    return found
+
+
+def _sinks_bound(
+    prepared: Any, out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None, call: Call
+) -> SinksBound:
+    """The launches of the sinks' gradient beside a Gluon kernel, kept as `_bound` keeps its own."""
+    key = "sinks", facts_of(dout), facts_of(out), None if dlse is None else facts_of(dlse)
+    found: SinksBound | None = prepared.further.get(key)
+    if found is None:
+        found = prepared.further[key] = SinksBound.of(prepared.problem, out, dout, call)
     return found
 
 
@@ -308,14 +320,11 @@ def _bind(
     if boxed:  # what streams by
         of_queries = values | boxes(call.layout, plan.queries.block_n, K=(k, n.block_qk), V=(v, n.block_v))
         of_keys = values | boxes(call.layout, plan.keys.block_m, Q=(q, n.block_qk), DOut=(dout, n.block_v))
-    bias = sinks = None
+    bias = None
     if plan.bias:
         of_bias = values | {"slopes": after_bias, "bias_batch": plan.bias[0], "bias_heads": plan.bias[1]}
         chosen = {**constants, "ROWS": plan.bias[2] > 1, "ROUND": interpreting()}
         bias = tiled(terms.attention_backward_bias, plan.scores, plan.grids[2], GIVEN, of_bias, chosen, device)
-    if call.sinks is not None:
-        rows_at_once = {"BLOCK_M": SINK_ROWS}
-        sinks = Bound.of(terms.attention_backward_sinks, n.heads * n.batch, GIVEN, values, rows_at_once, device)
     of_sides = {**constants, "BOX": boxed}
     alone = {**of_sides, "ALONE": n.group == 1}
     return DenseBound(
@@ -324,7 +333,7 @@ def _bind(
         tiled(kernels.attention_backward_queries, plan.queries, plan.grids[0], GIVEN, of_queries, of_sides, device),
         tiled(kernels.attention_backward_keys, plan.keys, plan.grids[1], GIVEN, of_keys, alone, device),
         bias,
-        sinks,
+        None if call.sinks is None else bind_sinks(n, rows, call, device),
         bind_weights(plan, constants, values, device),
         bind_loads(plan, constants, values, device, call, loads),
     )
@@ -354,6 +363,10 @@ def example_launch(
             return one.main.example(bound.given(one, tensors, out, call, made))  # type: ignore[no-any-return]
         return getattr(bound, part).example(given)  # type: ignore[no-any-return]
     bound = _bind(1.0, tensors, out, call, backward_plan)
-    own = {"delta": (out, out, lse, lse, lse, lse), "weights": (q, k, lse, lse, call)}.get(part)
+    own = {
+        "delta": (out, out, lse, lse, lse, lse),
+        "weights": (q, k, lse, lse, call),
+        "sinks": (lse, lse, lse, call),
+    }.get(part)
     chosen: Bound = getattr(bound, part)
-    return chosen.example(own or (q, k, v, out, lse, lse, q, k, v, call.bias, lse, call))
+    return chosen.example(own or (q, k, v, out, lse, lse, q, k, v, call.bias, call))

@@ -116,6 +116,8 @@ def main_bound(
         **side_strides(call.layout, **gradients),
         "written": span[0],
         "stat_tiles": span[1],
+        "columns_qk": None if n.dim_qk == rules.WIDE else n.dim_qk,
+        "columns_v": None if n.dim_v in (64, 128, rules.WIDE) else n.dim_v,
     }
     options = {"num_warps": plan.keys.num_warps, "maxnreg": registers}
     return Bound.of(kernel, items, given, values, constants, tensors[0].device, **options)
@@ -130,16 +132,24 @@ def _kernel(plan: "AttentionBackwardPlan") -> tuple[Any, dict[str, Any], int]:
     n, width = plan.problem, rules.width_of(plan.problem)
     constants: dict[str, Any] = {
         "D": width,
-        "COLUMNS_QK": None if n.dim_qk == width else n.dim_qk,
-        "COLUMNS_V": None if n.dim_v == width else n.dim_v,
         "SLOTS": plan.keys.num_stages,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
     }
     if width == WIDE:
         from ...kernels.hopper.attention_backward_wide import attention_backward_hopper_wide
 
-        return attention_backward_hopper_wide, constants | {"CONSUMER_REGISTERS": WIDE_REGISTERS[1]}, WIDE_REGISTERS[0]
+        constants |= {
+            "PANELS_QK": -(-n.dim_qk // UNIT),
+            "PANELS_V": -(-n.dim_v // UNIT),
+            "CONSUMER_REGISTERS": WIDE_REGISTERS[1],
+        }
+        return attention_backward_hopper_wide, constants, WIDE_REGISTERS[0]
     from ...kernels.hopper.attention_backward import attention_backward_hopper
 
-    constants |= {"QUERY_TILES": rules.sum_tiles(n, plan.device), "HOLD": width in HOLDING}
+    constants |= {
+        "COLUMNS_QK": None if n.dim_qk == width else n.dim_qk,
+        "COLUMNS_V": None if n.dim_v == width else n.dim_v,
+        "QUERY_TILES": rules.sum_tiles(n, plan.device),
+        "HOLD": width in HOLDING,
+    }
     return attention_backward_hopper, constants, REGISTERS

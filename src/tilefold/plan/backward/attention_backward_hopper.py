@@ -48,15 +48,12 @@ def common_refusal(problem: AttentionProblem, device: Device) -> str | None:
         return refusal
     if min(n.dim_qk, n.dim_v) < LEAST_DIM:
         return f"with head dims below {LEAST_DIM}, which it pads to 64, portable kernels are faster"
-    if width_of(n) == WIDE != n.dim_qk:
-        # a part of the tile makes wgmma serial
-        return f"with a head dim wider than 128 it has {WIDE} for Q, not {n.dim_qk}"
-    if n.dim_v > WIDE:
-        return f"it has head dims to {WIDE}, V has {n.dim_v}"
+    if max(n.dim_qk, n.dim_v) > WIDE:
+        return f"it has head dims to {WIDE}, not {n.dim_qk} and {n.dim_v}"
     if n.dim_qk % 4 or n.dim_v % 4:
         return f"it stores 4 columns at a time, head dims are {n.dim_qk} and {n.dim_v}"
-    if not n.plain:
-        return "it has no changes of scores, no masks but causal and window, no sinks and no dropout"
+    if not n.unchanged:
+        return "it has no changes of scores, no masks but causal and window, and no dropout"
     if not n.query_descriptors:
         return "the base or the strides of Q are not multiples of 16 bytes"
     if n.seq_k == 0:

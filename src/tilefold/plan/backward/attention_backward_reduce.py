@@ -98,19 +98,19 @@ def reduce_refusal(problem: AttentionProblem, device: Device) -> str | None:
         return refusal
     if min(n.dim_qk, n.dim_v) < LEAST_DIM or max(n.dim_qk, n.dim_v) > 128 or n.dim_qk % 4 or n.dim_v % 4:
         return f"it has head dims of {LEAST_DIM} to 128, multiples of 4, not {n.dim_qk} and {n.dim_v}"
-    if n.varlen and not n.plain:
+    if n.varlen and not n.unchanged:
         return "of packed batches it has no changes of scores"
     if n.varlen and not n.descriptors:
         return "the base or the strides of K or V are not multiples of 16 bytes"
     if not n.varlen and (refusal := box_refusal(n, device)):
         return refusal
-    if n.sinks or n.dropout:
-        return "it has no sinks and no dropout"
-    if not n.plain and min(n.dim_qk, n.dim_v) < NARROW:
+    if n.dropout:
+        return "it has no dropout"
+    if not n.unchanged and min(n.dim_qk, n.dim_v) < NARROW:
         return f"not measured yet with changes of scores and head dims below {NARROW}"
     if others := [name for name in (*n.score_mods, *n.mask_mods) if name not in CHANGES]:
         return f"it has no {others[0]}"
-    if not n.plain and n.seq_q == 0:
+    if not n.unchanged and n.seq_q == 0:
         return "there are no queries"
     if not n.query_descriptors:
         return "the base or the strides of Q are not multiples of 16 bytes"
@@ -132,7 +132,7 @@ def options_for(problem: AttentionProblem, device: Device, deterministic: bool) 
         return refusal
     if n.varlen:
         return _packed_options(n, device, deterministic)
-    if not n.plain:
+    if not n.unchanged:
         if min(n.seq_q, n.seq_k) < LEAST_CHANGED:
             return f"with fewer than {LEAST_CHANGED} queries or keys it was not measured with changes of scores"
         lists = n.mask_by_place and n.seq_q * n.seq_k >= LISTS_FROM
@@ -194,7 +194,7 @@ def _is_apart(n: AttentionProblem, ordered: bool) -> bool:
     There blocks are unlike in length, and so heads come to be at work side by side."""
     if max(n.sides) < 0 or n.group == 1:
         return False
-    if ordered and n.sides[0] < 0 and n.plain:
+    if ordered and n.sides[0] < 0 and n.unchanged:
         return n.group * _sums_of_head(n) > SUMS_AT_ONCE // 2
     return columns_of(n) == 128 or (ordered and columns_of(n) > 64 and min(n.seq_q, n.seq_k) >= APART_FROM)
 
@@ -307,7 +307,7 @@ def heads_at_once(problem: AttentionProblem, options: ReduceOptions | None = Non
     Of a program's heads it is one, where a walk ends a head before the next or all go over the same queries; in order under a
     causal mask all of them.  Windows and changes of scores were not measured."""
     n, ordered = problem, options is not None and options.ordered
-    masked, known = max(n.sides) >= 0, n.plain and n.sides[0] < 0
+    masked, known = max(n.sides) >= 0, n.unchanged and n.sides[0] < 0
     head = _sums_of_head(n) * (members(n, options) if ordered and known and masked else 1)
     room, heads = sums_at_once(n, options), divisors(_programs_heads(n, options))
     few = max(d for d in heads if d == 1 or d * head <= room)
@@ -323,7 +323,7 @@ def sums_at_once(problem: AttentionProblem, options: ReduceOptions | None) -> in
     """Bytes of sums of dq that one batch adds to, as was measured."""
     n, columns, apart = problem, columns_of(problem), options is not None and options.apart
     masked = max(n.sides) >= 0
-    if options is None or options.lists or not n.plain or n.sides[0] >= 0:
+    if options is None or options.lists or not n.unchanged or n.sides[0] >= 0:
         return SUMS_AT_ONCE
     if masked and options.ordered and n.group > 1 and not apart:
         return SUMS_AT_ONCE
@@ -375,7 +375,7 @@ def reduce_violation(
         return "kernel", f"{KERNEL} cannot be used: {refusal}"
     if fault := options_violation(options):
         return fault
-    if n.plain and options is not None and options.late:
+    if n.unchanged and options is not None and options.late:
         return "options.late", "is a version of changes of scores, which the problem does not have"
     if options is not None and options.lists and not n.mask_by_place:
         return (
