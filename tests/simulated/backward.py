@@ -31,7 +31,7 @@ FUNCTIONS = (
     (ds_ring, ("rows_of_split", "place_of_keys", "make_ds_ring", "row_of_pair")),
     (backward_producer, ("produce_keys", "produce_queries", "produce")),
     (backward_consumer, ("issue_scores", "first_products", "key_step", "zero_gradient", "consume_keys", "store_keys", "add_pair",
-                         "consume_queries", "consume")),
+                         "consume_queries", "store_sum", "consume")),
 )  # fmt: skip
 CLASSES = (
     (pipeline, ("Stage",)),
@@ -170,7 +170,7 @@ class Backward(Launch):
         }  # fmt: skip
         own_functions(own_classes(names, self.classes), self.functions)
         names["BackwardMask"].apply = lambda mask, s, *args: s
-        names["Gradient"].add = lambda out, acc, work: self.store(
+        names["Gradient"].add = lambda out, acc, work, *first: self.store(
             out.out, acc, work.lengths.seq_k - work.tile * 64, 1, None
         )
         if "Counters" not in names:

@@ -9,7 +9,7 @@ from tilefold.kernels.hopper import attention_backward_wide
 from tilefold.plan import AttentionProblem
 from tilefold.plan.backward import attention_backward_hopper as rules
 
-WIDE = ("probabilities", "consume_dv", "gradient", "consume_dk", "consume")
+WIDE = ("probabilities", "consume_dv", "gradient", "zero_dk", "issue_dk", "wait_dk", "consume_dk", "consume")
 
 
 class Sum:
@@ -53,7 +53,7 @@ class Run(Backward):
 
     def namespace(self):
         names = super().namespace()
-        names["SplitSums"].of = lambda sums, work, tile: Sum(
+        names["SplitSums"].of = lambda sums, work, tile, *columns: Sum(
             self, (int(work.batch * self.heads + work.head), int(tile))
         )
         return names

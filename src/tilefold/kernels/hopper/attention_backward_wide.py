@@ -22,7 +22,7 @@ from .backward_pipeline import allocate_ds, allocate_pool, first_stage, make_bac
 from .backward_producer import produce
 from .backward_scheduler import Counters, SplitScheduler, await_copies
 from .ds_ring import DsTiles, make_ds_ring
-from .gluon import barriers, fence_async_shared, gl, jit, mbarrier, opaque, wgmma, wgmma_wait
+from .gluon import barriers, fence_async_shared, gl, jit, mbarrier, wgmma, wgmma_wait
 from .parts import LOG2E
 from .recompute import Recompute
 from .structs import struct
@@ -73,7 +73,7 @@ def consume_dv(work, group, pipe, mask, exchange, dv_out, scale):
     first, seen = mask.queries_of(work.tile, lengths)
     last = first + gl.maximum(seen, 1) - 1
     whole = mask.whole(work.tile, lengths)
-    dv = opaque(gl.zeros([UNIT, config.COLUMNS_V], gl.float32, config.OUT_V))  # as `zero_gradient`
+    dv = zero_gradient(config.COLUMNS_V, config.OUT_V)
     stage = first_stage(0)
     i = 0
     pipe.wait_keys()
@@ -119,6 +119,36 @@ def gradient(dp, stage, row, i, pipe, recompute, exchange, ds):
 
 
 @jit
+def zero_dk(config):
+    """Accumulators of dk: one, or two where its columns are no power of two."""
+    first = zero_gradient(config.COLUMNS, config.OUT)
+    return (first, zero_gradient(config.REST, config.OUT_REST)) if config.REST > 0 else (first,)
+
+
+@jit
+def issue_dk(ds16, stage, pipe, dk):
+    """Issue dk += dS q.  ds16: as a left operand."""
+    config = pipe.config
+    first = wgmma(ds16, pipe.part(stage.slot, 0, config.COLUMNS // UNIT), dk[0], is_async=True)
+    if len(dk) == 1:
+        return (first,)
+    else:
+        rest = gl.convert_layout(ds16, config.LEFT_REST)
+        return first, wgmma(rest, pipe.part(stage.slot, 2, 1), dk[1], is_async=True)
+
+
+@jit
+def wait_dk(flying, ds16):
+    """-> dk and its left operand, which are free."""
+    if len(flying) == 1:
+        first, ds16 = wgmma_wait(0, deps=(flying[0], ds16))
+        return (first,), ds16
+    else:
+        first, rest, ds16 = wgmma_wait(0, deps=(flying[0], flying[1], ds16))
+        return (first, rest), ds16
+
+
+@jit
 def consume_dk(work, group, pipe, mask, exchange, ds, dk_out, scale):
     """dk of a KV tile, over all query heads of its KV head.  scale: natural."""
     config = pipe.config
@@ -126,7 +156,7 @@ def consume_dk(work, group, pipe, mask, exchange, ds, dk_out, scale):
     first, seen = mask.queries_of(work.tile, work.lengths)
     last = first + gl.maximum(seen, 1) - 1
     begin, step, step_of_head = ds.of_keys(work)
-    dk = zero_gradient(config)
+    dk = zero_dk(config)
     stage = first_stage(0)
     i = 0
     pipe.wait_keys()
@@ -143,21 +173,23 @@ def consume_dk(work, group, pipe, mask, exchange, ds, dk_out, scale):
             row += step
             pipe.wait_dout(stage)
             dp_flying = pipe.issue_dp(stage)
-            dk_flying = wgmma(ds16, pipe.q(now), dk, is_async=True)
-            dp = wgmma_wait(1, deps=(dp_flying,))
+            dk_flying = issue_dk(ds16, now, pipe, dk)
+            dp = wgmma_wait(len(dk), deps=(dp_flying,))
             pipe.release_dout(stage)
             ds_next = gradient(dp, stage, row, i, pipe, recompute, exchange, ds.tiles)
             i += 1
-            dk, ds16 = wgmma_wait(0, deps=(dk_flying, ds16))
+            dk, ds16 = wait_dk(dk_flying, ds16)
             pipe.release_q(now)
             ds16 = ds_next
-        dk = wgmma_wait(0, deps=(wgmma(ds16, pipe.q(stage), dk, is_async=True),))
+        dk, ds16 = wait_dk(issue_dk(ds16, stage, pipe, dk), ds16)
         pipe.release_q(stage)
         stage = next_stage(stage, config.SLOTS)
         begin += step_of_head
     await_copies()
     pipe.arrive_done()
-    dk_out.store_keys(dk * scale, work)
+    dk_out.store_keys(dk[0] * scale, work)
+    if config.REST > 0:
+        dk_out.store_keys(dk[1] * scale, work, config.COLUMNS)
 
 
 @jit

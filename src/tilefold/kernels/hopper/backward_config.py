@@ -24,10 +24,14 @@ class BackwardConfig:
     PANELS_V: gl.constexpr
     VARLEN: gl.constexpr  # packed sequences: rows behind the end of one are the next one's
     SCORES: gl.constexpr  # layouts: of S, P, dP and dS [64 keys, 64 queries],
-    OUT: gl.constexpr  # of dq and dk [64, D],
+    OUT: gl.constexpr  # of dq and dk [64, COLUMNS],
+    COLUMNS: gl.constexpr
+    OUT_REST: gl.constexpr  # of their last 64 columns, where they are three panels: no power of two
+    REST: gl.constexpr  # 64 then, else 0
     OUT_V: gl.constexpr  # of dv [64, COLUMNS_V],
     COLUMNS_V: gl.constexpr
     LEFT: gl.constexpr  # of P and dS as left operands for dk,
+    LEFT_REST: gl.constexpr
     LEFT_V: gl.constexpr  # for dv,
     OWN: gl.constexpr  # and of K and V
 
@@ -39,12 +43,16 @@ class BackwardConfig:
         panels, tiles = D // 64, 2 * SLOTS + 2
         self.TILES = gl.constexpr(tiles)
         self.DQ_SLOTS = gl.constexpr(tiles * panels // (panels + QUERY_TILES))
-        panels_v = PANELS_V or panels
-        columns_v = 64 * (1 if panels_v == 1 else 2 if panels_v == 2 else 4)
-        self.PANELS_QK, self.PANELS_V = gl.constexpr(PANELS_QK or panels), gl.constexpr(panels_v)
-        self.COLUMNS_V = gl.constexpr(columns_v)
-        scores, out, out_v = accumulator(64), accumulator(D), accumulator(columns_v)
+        panels_qk, panels_v = PANELS_QK or panels, PANELS_V or panels
+        columns = 64 * (panels_qk if panels_qk != 3 else 2)
+        columns_v = 64 * (panels_v if panels_v != 3 else 4)
+        self.PANELS_QK, self.PANELS_V = gl.constexpr(panels_qk), gl.constexpr(panels_v)
+        self.COLUMNS, self.COLUMNS_V = gl.constexpr(columns), gl.constexpr(columns_v)
+        self.REST = gl.constexpr(64 if panels_qk == 3 else 0)
+        scores, out, out_v = accumulator(64), accumulator(columns), accumulator(columns_v)
         self.SCORES, self.OUT, self.OUT_V = gl.constexpr(scores), gl.constexpr(out), gl.constexpr(out_v)
+        self.OUT_REST = gl.constexpr(accumulator(64))
         self.LEFT = gl.constexpr(gl.DotOperandLayout(0, out, k_width=2))
+        self.LEFT_REST = gl.constexpr(gl.DotOperandLayout(0, accumulator(64), k_width=2))
         self.LEFT_V = gl.constexpr(gl.DotOperandLayout(0, out_v, k_width=2))
         self.OWN = gl.constexpr(gl.DotOperandLayout(0, scores, k_width=2))

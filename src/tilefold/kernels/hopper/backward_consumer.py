@@ -92,9 +92,9 @@ def key_step(state, own, stage, row, pipe, recompute, ds, LAST: gl.constexpr, li
 
 
 @jit
-def zero_gradient(config):
-    """An accumulator [64, D], written before the first product, or all would wait."""
-    return opaque(gl.zeros([UNIT, config.D], gl.float32, config.OUT))
+def zero_gradient(COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """An accumulator [64, COLUMNS], written before the first product, or all would wait."""
+    return opaque(gl.zeros([UNIT, COLUMNS], gl.float32, LAYOUT))
 
 
 @jit
@@ -111,8 +111,8 @@ def consume_keys(work, group, pipe, mask, ds, dk_out, dv_out, scale):
     last = first + gl.maximum(seen, 1) - 1
     whole = mask.whole(work.tile, lengths)
     begin, step, step_of_head = ds.of_keys(work)
-    dk = zero_gradient(config)
-    dv = zero_gradient(config)
+    dk = zero_gradient(config.COLUMNS, config.OUT)
+    dv = zero_gradient(config.COLUMNS_V, config.OUT_V)
     stage = first_stage(0)
     pipe.wait_keys()
     if VARLEN:
@@ -167,28 +167,35 @@ def store_keys(work, pipe, dk, dv, dk_out, dv_out, scale):
 
 @jit
 def add_pair(sums, stage, before, j, pipe, FIRST: gl.constexpr):
-    """sums, one or two, + dS K of a slot, in flight: of query tiles FIRST on.  The slot before is free."""
-    dq = pipe.issue_dq(stage, FIRST, sums[0])
+    """sums, one or two, + dS K of a slot, in flight: of query tiles FIRST on, or of one's columns and its last ones.  The slot
+    before is free."""
+    config = pipe.config
+    dq = pipe.issue_dq(stage, FIRST, sums[0], 0)
     if len(sums) == 1:
         sums = (wgmma_wait(1, deps=(dq,)),)
+    elif config.REST > 0:
+        sums = wgmma_wait(2, deps=(dq, pipe.issue_dq(stage, FIRST, sums[1], config.COLUMNS)))
     else:
-        sums = wgmma_wait(2, deps=(dq, pipe.issue_dq(stage, FIRST + 1, sums[1])))
+        sums = wgmma_wait(2, deps=(dq, pipe.issue_dq(stage, FIRST + 1, sums[1], 0)))
     pipe.release_pair(before, j)
     return sums
 
 
 @jit
 def consume_queries(work, scheduler, pipe, mask, split_sums, dq_out, scale, FIRST: gl.constexpr, NUMBER: gl.constexpr):
-    """dq = scale * sum of dS K, in the keys' order, of NUMBER of the work tile's query tiles from number FIRST on.
+    """dq = scale * sum of dS K, in the keys' order, of NUMBER of the work tile's query tiles from number FIRST on: of one, where it
+    has two accumulators.
 
     Over the KV split, and of what the splits before made, which waits in memory."""
     config = pipe.config
     lengths = work.lengths
     VARLEN: gl.constexpr = config.VARLEN
     low, tiles, begins, ends = scheduler.keys_of(work, mask)
-    sums = (zero_gradient(config),)
+    sums = (zero_gradient(config.COLUMNS, config.OUT),)
     if NUMBER > 1:
-        sums = (sums[0], zero_gradient(config))
+        sums = (sums[0], zero_gradient(config.COLUMNS, config.OUT))
+    elif config.REST > 0:
+        sums = (sums[0], zero_gradient(config.REST, config.OUT_REST))
     stage = first_stage(0)
     before = 0
     for j in range(tiles - 1 if VARLEN else tiles):
@@ -202,26 +209,37 @@ def consume_queries(work, scheduler, pipe, mask, split_sums, dq_out, scale, FIRS
             sums = add_pair(sums, stage, before, j, pipe, FIRST)
             before = stage.slot
             stage = next_stage(stage, config.DQ_SLOTS)
-    if NUMBER > 1:
+    if len(sums) > 1:
         sums = wgmma_wait(0, deps=(sums[0], sums[1]))
     else:
         sums = (wgmma_wait(0, deps=(sums[0],)),)
     if not split_sums.ON:
         pipe.arrive_done()
-    for t in gl.static_range(NUMBER):
-        made = sums[t]
-        tile = work.tile + (FIRST + t)
-        row, rows = work.first_q + tile * UNIT, lengths.seq_q - tile * UNIT
-        if split_sums.ON:
-            kept = split_sums.of(work, tile)
-            if (tiles > 0) & ~begins:
-                scheduler.counters.await_queries(work.segment - 1, scheduler.query_tiles())
-                made += gl.load(kept)
-            if ends:
-                dq_out.store(made * scale, work, row, rows)
-            elif tiles > 0:
-                gl.store(kept, made)
+    for t in gl.static_range(len(sums)):
+        if NUMBER > 1:
+            store_sum(sums[t], work, FIRST + t, (tiles, begins, ends), scheduler, split_sums, dq_out, scale, 0)
         else:
-            dq_out.store(made * scale, work, row, rows)
+            store_sum(sums[t], work, FIRST, (tiles, begins, ends), scheduler, split_sums, dq_out, scale, t * config.COLUMNS)
     if split_sums.ON:
         pipe.arrive_done()  # the sum counts as much as the dS that was read
+
+
+@jit
+def store_sum(made, work, t, seen, scheduler, split_sums, dq_out, scale, COLUMN: gl.constexpr):
+    """dq of the work tile's t-th query tile, or the sum so far, to where it goes: of the columns from COLUMN on.
+
+    seen: how many KV tiles of the split, and whether it is the first and the last."""
+    tiles, begins, ends = seen
+    tile = work.tile + t
+    row, rows = work.first_q + tile * UNIT, work.lengths.seq_q - tile * UNIT
+    if split_sums.ON:
+        kept = split_sums.of(work, tile, made, COLUMN)
+        if (tiles > 0) & ~begins:
+            scheduler.counters.await_queries(work.segment - 1, scheduler.query_tiles())
+            made += gl.load(kept)
+        if ends:
+            dq_out.store(made * scale, work, row, rows, COLUMN)
+        elif tiles > 0:
+            gl.store(kept, made)
+    else:
+        dq_out.store(made * scale, work, row, rows, COLUMN)

@@ -40,13 +40,13 @@ class Gradient:
             store_accumulator(out + FIRST, acc, rows, self.stride_n, self.DTYPE, self.columns - FIRST)
 
     @jit
-    def add(self, acc, work):
+    def add(self, acc, work, FIRST: gl.constexpr = 0):
         """Store the rows of a KV tile; to rows before `written` add them.
 
         A quad of threads has 8 neighbouring columns of a row: each 32-byte sector is read and written whole."""
         LAYOUT: gl.constexpr = acc.type.layout
         row = gl.expand_dims(gl.arange(0, UNIT, layout=gl.SliceLayout(1, LAYOUT)), 1) + work.tile * UNIT
-        column = gl.expand_dims(gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, LAYOUT)), 0)
+        column = gl.expand_dims(gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, LAYOUT)), 0) + FIRST
         # in steps of 4, so that two columns are known to be one access
         place = work.batch.to(gl.int64) * (self.stride_b // 4) + work.head.to(gl.int64) * (self.stride_h // 4)
         place = self.out + (place + row.to(gl.int64) * (self.stride_n // 4)) * 4 + column
@@ -57,13 +57,13 @@ class Gradient:
         gl.store(place, acc, mask=live)
 
     @jit
-    def store_keys(self, acc, work):
-        """The rows of a KV tile."""
+    def store_keys(self, acc, work, FIRST: gl.constexpr = 0):
+        """The rows of a KV tile.  FIRST: as of `store`."""
         if self.written is None:
             rows = work.lengths.seq_k - work.tile * UNIT
-            self.store(acc, work, work.first_k + work.tile.to(gl.int64) * UNIT, rows)
+            self.store(acc, work, work.first_k + work.tile.to(gl.int64) * UNIT, rows, FIRST)
         else:
-            self.add(acc, work)
+            self.add(acc, work, FIRST)
 
 
 @struct
@@ -76,14 +76,14 @@ class SplitSums:
     ON: gl.constexpr
 
     @jit
-    def of(self, work, query_tile):
-        """Pointers to the sum of a query tile."""
-        LAYOUT: gl.constexpr = self.config.OUT
+    def of(self, work, query_tile, acc, COLUMN: gl.constexpr):
+        """Pointers to the sum of a query tile, of the columns from COLUMN on that acc has."""
+        LAYOUT: gl.constexpr = acc.type.layout
         D: gl.constexpr = self.config.D
         QUERY_TILES: gl.constexpr = self.config.QUERY_TILES
         tiles = (work.lengths.q_tiles + QUERY_TILES - 1) // QUERY_TILES * QUERY_TILES
         o_r = gl.arange(0, UNIT, layout=gl.SliceLayout(1, LAYOUT))
-        o_d = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
+        o_d = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, LAYOUT)) + COLUMN
         row = (work.batch * self.heads + work.head).to(gl.int64)
         place = self.place + (row * tiles + query_tile) * (UNIT * D)
         return place + gl.expand_dims(o_r * D, 1) + gl.expand_dims(o_d, 0)

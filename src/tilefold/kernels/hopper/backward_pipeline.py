@@ -195,9 +195,11 @@ class BackwardPipeline:
         )
 
     @jit
-    def issue_dq(self, stage, t, acc):
-        """Issue dq += dS K of a slot, for its t-th query tile."""
-        return wgmma(self._panel_of_ds(stage, t).permute((1, 0)), self._tile(stage.slot), acc, is_async=True)
+    def issue_dq(self, stage, t, acc, COLUMN: gl.constexpr):
+        """Issue dq += dS K of a slot, for its t-th query tile: of the first columns of K, or the rest from COLUMN on."""
+        COLUMNS: gl.constexpr = self.config.COLUMNS if COLUMN == 0 else self.config.REST
+        keys = self.part(stage.slot, COLUMN // PANEL, COLUMNS // PANEL)
+        return wgmma(self._panel_of_ds(stage, t).permute((1, 0)), keys, acc, is_async=True)
 
     @jit
     def release_pair(self, slot, j):

@@ -101,8 +101,8 @@ def consume_keys(work, scheduler, pipe, transposed, spans, sizes, ds, dk_out, dv
     recompute = Recompute(pipe.statistics, scale, config.SCORES, UNIT)
     slot, first_head = ds.slot(work), scheduler.span_of(work.segment)[0] * scheduler.heads_at_once
     block, part = work.tile // ds.KV_TILES, work.tile % ds.KV_TILES
-    dk = zero_gradient(config)
-    dv = zero_gradient(config)
+    dk = zero_gradient(config.COLUMNS, config.OUT)
+    dv = zero_gradient(config.COLUMNS_V, config.OUT_V)
     stage = first_stage(0)
     pipe.wait_keys()
     own = (pipe.k(), pipe.v())
@@ -149,7 +149,7 @@ def consume_queries(work, scheduler, pipe, lists, sizes, dq_out, scale):
     KV_TILES: gl.constexpr = lists.LISTED
     index, count = scheduler.keys_of(work, lists)
     begin = sizes.of_keys(work.batch, work.head)
-    sums = (zero_gradient(config),)
+    sums = (zero_gradient(config.COLUMNS, config.OUT),)
     stage = first_stage(0)
     before = 0
     for j in range(count * KV_TILES):

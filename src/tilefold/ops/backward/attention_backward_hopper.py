@@ -116,7 +116,7 @@ def main_bound(
         **side_strides(call.layout, **gradients),
         "written": span[0],
         "stat_tiles": span[1],
-        "columns_qk": None if n.dim_qk == rules.WIDE else n.dim_qk,
+        "columns_qk": None if n.dim_qk % UNIT == 0 else n.dim_qk,
         "columns_v": None if n.dim_v in (64, 128, rules.WIDE) else n.dim_v,
     }
     options = {"num_warps": plan.keys.num_warps, "maxnreg": registers}
