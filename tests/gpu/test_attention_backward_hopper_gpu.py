@@ -123,7 +123,13 @@ def test_heads(options, kernel, heads):
         kernel.held(qkv(3, 400, 700, *heads, 128, dtype=BF, device=DEVICE), None, changes, **options)
 
 
-SUNK = {"dense": [(64,), (128,), (192,)], "spans": [(128,)], "reduce": [(96,)], "ordered": [(64,), (128,)], "apart": [(64,)]}
+SUNK = {
+    "dense": [(64,), (128,), (192,)],
+    "spans": [(128,)],
+    "reduce": [(96,)],
+    "ordered": [(64,), (128,)],
+    "apart": [(64,)],
+}
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (0, 0)}], ids=str)

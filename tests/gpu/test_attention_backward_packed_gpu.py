@@ -46,6 +46,17 @@ def test_head_dims(kernel, options, dims):
         kernel.held(*packed(*lengths, h=4, hk=2, d=dims[0], dv=dims[1], dtype=BF, device=DEVICE), **options)
 
 
+@pytest.mark.parametrize("dims", [(256, 256), (192, 128), (192, 192), (160, 136), (128, 192), (64, 256)], ids=str)
+@pytest.mark.parametrize("options", MASKS, ids=str)
+@pytest.mark.parametrize("kernel", several({"packed": [()]}))
+def test_wide_head_dims(kernel, options, dims):
+    """Of two warpgroups, one of which zeroes what is behind a sequence's end."""
+    for i, lengths in enumerate(LENGTHS):
+        heads = (4, 2) if i % 2 else (3, 3)
+        dtype = BF if i else torch.float16
+        kernel.held(*packed(*lengths, *heads, d=dims[0], dv=dims[1], dtype=dtype, device=DEVICE), **options)
+
+
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("kernel", several({"packed": [()], "reduce": [()], "ordered": [()], "apart": [()]}))
 def test_random_lengths(kernel, seed):
@@ -54,7 +65,7 @@ def test_random_lengths(kernel, seed):
     batch = pick.choice((1, 2, 5, 30))
     lengths_q = [*(pick.choice(some) for _ in range(batch)), 200]
     lengths_k = lengths_q if seed % 3 == 0 else [*(pick.choice(some) for _ in range(batch)), 99]
-    dim = pick.choice((64, 128))
+    dim = pick.choice((64, 128, 192) if kernel is PACKED else (64, 128))
     heads = pick.choice(((4, 4) if kernel is not APART else (4, 1), (8, 2)))
     tensors, where = packed(lengths_q, lengths_k, *heads, d=dim, dv=dim, dtype=BF, device=DEVICE)
     kernel.held(tensors, where, **pick.choice(MASKS))
@@ -72,9 +83,11 @@ def test_strides(kernel):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    ("kernel", "dim"),
+    several({"packed": [(64,), (128,), (192,), (256,)], "reduce": [(64,), (128,)], "ordered": [(64,), (128,)]}),
+)
 @pytest.mark.parametrize("options", MASKS[:3], ids=str)
-@pytest.mark.parametrize("kernel", [PACKED, ADDED, ORDERED])
 def test_neighbours(kernel, options, dim, bad):
     """Every second sequence, and the rows of no sequence, are not finite: of the others nothing changes, not even a bit.  Rows of
     no sequence have zero gradients."""
@@ -111,10 +124,12 @@ def test_neighbours(kernel, options, dim, bad):
             assert (t[-tail:] == 0).all()
 
 
-@pytest.mark.parametrize(("kernel", "dense"), [(PACKED, DENSE), (ORDERED, ORDERED)])
-def test_equals_dense(kernel, dense):
+@pytest.mark.parametrize(
+    ("kernel", "dense", "dim"), [(PACKED, DENSE, 128), (PACKED, DENSE, 192), (ORDERED, ORDERED, 128)]
+)
+def test_equals_dense(kernel, dense, dim):
     """Sequences of one length, a multiple of 128, give the bits of the dense kernel."""
-    tensors, where = packed([512] * 4, [512] * 4, h=4, hk=2, d=128, dv=128, dtype=BF, device=DEVICE)
+    tensors, where = packed([512] * 4, [512] * 4, h=4, hk=2, d=dim, dv=128, dtype=BF, device=DEVICE)
     dout, dlse = upstream(tensors[0], tensors[2])
     causal = {"call": {"causal": True}}
     got = kernel.run(tensors, dout, dlse, where, **causal)

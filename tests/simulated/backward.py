@@ -13,6 +13,7 @@ from tilefold.kernels.hopper import (
     backward_pipeline,
     backward_producer,
     backward_scheduler,
+    backward_wide_consumer,
     ds_ring,
     parts,
     pipeline,
@@ -43,6 +44,14 @@ CLASSES = (
     (recompute, ("Recompute",)),
     (backward_epilogue, ("Gradient", "SplitSums")),
 )
+
+
+WIDE_FUNCTIONS = (
+    *FUNCTIONS,
+    (backward_wide_consumer, ("probabilities", "clear_tail", "publish_clear", "consume_dv", "gradient", "zero_dk", "issue_dk",
+                              "wait_dk", "consume_dk", "consume")),
+)  # fmt: skip
+WIDE_CLASSES = (*CLASSES, (backward_wide_consumer, ("Exchange",)))
 
 
 class Value:
@@ -130,6 +139,13 @@ class Panel(View):
 
     def store(self, value):  # dS, for TMA
         self.fill(value.tags)
+
+
+class Handed(Panel):
+    """Where P is on its way to the other consumer: all of it, of one tile."""
+
+    def load(self, layout):
+        return Value(self.content or frozenset(["nothing"]))
 
 
 class Backward(Launch):
@@ -292,9 +308,15 @@ class Backward(Launch):
             done=(1, consumers),
         )
         do_empty = barriers(memory, do_empty=(SLOTS, 2))[0] if consumers > 1 else None
+        cleared = barriers(memory, cleared=(SLOTS, 1))[0] if consumers > 1 and config.VARLEN else None
         pipe = names["BackwardPipeline"]("q", "do", "k", "v", "stat", pool, statistics, kv_full, q_full, do_full, q_empty,
-                                         do_empty, done, config)  # fmt: skip
+                                         do_empty, done, cleared, config)  # fmt: skip
         return pipe, names["DsTiles"]("kept", Panel(memory, "dS"), self.slots * self.slot_rows)
+
+    def exchange(self, names):
+        """What one of two consumers hands to the other."""
+        bars = barriers(self.memory, p_full=(1, 1), p_empty=(1, 1))
+        return names["Exchange"](Handed(self.memory, "P"), *bars)
 
     def gradients(self, names, written=None, batch=True):
         """dq, dk and dv by strides of no matter."""

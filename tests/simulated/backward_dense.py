@@ -3,13 +3,9 @@
 Every sum is over the pairs of tiles that see each other, in order, also where it waits in memory between two KV splits;
 every piece of work is done once; no tile's P, q or dout is taken for another's."""
 
-from simulated import barriers
-from simulated.backward import CAUSAL, CLASSES, DIM, FULL, FUNCTIONS, SLOTS, WINDOW, ZEROS, Backward, Panel, Value
-from tilefold.kernels.hopper import attention_backward_wide
+from simulated.backward import CAUSAL, DIM, FULL, SLOTS, WIDE_CLASSES, WIDE_FUNCTIONS, WINDOW, ZEROS, Backward, Value
 from tilefold.plan import AttentionProblem
 from tilefold.plan.backward import attention_backward_hopper as rules
-
-WIDE = ("probabilities", "consume_dv", "gradient", "zero_dk", "issue_dk", "wait_dk", "consume_dk", "consume")
 
 
 class Sum:
@@ -107,9 +103,7 @@ class Run(Backward):
 
     def nouns(self, names, consumers=1):
         """What both partitions share: scheduler, pipeline, mask and ring of dS."""
-        config = names["BackwardConfig"](
-            None, DIM, SLOTS, self.query_tiles, self.hold, PANELS_V=self.panels_v
-        )
+        config = names["BackwardConfig"](None, DIM, SLOTS, self.query_tiles, self.hold, PANELS_V=self.panels_v)
         pipe, tiles = self.pipeline(names, config, consumers)
         lengths = names["Lengths"](self.seq_q, self.seq_k, self.q_units, self.kv_units)
         scheduler = names["SplitScheduler"](
@@ -151,26 +145,17 @@ class Run(Backward):
         assert self.progress[1:] == [self.key_items] * self.segments + [self.query_items] * self.segments
 
 
-class Exchange(Panel):
-    """Where P is: all of it, of one tile."""
-
-    def load(self, layout):
-        return Value(self.content or frozenset(["nothing"]))
-
-
 class Wide(Run):
     """Two consumers a work tile, P handed from one to the other; V has half of the columns."""
 
     panels_v = 1
-    functions = (*FUNCTIONS, (attention_backward_wide, WIDE))
-    classes = (*CLASSES, (attention_backward_wide, ("Exchange",)))
+    functions, classes = WIDE_FUNCTIONS, WIDE_CLASSES
 
     def program(self, item):
         """The three partitions of the program that has drawn an item."""
         names = self.namespace()
         scheduler, pipe, mask, ds = nouns = self.nouns(names, 2)
-        bars = barriers(self.memory, p_full=(1, 1), p_empty=(1, 1))
-        exchange = names["Exchange"](Exchange(self.memory, "P"), *bars)
+        exchange = self.exchange(names)
 
         def consume(number):
             self.begin_at(item, scheduler, number)  # of a work tile for dq each makes one query tile

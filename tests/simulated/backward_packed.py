@@ -6,7 +6,19 @@ zeroed wherever a product reads it; a line is not written before all who read it
 import functools
 
 from packed_batch import Batch
-from simulated.backward import CAUSAL, DIM, FULL, PANELS, SLOTS, WINDOW, ZEROS, Backward, Pointer
+from simulated.backward import (
+    CAUSAL,
+    DIM,
+    FULL,
+    PANELS,
+    SLOTS,
+    WIDE_CLASSES,
+    WIDE_FUNCTIONS,
+    WINDOW,
+    ZEROS,
+    Backward,
+    Pointer,
+)
 
 LEFT, RIGHT = 90, 30
 MASKS = {FULL: {}, CAUSAL: {"causal": True}, WINDOW: {"window": (LEFT, RIGHT)}}
@@ -107,17 +119,21 @@ class Run(Backward):
 
     # ------------------------------------------------------------ threads
 
-    def program(self, item):
-        """The two partitions of the program that has drawn an item."""
-        names = self.namespace()
+    def nouns(self, names, consumers=1):
+        """What both partitions share, and sums between splits, which there are none of."""
         config = names["BackwardConfig"](None, DIM, SLOTS, self.query_tiles, self.hold, True)
-        pipe, tiles = self.pipeline(names, config)
+        pipe, tiles = self.pipeline(names, config, consumers)
         scheduler = names["PackedScheduler"](
             names["Counters"](0, self.segments), Pointer(self.entries), self.group, self.batch.total_q, self.order.q_places,
             self.batch.heads * self.order.q_places, self.query_tiles)  # fmt: skip
         ds = names["PackedDsRing"](tiles, self.group, self.slots, self.order.width)
-        nouns = scheduler, pipe, names["BackwardMask"](LEFT, RIGHT, self.kind), ds
-        sums = names["SplitSums"](None, self.group, config, False)
+        mask = names["BackwardMask"](LEFT, RIGHT, self.kind)
+        return (scheduler, pipe, mask, ds), names["SplitSums"](None, self.group, config, False)
+
+    def program(self, item):
+        """The two partitions of the program that has drawn an item."""
+        names = self.namespace()
+        nouns, sums = self.nouns(names)
 
         def consume():
             self.begin(item)
@@ -132,3 +148,24 @@ class Run(Backward):
         keys = [-(-n // 64) for n in b.lengths_k for _ in range(b.kv_heads)]
         queries = [self.group * -(-n // b.rows) for n in b.lengths_q for _ in range(b.kv_heads)]
         assert self.progress[1:] == keys + queries
+
+
+class Wide(Run):
+    """Two consumers a work tile, one of which zeroes what both read."""
+
+    functions, classes = WIDE_FUNCTIONS, WIDE_CLASSES
+
+    def program(self, item):
+        """The three partitions of the program that has drawn an item."""
+        names = self.namespace()
+        nouns, sums = self.nouns(names, 2)
+        scheduler, pipe, mask, ds = nouns
+        exchange = self.exchange(names)
+
+        def consume(number):
+            self.begin(item)
+            self.local.stored = number
+            own = self.gradients(names, batch=False)
+            names["consume"](number, item, scheduler, pipe, mask, exchange, ds, sums, *own, 1.0)
+
+        return lambda: names["produce"](item, *nouns), lambda: consume(0), lambda: consume(1)

@@ -91,6 +91,8 @@ HOPPER = {
     "d256": problem(256),
     "d256 causal fp16 stripes": problem(256, causal=True, dtype="float16"),
     "d256 d64 window": problem(256, 64, window=(256, 100)),
+    "d192 d128 causal": problem(192, 128, causal=True),
+    "d160 d136 window": problem(160, 136, window=(256, 100)),
     "d128 causal spans": problem(128, causal=True),
     "d64 window spans, two tiles": problem(64, window=(256, 0), batch=8),
     "d256 spans": problem(256),
@@ -99,6 +101,8 @@ HOPPER = {
     "packed d128 window, two tiles": problem(128, varlen=True, window=(256, 100), batch=8),
     "packed d64 causal": problem(64, varlen=True, causal=True),
     "packed d64, two tiles": problem(64, varlen=True, batch=8),
+    "packed d192 d128 causal": problem(192, 128, varlen=True, causal=True),
+    "packed d256 window": problem(256, varlen=True, window=(256, 100)),
 }
 
 
@@ -129,6 +133,7 @@ NEWEST_HOPPER = (
     "prepare packed d128",
     "main packed d128 window, two tiles",
     "main packed d64, two tiles",
+    "main packed d192 d128 causal",
 )
 results = compiled(
     __name__,
@@ -172,8 +177,8 @@ def test_hopper(results: Results, name: str) -> None:
     assert found.problems(spills="any") == ()
     assert found.report is not None
     plan = hopper_plan(name.removeprefix("hopper main "))
-    newest, packed = found.report.triton.startswith("3.9"), "packed d128" in name
-    wide = plan.problem.dim_qk == 256
+    newest, packed = found.report.triton.startswith("3.9"), "packed" in name
+    wide = plan.problem.dim_qk > 128
     few = (20 if packed else 10) if newest else (3 if packed else 5 if wide else 0)
     assert all(loop.spills <= few for loop in found.report.loops)
     assert found.report.spill_store_bytes <= 256  # before and after the loop over the queries

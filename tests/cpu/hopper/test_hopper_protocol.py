@@ -297,6 +297,7 @@ def test_dense_backward_of_a_span(kind):
 def test_packed_backward(kind, places, case):
     for query_tiles in (1, 2):
         backward_packed.Run(places, kind, *BATCHES[case], query_tiles, hold=places == 1)(places)
+    backward_packed.Wide(places, kind, *BATCHES[case], 2)(places)
 
 
 def side_by_side(*options):
@@ -457,6 +458,10 @@ LAUNCHES = {  # what runs with a seed, and what is left out: a barrier, a turn, 
         lambda seed, missing: backward_packed.Run(seed, FULL, [130] * 6, [200] * 6, 2, 1, 5)(14),
         ["kv_full", "q_full", "do_full", "empty", "done", *COUNTED[:2], "clear"],
     ),
+    "wide packed backward": (
+        lambda seed, missing: backward_packed.Wide(seed, FULL, [130] * 6, [200] * 6, 2, 1, 5, 2)(14),
+        ["do_full", "q_empty", "do_empty", "p_full", "p_empty", "cleared", "clear"],
+    ),
     "reducing backward": (
         lambda seed, missing: Reduce(seed, FULL, (500, 256, 1, 1), ordered=True)(2),
         ["kv_full", "q_full", "do_full", "empty", "sum_full", "sum_empty", "meeting", *ORDER],
@@ -467,15 +472,17 @@ LAUNCHES = {  # what runs with a seed, and what is left out: a barrier, a turn, 
 }
 OWNERS = {"packed lists": Sparse, "paged lists": Sparse, "sparse backward": backward_sparse.Run, "bias and mask": Changed,
           "sparse backward in spans": backward_sparse.Run,
-          "dense backward": backward_dense.Run, "packed backward": backward_packed.Run, "reducing backward": Reduce}  # fmt: skip
+          "dense backward": backward_dense.Run, "packed backward": backward_packed.Run,
+          "wide packed backward": backward_packed.Wide, "reducing backward": Reduce}  # fmt: skip
+INTERPRETED = ("packed backward", "wide packed backward")  # whose order of work the interpreter makes
 FAULTS = [
-    pytest.param(name, one, marks=pytest.mark.interpreter if name == "packed backward" else ())
+    pytest.param(name, one, marks=pytest.mark.interpreter if name in INTERPRETED else ())
     for name, (_, missing) in LAUNCHES.items()
     for one in missing
 ]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.interpreter) if name == "packed backward" else name
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.interpreter) if name in INTERPRETED else name
                                   for name in LAUNCHES])  # fmt: skip
 def test_what_is_not_broken_is_right(name):
     """Of the launches whose faults are to be found: else any of them would be."""

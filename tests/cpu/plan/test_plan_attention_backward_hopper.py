@@ -74,7 +74,7 @@ REFUSED = {
         MIXED,
         [
             ({"dtype": "float32"}, "it multiplies bfloat16 and float16, not float32"),
-            ({"dim_v": 64}, "it has head dims of 64 and 128, the same for V, not 128 and 64"),
+            ({"dim_v": 64}, "it has head dims of 64 and 128, the same for V, or wider ones, not 128 and 64"),
             ({"dropout": True}, "and no dropout"),
             ({"query_descriptors": False}, "strides of Q are not multiples of 16 bytes"),
             ({"descriptors": False}, "strides of K or V are not multiples of 16 bytes"),

@@ -183,8 +183,8 @@ def add_pair(sums, stage, before, j, pipe, FIRST: gl.constexpr):
 
 @jit
 def consume_queries(work, scheduler, pipe, mask, split_sums, dq_out, scale, FIRST: gl.constexpr, NUMBER: gl.constexpr):
-    """dq = scale * sum of dS K, in the keys' order, of NUMBER of the work tile's query tiles from number FIRST on: of one, where it
-    has two accumulators.
+    """dq = scale * sum of dS K, in the keys' order, of NUMBER of the work tile's query tiles from number FIRST on; where
+    dq has two accumulators, of one.
 
     Over the KV split, and of what the splits before made, which waits in memory."""
     config = pipe.config
@@ -205,7 +205,17 @@ def consume_queries(work, scheduler, pipe, mask, split_sums, dq_out, scale, FIRS
         stage = next_stage(stage, config.DQ_SLOTS)
     if VARLEN:
         for j in range(gl.maximum(tiles - 1, 0), tiles):  # which may have the end of the sequence in it
-            pipe.wait_q(stage, lengths.seq_k - (low + j) * UNIT)
+            live = lengths.seq_k - (low + j) * UNIT
+            if pipe.cleared is None:
+                pipe.wait_q(stage, live)
+            else:
+                pipe.wait_q(stage)
+                if live < UNIT:
+                    if FIRST > 0:
+                        pipe.clear(stage.slot, live)
+                        pipe.publish_clear(0)
+                    else:
+                        pipe.await_clear(0)
             sums = add_pair(sums, stage, before, j, pipe, FIRST)
             before = stage.slot
             stage = next_stage(stage, config.DQ_SLOTS)
@@ -219,7 +229,9 @@ def consume_queries(work, scheduler, pipe, mask, split_sums, dq_out, scale, FIRS
         if NUMBER > 1:
             store_sum(sums[t], work, FIRST + t, (tiles, begins, ends), scheduler, split_sums, dq_out, scale, 0)
         else:
-            store_sum(sums[t], work, FIRST, (tiles, begins, ends), scheduler, split_sums, dq_out, scale, t * config.COLUMNS)
+            store_sum(
+                sums[t], work, FIRST, (tiles, begins, ends), scheduler, split_sums, dq_out, scale, t * config.COLUMNS
+            )
     if split_sums.ON:
         pipe.arrive_done()  # the sum counts as much as the dS that was read
 

@@ -47,6 +47,7 @@ class BackwardPipeline:
     q_empty: gl.shared_memory_descriptor
     do_empty: Buffer
     done: gl.shared_memory_descriptor
+    cleared: Buffer  # of two consumers: one has zeroed the rows of a tile that both read
     config: BackwardConfig
 
     @jit
@@ -170,6 +171,15 @@ class BackwardPipeline:
             clear_rows(self.pool.index(tile * PANELS + p), live, UNIT, gl.num_warps())
         fence_async_shared()
 
+    @jit
+    def publish_clear(self, i):
+        """For the other consumer; i: how many times before.  It is at most SLOTS tiles behind."""
+        mbarrier.arrive(self.cleared.index(i % self.config.SLOTS), count=1)
+
+    @jit
+    def await_clear(self, i):
+        mbarrier.wait(self.cleared.index(i % self.config.SLOTS), (i // self.config.SLOTS) & 1)
+
     # ------------------------------------------------------------ of a query tile
 
     @jit
@@ -236,10 +246,11 @@ def make_backward_pipeline(q_desc, do_desc, k_desc, v_desc, stat_desc, memory, c
     RING: gl.constexpr = max(config.SLOTS, config.DQ_SLOTS)
     kv_full, q_full = barriers(1, 1), barriers(RING, 1)
     if CONSUMERS == 1:
-        do_full, q_empty, do_empty = barriers(config.SLOTS, 1), barriers(RING, 1), None
+        do_full, q_empty, do_empty, cleared = barriers(config.SLOTS, 1), barriers(RING, 1), None, None
     else:
         q_empty = barriers(RING, 2)
         do_full, do_empty = barriers(config.SLOTS, 1), barriers(config.SLOTS, 2)
+        cleared = barriers(config.SLOTS, 1) if config.VARLEN else None
     done = barriers(1, CONSUMERS)
     return BackwardPipeline(q_desc, do_desc, k_desc, v_desc, stat_desc, memory[0], memory[1], kv_full, q_full, do_full, q_empty,
-                            do_empty, done, config)  # fmt: skip
+                            do_empty, done, cleared, config)  # fmt: skip

@@ -173,9 +173,11 @@ def _from_neighbour(x):
 
 
 @jit
-def store_accumulator(out, acc, rows, stride, DTYPE: gl.constexpr, columns=None, HEADS: gl.constexpr = 1, stride_h=0):  # fmt: skip
+def store_accumulator(out, acc, rows, stride, DTYPE: gl.constexpr, columns=None, HEADS: gl.constexpr = 1,
+                      stride_h=0):  # fmt: skip
     """Store acc [64, D] fp32 in DTYPE to the first `rows` rows at `out`, `stride` elements apart (a multiple of 4).  columns: how
-    many of the D there are, a multiple of 4, None for all, of the device or a constant; HEADS: row r is one of head r % HEADS, stride_h apart, and query r // HEADS.
+    many of the D there are, a multiple of 4, of the device or a constant; None: all.  HEADS: row r is one of head r % HEADS,
+    stride_h apart, and query r // HEADS.
 
     A thread holds 4 bytes here and 4 bytes there of a row.  Neighbours swap halves, so that each store is 8 bytes wide and every
     32-byte sector is written whole, straight from registers: shared memory is full."""

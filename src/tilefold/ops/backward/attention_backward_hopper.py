@@ -15,8 +15,10 @@ from .hopper_backward import (
     GluonBound,
     Scratch,
     boxed_sides,
+    columns_of,
     gradients_of,
     kept_box,
+    panels_of,
     statistics_bound,
     statistics_box,
 )
@@ -116,8 +118,7 @@ def main_bound(
         **side_strides(call.layout, **gradients),
         "written": span[0],
         "stat_tiles": span[1],
-        "columns_qk": None if n.dim_qk % UNIT == 0 else n.dim_qk,
-        "columns_v": None if n.dim_v in (64, 128, rules.WIDE) else n.dim_v,
+        **columns_of(n),
     }
     options = {"num_warps": plan.keys.num_warps, "maxnreg": registers}
     return Bound.of(kernel, items, given, values, constants, tensors[0].device, **options)
@@ -138,11 +139,7 @@ def _kernel(plan: "AttentionBackwardPlan") -> tuple[Any, dict[str, Any], int]:
     if width == WIDE:
         from ...kernels.hopper.attention_backward_wide import attention_backward_hopper_wide
 
-        constants |= {
-            "PANELS_QK": -(-n.dim_qk // UNIT),
-            "PANELS_V": -(-n.dim_v // UNIT),
-            "CONSUMER_REGISTERS": WIDE_REGISTERS[1],
-        }
+        constants |= {**panels_of(n), "CONSUMER_REGISTERS": WIDE_REGISTERS[1]}
         return attention_backward_hopper_wide, constants, WIDE_REGISTERS[0]
     from ...kernels.hopper.attention_backward import attention_backward_hopper
 

@@ -16,9 +16,11 @@ from .hopper_backward import (
     GluonBound,
     Scratch,
     boxed_sides,
+    columns_of,
     gradients_of,
     kept_box,
     packed_strides,
+    panels_of,
     statistics_box,
     values_of_lengths,
 )
@@ -69,6 +71,7 @@ def bound_launches(
         "steps": (n.batch - 1).bit_length(),
         **sides_named(window_of(call.window, call.causal)),
         **packed_strides(g=q.shape, x=k.shape, y=v.shape),
+        **columns_of(n),
     }
     first = _prepare(plan, order, tensors, dout, values)
     main = _main(plan, order, call, values, q.device)
@@ -152,17 +155,22 @@ def _main(
 ) -> Bound:
     """The launch that makes the gradients."""
     from ...kernels.hopper.attention_backward_packed import attention_backward_packed
-    from ...plan.backward.kept_backward import REGISTERS
+    from ...plan.backward.attention_backward_hopper import width_of
+    from ...plan.backward.kept_backward import REGISTERS, WIDE, WIDE_REGISTERS
     from ...plan.hopper import PRODUCER_REGISTERS
 
-    n = plan.problem
+    n, width = plan.problem, width_of(plan.problem)
+    wide = width == WIDE
     constants = {
         "KIND": kind_of(window_of(call.window, call.causal)),
-        "D": n.dim_qk,
+        "D": width,
+        **panels_of(n),
         "SLOTS": plan.keys.num_stages,
         "QUERY_TILES": order.together,
-        "HOLD": n.dim_qk in HOLDING,
+        "HOLD": width in HOLDING,
+        "CONSUMERS": 2 if wide else 1,
+        "CONSUMER_REGISTERS": WIDE_REGISTERS[1] if wide else 0,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
     }
-    options = {"num_warps": plan.keys.num_warps, "maxnreg": REGISTERS}
+    options = {"num_warps": plan.keys.num_warps, "maxnreg": WIDE_REGISTERS[0] if wide else REGISTERS}
     return Bound.of(attention_backward_packed, _main_grid(order), GIVEN, values, constants, device, **options)

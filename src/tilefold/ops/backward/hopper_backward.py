@@ -114,6 +114,18 @@ def boxed_sides(sides: Tensors, layout: Layout, queries: int = UNIT, keys: int =
     return {f"{name}_desc": Slot(of, box_of(t, layout, rows).over) for (name, of, rows), t in boxes}
 
 
+def panels_of(problem: Any) -> dict[str, int]:
+    """Constants of the kernels for head dims wider than 128: panels of 64 columns."""
+    return {"PANELS_QK": -(-problem.dim_qk // UNIT), "PANELS_V": -(-problem.dim_v // UNIT)}
+
+
+def columns_of(problem: Any) -> dict[str, int | None]:
+    """Columns of their gradients; None: all that a product makes, of dq and dk whole panels, of dv as many as are a power of
+    two."""
+    n, whole = problem, (UNIT, 2 * UNIT, 4 * UNIT)
+    return {"columns_qk": n.dim_qk if n.dim_qk % UNIT else None, "columns_v": None if n.dim_v in whole else n.dim_v}
+
+
 def statistics_box(rows: int, numbers: int = STATISTICS) -> Any:
     """Of fp32 [rows * numbers], a row at a time."""
     return Box(stand_in(torch.float32), [rows * numbers], [1], [numbers], *_flat_descriptor())

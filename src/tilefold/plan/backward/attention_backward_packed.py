@@ -15,10 +15,10 @@ from tilefold.plan.backward.attention_backward_hopper import (
     line_width,
     places,
     tiles,
+    width_of,
 )
-from tilefold.plan.backward.kept_backward import MOST_KEPT, SPARE, UNIT, backward_tile_fault
+from tilefold.plan.backward.kept_backward import MOST_KEPT, SPARE, UNIT, WIDE, backward_tile_fault
 from tilefold.plan.device import Device
-from tilefold.plan.hopper import chip_refusal
 from tilefold.plan.limits import MAX_GRID, Tile
 from tilefold.plan.problem import AttentionProblem
 
@@ -27,6 +27,7 @@ LEAST_FREE = (
     0.75  # slots beside those of the longest sequence, for each running program: a quarter of the device is idle
 )
 MAX_BLOCKS = 1 << 22  # sequences times heads
+WIDTHS = (64, 128)
 
 
 class Order(NamedTuple):
@@ -51,8 +52,10 @@ class Order(NamedTuple):
 def packed_refusal(problem: AttentionProblem, device: Device) -> str | None:
     """Why the kernel does not serve this packed batch, as a sentence, or None if it does."""
     n = problem
-    if refusal := chip_refusal(n, device) or common_refusal(n, device):
+    if refusal := common_refusal(n, device):
         return refusal
+    if width_of(n) != WIDE and (n.dim_qk != n.dim_v or n.dim_qk not in WIDTHS):
+        return f"it has head dims of 64 and 128, the same for V, or wider ones, not {n.dim_qk} and {n.dim_v}"
     if not n.descriptors:
         return "the base or the strides of K or V are not multiples of 16 bytes"
     if n.batch * n.heads >= MAX_BLOCKS:
@@ -70,7 +73,7 @@ def packed_violation(problem: AttentionProblem, device: Device, tile: Tile) -> t
     """(field, sentence) of the first thing that does not fit, or None."""
     if refusal := packed_refusal(problem, device):
         return "kernel", f"{KERNEL} cannot be used: {refusal}"
-    return backward_tile_fault(KERNEL, problem.dim_qk, problem.itemsize, device, tile)
+    return backward_tile_fault(KERNEL, width_of(problem), problem.itemsize, device, tile)
 
 
 # ---------------------------------------------------------------- sizes
@@ -137,8 +140,11 @@ def order_of(problem: AttentionProblem, device: Device, keys: int, total_q: int,
 
 
 def tiles_together(problem: AttentionProblem, device: Device, total_q: int) -> int:
-    """Tiles of queries of one item for dq: two where there are many, of sequences that mostly have two."""
+    """Tiles of queries of one item for dq: two where there are many, of sequences that mostly have two, and where each of two
+    consumers makes one."""
     n = problem
+    if width_of(n) == WIDE:
+        return 2
     many = n.heads * (total_q // UNIT) >= PAIRS_FROM * places(problem, device)
     return 2 if many and total_q >= 2 * UNIT * n.batch else 1
 
