@@ -1,7 +1,7 @@
 """The dense backward kernels of sm_90 beside FlashAttention-4's, in turns: the one that keeps dS, and the one that adds dq in
 memory, in any order and in one.
 
-    PYTHONPATH=src python benchmarks/backward_versions.py [--packed] [--only "D128 16k"] [--rounds 5] [--jsonl FILE]
+    PYTHONPATH=src python benchmarks/backward_versions.py [--packed | --windows] [--only "D128 16k"] [--rounds 5] [--jsonl FILE]
 
 Milliseconds and TFLOP/s of the backward pass alone; gradients are held to those of the version that adds in order first.
 results/backward_versions.jsonl, and backward_packed.jsonl, have what was measured; tests hold the plans to them."""
@@ -54,6 +54,12 @@ CASES = [  # batch, tokens, heads, KV heads, head dim; full and causal
     (1, 16384, 8, 8, 64),
     (1, 16384, 3, 3, 64),
 ]
+WINDOWS = [  # the same, with the keys that a query sees beside its own; narrow ones are where versions change places
+    (*case, keys)
+    for case in ((2, 4096, 64, 8, 64), (4, 4096, 32, 32, 64), (1, 16384, 16, 16, 64), (8, 1024, 32, 32, 64))
+    for keys in (127, 255, 511, 1023, 2047)
+    if keys <= case[1]
+]
 PACKED = [  # sequences, tokens of one in the mean, heads, KV heads, head dim; lengths are lognormal (sigma 0.6)
     *[(65536 // mean // (dim // 64), mean, 2048 // dim, 2048 // dim, dim)
       for dim in (64, 128) for mean in (512, 1024, 2048, 4096, 8192)],
@@ -63,6 +69,7 @@ PACKED = [  # sequences, tokens of one in the mean, heads, KV heads, head dim; l
 ]  # fmt: skip
 Gradients = Sequence[torch.Tensor]
 Backward = Callable[[], Gradients]
+Shape = tuple[int, int, int, int, int, bool | int]  # the last: causal or full, or keys of a window
 
 
 KEPT = "dS kept"
@@ -92,7 +99,7 @@ def lengths_of(sequences: int, mean: int) -> list[int]:
     return (drawn * (mean * sequences / float(drawn.sum()))).int().clamp(min=1).tolist()
 
 
-def candidates(shape: tuple[int, int, int, int, int, bool], packed: bool) -> dict[str, Backward]:
+def candidates(shape: Shape, packed: bool) -> dict[str, Backward]:
     batch, tokens, heads, kv_heads, dim, causal = shape
     lengths = lengths_of(batch, tokens)
     lead = (sum(lengths),) if packed else (batch, tokens)
@@ -103,7 +110,7 @@ def candidates(shape: tuple[int, int, int, int, int, bool], packed: bool) -> dic
 
     q, k, v = (draw(n).requires_grad_() for n in (heads, kv_heads, kv_heads))
     dout = draw(heads)
-    options: dict[str, Any] = {"causal": causal}
+    options: dict[str, Any] = {"causal": causal} if isinstance(causal, bool) else {"window": (causal, 0)}
     if packed:
         offsets = torch.tensor([sum(lengths[:i]) for i in range(batch + 1)], dtype=torch.int32, device="cuda")
         options |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
@@ -130,16 +137,19 @@ def far(got: Gradients, wanted: Gradients) -> float:
     return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs)
 
 
-def named(shape: tuple[int, int, int, int, int, bool], packed: bool = False) -> str:
+def named(shape: Shape, packed: bool = False) -> str:
     batch, tokens, heads, kv_heads, dim, causal = shape
     group = f"/{kv_heads}" * (kv_heads != heads)
     size = f"{tokens} x {batch} packed" if packed else f"{tokens // 1024}k x {batch}"
-    return f"D{dim} {size}, {heads}{group} heads, {'causal' if causal else 'full'}"
+    mask = ("causal" if causal else "full") if isinstance(causal, bool) else f"window {causal}"
+    return f"D{dim} {size}, {heads}{group} heads, {mask}"
 
 
-def pairs_of(shape: tuple[int, int, int, int, int, bool], packed: bool) -> float:
+def pairs_of(shape: Shape, packed: bool) -> float:
     """Queries times keys, of all sequences."""
     batch, tokens, *_, causal = shape
+    if not isinstance(causal, bool):
+        return float(batch * tokens * (causal + 1) - batch * causal * (causal + 1) / 2)
     squares = sum(n * n for n in lengths_of(batch, tokens)) if packed else batch * tokens**2
     return squares / (2 if causal else 1)
 
@@ -147,12 +157,14 @@ def pairs_of(shape: tuple[int, int, int, int, int, bool], packed: bool) -> float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--packed", action="store_true", help="packed sequences")
+    parser.add_argument("--windows", action="store_true", help="dense, under windows")
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--jsonl", help="a file to which a line a time is added")
     options = parser.parse_args()
     packed = options.packed
-    for shape in [(*case, causal) for case in (PACKED if packed else CASES) for causal in (False, True)]:
+    shapes = [(*case, causal) for case in (PACKED if packed else CASES) for causal in (False, True)]
+    for shape in WINDOWS if options.windows else shapes:
         if options.only not in named(shape, packed):
             continue
         calls = candidates(shape, packed)

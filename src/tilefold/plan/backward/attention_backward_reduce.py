@@ -27,6 +27,9 @@ LEAST_CHANGED = 512
 """Queries and keys from which on it is taken with changes of scores, which of these kernels it alone has: not measured."""
 LEAST_NARROW = (512, 1024)
 """Queries and keys from which on it was faster than keeping dS at D=64, without and with a causal mask."""
+LEAST_WINDOW = {(1, True): 512, (1, False): 512, (2, True): 2048, (2, False): 1024}
+"""Keys of a window from which on it is, at D=64, by the heads of a group (2: several) and whether it keeps an order: tiles of 64
+fit narrow windows better than those of 128."""
 LEAST_ALONE, LEAST_OF_GROUPS = 8192, 2048
 """The same of 128 columns, where each head has its own K and V, and, where DRAM is slow, without a mask where heads share them;
 else it is taken where there is no room for dS."""
@@ -143,6 +146,9 @@ def options_for(problem: AttentionProblem, device: Device, deterministic: bool) 
         least = LEAST_NARROW[causal]
         if tokens < least:
             return f"with fewer than {least} queries or keys it was not faster than keeping dS"
+        least = LEAST_WINDOW[min(n.group, 2), deterministic]
+        if min(n.sides) >= 0 and _window(n) < least and is_kept_well(n, device):
+            return f"of windows of fewer than {least} keys keeping dS is faster"
         if waits := _order_refusal(n, causal, device):
             return waits if deterministic else ANY_ORDER
     elif columns_of(n) in LEAST_IN_PARTS:
