@@ -4,7 +4,8 @@ memory, in any order and in one.
     PYTHONPATH=src python benchmarks/backward_versions.py [--packed | --windows] [--only "D128 16k"] [--rounds 5] [--jsonl FILE]
 
 Milliseconds and TFLOP/s of the backward pass alone; gradients are held to those of the version that adds in order first.
-results/backward_versions.jsonl, and backward_packed.jsonl, have what was measured; tests hold the plans to them."""
+results/backward_versions.jsonl, backward_packed.jsonl and backward_windows.jsonl have what was measured; tests hold the plans to
+them."""
 
 import argparse
 import importlib

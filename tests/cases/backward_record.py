@@ -1,5 +1,5 @@
-"""backward_versions.jsonl and backward_packed.jsonl of benchmarks/results, and which of their versions plans take: for tests of
-plans and of documents."""
+"""backward_versions.jsonl, backward_packed.jsonl and backward_windows.jsonl of benchmarks/results, and which of their versions
+plans take: for tests of plans and of documents."""
 
 import json
 from collections import defaultdict
@@ -21,7 +21,7 @@ APART = {replace(options, apart=True): f"{name} apart" for options, name in
          ((rules.ANY_ORDER, "added"), (ORDERED, "added in order"))}  # fmt: skip
 NAMES = {None: "dS kept", rules.ANY_ORDER: "added", ORDERED: "added in order", **APART}
 
-Case = tuple[Any, ...]  # batch, tokens, heads, KV heads, head dim, causal
+Case = tuple[Any, ...]  # batch, tokens, heads, KV heads, head dim, causal or the keys of a window
 
 
 def record(name: str = "versions") -> dict[tuple[str, str, Case], dict[str, float]]:
@@ -35,8 +35,9 @@ def record(name: str = "versions") -> dict[tuple[str, str, Case], dict[str, floa
 
 def planned(device: str, case: Case, deterministic: bool) -> AttentionBackwardPlan:
     """The plan of a case on a device of the record."""
-    batch, tokens, heads, kv_heads, dim, causal = case
-    problem = AttentionProblem(batch, tokens, tokens, heads, kv_heads, dim, dim, causal=causal)
+    batch, tokens, heads, kv_heads, dim, mask = case
+    changes: dict[str, Any] = {"causal": mask} if isinstance(mask, bool) else {"window": (mask, 0)}
+    problem = AttentionProblem(batch, tokens, tokens, heads, kv_heads, dim, dim, **changes)
     return plan_attention_backward(problem, _named(device), deterministic=deterministic)
 
 

@@ -27,7 +27,7 @@ LEAST_CHANGED = 512
 """Queries and keys from which on it is taken with changes of scores, which of these kernels it alone has: not measured."""
 LEAST_NARROW = (512, 1024)
 """Queries and keys from which on it was faster than keeping dS at D=64, without and with a causal mask."""
-LEAST_WINDOW = {(1, True): 512, (1, False): 512, (2, True): 2048, (2, False): 1024}
+LEAST_WINDOW = {(1, True): 512, (1, False): 0, (2, True): 2048, (2, False): 1024}
 """Keys of a window from which on it is, at D=64, by the heads of a group (2: several) and whether it keeps an order: tiles of 64
 fit narrow windows better than those of 128."""
 LEAST_ALONE, LEAST_OF_GROUPS = 8192, 2048
@@ -40,7 +40,8 @@ LEAST_IN_PARTS = {80: (512, 1024), 96: (1024, 1024)}
 """By columns, without and with a causal mask: queries, keys or a window from which on an order is faster than keeping dS, whose
 tiles have 128 columns.  Without an order half of it is, and at least 512."""
 APART_FROM = 4096
-"""Queries and keys from which on heads of a group are faster by themselves, of 80 and 96 columns, in order under a window."""
+"""Queries and keys from which on heads of a group are faster by themselves, in order under a window, of fewer than 128 columns;
+of 64 under one of LEAST_WINDOW."""
 NEVER = 1 << 62
 LEAST_PACKED = {64: ((512, 1024), (512, 1024)), 128: ((8192, NEVER), (8192, 4096))}
 """By the width of tiles, of packed batches: the mean length, and keys that a query sees at most, from which on an order, and any
@@ -202,7 +203,9 @@ def _is_apart(n: AttentionProblem, ordered: bool) -> bool:
         return False
     if ordered and n.sides[0] < 0 and n.unchanged:
         return n.group * _sums_of_head(n) > SUMS_AT_ONCE // 2
-    return columns_of(n) == 128 or (ordered and columns_of(n) > 64 and min(n.seq_q, n.seq_k) >= APART_FROM)
+    if columns_of(n) == 64 and not (n.unchanged and _window(n) >= LEAST_WINDOW[2, True]):
+        return False
+    return columns_of(n) == 128 or (ordered and min(n.seq_q, n.seq_k) >= APART_FROM)
 
 
 def _window(n: AttentionProblem) -> int:
