@@ -1,11 +1,10 @@
 """The dense backward kernels of sm_90 beside FlashAttention-4's, in turns: the one that keeps dS, and the one that adds dq in
 memory, in any order and in one.
 
-    PYTHONPATH=src python benchmarks/backward_versions.py [--packed | --windows] [--only "D128 16k"] [--rounds 5] [--jsonl FILE]
+    PYTHONPATH=src python benchmarks/backward_versions.py [--packed | --windows | --wide] [--only "D128 16k"] [--rounds 5] [--jsonl FILE]
 
-Milliseconds and TFLOP/s of the backward pass alone; gradients are held to those of the version that adds in order first.
-results/backward_versions.jsonl, backward_packed.jsonl and backward_windows.jsonl have what was measured; tests hold the plans to
-them."""
+Milliseconds and TFLOP/s of the backward pass alone; gradients are held to those of the first version that keeps an order.
+results/backward_*.jsonl have what was measured; tests hold the plans to them."""
 
 import argparse
 import importlib
@@ -61,6 +60,19 @@ WINDOWS = [  # the same, with the keys that a query sees beside its own; narrow 
     for keys in (127, 255, 511, 1023, 2047)
     if keys <= case[1]
 ]
+WIDE = [  # and V's own head dim
+    (4, 4096, 16, 16, (192, 128)),
+    (1, 16384, 16, 16, (192, 128)),
+    (1, 4096, 128, 128, (192, 128)),
+    (8, 1024, 16, 16, (192, 128)),
+    (16, 512, 16, 16, (192, 128)),
+    (4, 4096, 16, 16, (192, 192)),
+    (1, 16384, 8, 8, (192, 192)),
+    (4, 4096, 16, 16, (160, 160)),
+    (1, 16384, 8, 8, (256, 256)),
+    (8, 1024, 8, 8, (256, 256)),
+    (1, 16384, 8, 8, (256, 128)),
+]
 PACKED = [  # sequences, tokens of one in the mean, heads, KV heads, head dim; lengths are lognormal (sigma 0.6)
     *[(65536 // mean // (dim // 64), mean, 2048 // dim, 2048 // dim, dim)
       for dim in (64, 128) for mean in (512, 1024, 2048, 4096, 8192)],
@@ -70,7 +82,7 @@ PACKED = [  # sequences, tokens of one in the mean, heads, KV heads, head dim; l
 ]  # fmt: skip
 Gradients = Sequence[torch.Tensor]
 Backward = Callable[[], Gradients]
-Shape = tuple[int, int, int, int, int, bool | int]  # the last: causal or full, or keys of a window
+Shape = tuple[int, int, int, int, int | tuple[int, int], bool | int]  # the last: causal or full, or keys of a window
 
 
 KEPT = "dS kept"
@@ -85,6 +97,8 @@ def backward_of(out: torch.Tensor, inputs: Gradients, dout: torch.Tensor) -> Bac
 
 
 def plans_of(plan: Any, group: int) -> dict[str, Any]:
+    if max(plan.problem.dim_qk, plan.problem.dim_v) > 128:
+        return {KEPT: plan, "portable": plan_attention_backward(plan.problem, plan.device, portable=True)}
     versions = VERSIONS | (APART if group > 1 else {})
     plans = {name: plan.with_tiles(kernel=KERNEL, options=options) for name, options in versions.items()}
     if plan.problem.varlen and packed_refusal(plan.problem, plan.device):
@@ -106,11 +120,13 @@ def candidates(shape: Shape, packed: bool) -> dict[str, Backward]:
     lead = (sum(lengths),) if packed else (batch, tokens)
     generator = torch.Generator("cuda").manual_seed(0)
 
-    def draw(n: int) -> torch.Tensor:
-        return torch.randn(*lead, n, dim, device="cuda", generator=generator).bfloat16()
+    def draw(n: int, columns: int) -> torch.Tensor:
+        return torch.randn(*lead, n, columns, device="cuda", generator=generator).bfloat16()
 
-    q, k, v = (draw(n).requires_grad_() for n in (heads, kv_heads, kv_heads))
-    dout = draw(heads)
+    of_q, of_v = dims_of(dim)
+    sides = (heads, of_q), (kv_heads, of_q), (kv_heads, of_v)
+    q, k, v = (draw(*side).requires_grad_() for side in sides)
+    dout = draw(heads, of_v)
     options: dict[str, Any] = {"causal": causal} if isinstance(causal, bool) else {"window": (causal, 0)}
     if packed:
         offsets = torch.tensor([sum(lengths[:i]) for i in range(batch + 1)], dtype=torch.int32, device="cuda")
@@ -132,6 +148,11 @@ def candidates(shape: Shape, packed: bool) -> dict[str, Backward]:
     return made
 
 
+def dims_of(dim: int | tuple[int, int]) -> tuple[int, int]:
+    """Head dims of Q and V."""
+    return (dim, dim) if isinstance(dim, int) else dim
+
+
 def far(got: Gradients, wanted: Gradients) -> float:
     """The largest relative L2 difference of the gradients."""
     pairs = zip(got, wanted, strict=True)
@@ -143,6 +164,8 @@ def named(shape: Shape, packed: bool = False) -> str:
     group = f"/{kv_heads}" * (kv_heads != heads)
     size = f"{tokens} x {batch} packed" if packed else f"{tokens // 1024}k x {batch}"
     mask = ("causal" if causal else "full") if isinstance(causal, bool) else f"window {causal}"
+    of_q, of_v = dims_of(dim)
+    dim = of_q if of_q == of_v else f"{of_q}, V {of_v}"  # type: ignore[assignment]
     return f"D{dim} {size}, {heads}{group} heads, {mask}"
 
 
@@ -158,6 +181,7 @@ def pairs_of(shape: Shape, packed: bool) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--packed", action="store_true", help="packed sequences")
+    parser.add_argument("--wide", action="store_true", help="dense, head dims above 128")
     parser.add_argument("--windows", action="store_true", help="dense, under windows")
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--rounds", type=int, default=5)
@@ -165,13 +189,14 @@ def main() -> None:
     options = parser.parse_args()
     packed = options.packed
     shapes = [(*case, causal) for case in (PACKED if packed else CASES) for causal in (False, True)]
+    shapes = [(*case, causal) for case in WIDE for causal in (False, True)] if options.wide else shapes
     for shape in WINDOWS if options.windows else shapes:
         if options.only not in named(shape, packed):
             continue
         calls = candidates(shape, packed)
-        wanted = calls["added in order"]()
+        wanted = calls["added in order" if "added in order" in calls else KEPT]()
         wrong = {each: far(call(), wanted) for each, call in calls.items()}
-        flops = 10 * shape[2] * shape[4] * pairs_of(shape, packed)
+        flops = 2 * shape[2] * (3 * dims_of(shape[4])[0] + 2 * dims_of(shape[4])[1]) * pairs_of(shape, packed)
         samplers = {each: (lambda call=call: timers.queued_samples(call, 4)) for each, call in calls.items()}
         failed: dict[str, Exception] = {}
         times = timers.time_alternating(samplers, options.rounds, failed=failed)
