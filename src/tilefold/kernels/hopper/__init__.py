@@ -2,7 +2,7 @@
 
     attention_forward, attention_fp8, sparse_forward      forward: dense and packed, in e4m3, by lists of blocks
     attention_backward, attention_backward_wide, attention_backward_packed, sparse_backward
-             backward, dS kept; of head dim 256, of packed sequences, by lists of blocks
+             backward, dS kept; of head dims above 128, of packed sequences, by lists of blocks
     attention_backward_reduce      backward, dq added in memory
     matmul, matmul_eight, matmul_eight_rows, lowbit_matmul, lowbit_rows      products, of 16, 8 and fewer bits
 
@@ -15,7 +15,8 @@
     chunks   numerics="invariant": chunks of keys, merged in their order
     producer, consumer    what the warps of the dense and the e4m3 kernel do with all these
     backward_config, backward_scheduler, backward_pipeline, backward_mask, backward_epilogue, ds_ring, recompute
-             the aggregates of the backward kernels that keep dS; with backward_producer and backward_consumer
+             the aggregates of the backward kernels that keep dS; with backward_producer, backward_consumer and
+             backward_wide_consumer, the two of head dims above 128
     backward_lists      those of sparse_backward
     reduce_scheduler, reduce_pipeline, dq_sums, group_sums, tails, backward_mods
              those of attention_backward_reduce: sums of dq, of grouped heads; ends of packed sequences; changes of scores

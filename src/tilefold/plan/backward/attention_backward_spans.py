@@ -19,7 +19,9 @@ from tilefold.plan.problem import AttentionProblem
 # Key items whose dS has room at a time, for each running program, where spans are chosen; measured on an H200, D=128, 32 heads on
 # 8, causal: in 3 spans with 2 of them 591 TFLOP/s, in 4 with 3 539; in 5 and 7 529 and 522; in 9 and 13 494 and 513.
 HELD, HELD_IN_MANY, MANY = 2, 3, 6
-LEAST_SPLIT = 4096  # keys of a KV split at D=256; H100, 16384 tokens: of 2048 441 TFLOP/s, of 4096 468, in 3 spans 466
+SHORT_SPLIT = 4096
+"""Keys of a KV split of wide head dims, up to which spans are faster, causal, 16384 tokens, TFLOP/s.  H100, D=256: splits of 2048
+441, of 4096 468, in 3 spans 466.  H200: of 4096 471, in 2 spans 479; D=192, V of 128, 385 and 412, full 390 and 385."""
 MAX_SPANS = 4096  # launches of a call
 
 
@@ -86,6 +88,8 @@ def queries_at_once(problem: AttentionProblem, device: Device) -> int:
     total = dense.tiles(n)[0]
     item = dense.places(n, device) * n.group * UNIT * UNIT * n.itemsize
     most = max(1, least_kept(n.dim_qk, n.dim_v) // (HELD * item))
+    if dense.width_of(n) == WIDE:
+        most = min(most, -(-total // 2))
     if -(-total // most) >= MANY:
         most = max(1, least_kept(n.dim_qk, n.dim_v) // (HELD_IN_MANY * item))
     units = -(-total // -(-total // most))
@@ -103,7 +107,7 @@ def why(problem: AttentionProblem, device: Device) -> str:
     fault = dense.kept_violation(n, device, *at_once)
     if fault:
         return fault[1]
-    slow = n.group > 1 or (dense.width_of(n) == WIDE and at_once[1] < LEAST_SPLIT)
+    slow = n.group > 1 or (dense.width_of(n) == WIDE and at_once[1] <= SHORT_SPLIT)
     if slow and n.sides in ((-1, -1), (-1, 0)) and 2 * n.seq_q >= n.seq_k and at_once[1] < n.seq_k:
         limit = f"{kept_limit(n) / 2**30:.2g} GiB"
         return f"{limit} hold dS of {at_once[1]} of {n.seq_k} keys at a time, in KV splits that wait for each other"
