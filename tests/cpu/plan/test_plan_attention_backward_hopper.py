@@ -143,6 +143,27 @@ def test_what_is_kept() -> None:
     assert len(forced(LONG).spans) == 5 and forced(LONG).scratch_bytes < 0.52 * 2**30
 
 
+def test_wide_heads_come_in_two_spans_or_more_where_kv_splits_are_short() -> None:
+    """Faster than in KV splits of 4096 keys, and in less memory."""
+    for dims, heads, gib in (((192, 128), 16, 0.95), ((256, 256), 8, 0.85)):
+        problem = replace(LONG, dim_qk=dims[0], dim_v=dims[1], heads=heads, kv_heads=heads)
+        plan = plan_attention_backward(problem, H200)
+        assert (plan.kernel, plan.queries_at_once, len(plan.spans)) == (rules.KERNEL, 8192, 2)
+        assert plan.scratch_bytes < gib * 2**30 < plan.with_tiles(queries_at_once=0).scratch_bytes
+        shorter = plan_attention_backward(replace(problem, seq_q=8192, seq_k=8192), H200)
+        assert (shorter.queries_at_once, shorter.keys_at_once) == (0, 8192)
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (256, 256), (128, 192), (64, 256), (136, 40)])
+def test_wide_heads_of_packed_sequences(dims: tuple[int, int]) -> None:
+    """Of two consumers each makes dq of one tile of queries: two a work tile, however few there are."""
+    problem = replace(MIXED, dim_qk=dims[0], dim_v=dims[1])
+    plan = plan_attention_backward(problem, H200)
+    assert (plan.kernel, plan.keys) == (rules.KERNEL, Tile(64, 64, 4, 2))
+    assert packed.tiles_together(problem, H200, 64) == 2
+    assert packed.tiles_together(replace(problem, dim_qk=128, dim_v=128), H200, 64) == 1
+
+
 def test_sums_between_splits_are_scratch() -> None:
     apart = forced(MANY, keys_at_once=4096).scratch_bytes - forced(MANY, keys_at_once=8192).scratch_bytes
     assert apart > 8 * 16 * 8192 * 128 * 4 - (1 << 20)
