@@ -1,7 +1,8 @@
 """The dense backward kernels of sm_90 beside FlashAttention-4's, in turns: the one that keeps dS, and the one that adds dq in
 memory, in any order and in one.
 
-    PYTHONPATH=src python benchmarks/backward_versions.py [--packed | --windows | --wide] [--only "D128 16k"] [--rounds 5] [--jsonl FILE]
+    PYTHONPATH=src python benchmarks/backward_versions.py [--packed | --windows | --wide [--packed]] [--only "D128 16k"]
+                                                          [--rounds 5] [--jsonl FILE]
 
 Milliseconds and TFLOP/s of the backward pass alone; gradients are held to those of the first version that keeps an order.
 results/backward_*.jsonl have what was measured; tests hold the plans to them."""
@@ -73,6 +74,7 @@ WIDE = [  # and V's own head dim
     (8, 1024, 8, 8, (256, 256)),
     (1, 16384, 8, 8, (256, 128)),
 ]
+WIDE_PACKED = [(16, 2048, 16, 16, (192, 128)), (8, 4096, 16, 16, (192, 128)), (16, 2048, 8, 8, (256, 256))]
 PACKED = [  # sequences, tokens of one in the mean, heads, KV heads, head dim; lengths are lognormal (sigma 0.6)
     *[(65536 // mean // (dim // 64), mean, 2048 // dim, 2048 // dim, dim)
       for dim in (64, 128) for mean in (512, 1024, 2048, 4096, 8192)],
@@ -181,15 +183,16 @@ def pairs_of(shape: Shape, packed: bool) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--packed", action="store_true", help="packed sequences")
-    parser.add_argument("--wide", action="store_true", help="dense, head dims above 128")
-    parser.add_argument("--windows", action="store_true", help="dense, under windows")
+    others = parser.add_mutually_exclusive_group()
+    others.add_argument("--wide", action="store_true", help="head dims above 128")
+    others.add_argument("--windows", action="store_true", help="dense, under windows")
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--jsonl", help="a file to which a line a time is added")
     options = parser.parse_args()
-    packed = options.packed
-    shapes = [(*case, causal) for case in (PACKED if packed else CASES) for causal in (False, True)]
-    shapes = [(*case, causal) for case in WIDE for causal in (False, True)] if options.wide else shapes
+    packed = options.packed and not options.windows
+    cases = (WIDE_PACKED if packed else WIDE) if options.wide else PACKED if packed else CASES
+    shapes = [(*case, causal) for case in cases for causal in (False, True)]
     for shape in WINDOWS if options.windows else shapes:
         if options.only not in named(shape, packed):
             continue

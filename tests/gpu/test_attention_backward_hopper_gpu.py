@@ -90,7 +90,7 @@ IN_PARTS = (96, 96), (80, 80), (72, 72), (88, 96), (72, 64), (64, 80)  # of prod
 HEAD_DIMS = {
     "dense": [(dims, options) for options in MASKS for dims in DIMS]
     + [(dims, options) for options in MASKS[:3] for dims in WIDE],
-    "spans": [(dims, options) for options in MASKS[:3] for dims in DIMS[:4]],
+    "spans": [(dims, options) for options in MASKS[:3] for dims in (*DIMS[:4], *WIDE[1:5])],
     "reduce": [(dims, {}) for dims in (*NARROW, *IN_PARTS)],
     "ordered": [(dims, options) for options in MASKS[:3] for dims in (*NARROW, *IN_PARTS, (104, 112))],
     "apart": [(dims, options) for options in MASKS[:3] for dims in (*IN_PARTS[:3], (128, 128))],
@@ -133,7 +133,7 @@ SUNK = {
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (0, 0)}], ids=str)
-@pytest.mark.parametrize(("kernel", "dim"), several({**SUNK, "packed": [(64,), (128,)]}))
+@pytest.mark.parametrize(("kernel", "dim"), several({**SUNK, "packed": [(64,), (128,), (192,)]}))
 def test_sinks(kernel, dim, options):
     """Their gradient, too; some queries see no key, and the sink alone.  A sink may weigh nothing, or all."""
     sinks = torch.tensor([0.3, -60.0, 20.0, -2.0], dtype=BF, device=DEVICE)

@@ -96,6 +96,7 @@ HOPPER = {
     "d128 causal spans": problem(128, causal=True),
     "d64 window spans, two tiles": problem(64, window=(256, 0), batch=8),
     "d256 spans": problem(256),
+    "d160 d136 window spans": problem(160, 136, window=(256, 100)),
     "packed d128": problem(128, varlen=True),
     "packed d128 causal fp16, two tiles": problem(128, varlen=True, causal=True, dtype="float16", batch=8),
     "packed d128 window, two tiles": problem(128, varlen=True, window=(256, 100), batch=8),
@@ -177,7 +178,7 @@ def test_hopper(results: Results, name: str) -> None:
     assert found.problems(spills="any") == ()
     assert found.report is not None
     plan = hopper_plan(name.removeprefix("hopper main "))
-    newest, packed = found.report.triton.startswith("3.9"), "packed" in name
+    newest, packed = found.report.triton.startswith("3.9"), "packed" in name and "d64" not in name
     wide = plan.problem.dim_qk > 128
     few = (20 if packed else 10) if newest else (3 if packed else 5 if wide else 0)
     assert all(loop.spills <= few for loop in found.report.loops)

@@ -54,6 +54,7 @@ REFUSED = {
             ({"dtype": "float32"}, "it multiplies bfloat16 and float16, not float32"),
             ({"dim_v": 32}, "with head dims below 40, which it pads to 64"),
             ({"dim_v": 66}, "it stores 4 columns at a time, head dims are 128 and 66"),
+            ({"dim_v": 132}, "the rows of the gradient of out are not multiples of 16 bytes"),
             ({"dim_v": 260}, "it has head dims to 256, not 128 and 260"),
             ({"dropout": True}, "and no dropout"),
             ({"mask_mods": ("mask",)}, "no masks but causal and window"),
@@ -223,6 +224,7 @@ def test_overrides_that_do_not_fit(problem: AttentionProblem, fields: dict[str, 
 def test_tiles_that_do_not_fit() -> None:
     for tile, named in (
         (Tile(64, 128, 4, 2), "block_n: must be 64"),
+        (Tile(64, 64, 4, 1), "num_stages: must be at least 2"),
         (Tile(64, 64, 4, 9), "num_stages: must be from 1 to 8"),
         (Tile(64, 64, 4, 8), "num_stages: needs 301 KiB"),
     ):

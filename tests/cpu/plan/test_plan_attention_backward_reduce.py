@@ -216,6 +216,7 @@ def test_sums_and_memory_of_two_parts() -> None:
         ({"dtype": "float32"}, "it multiplies bfloat16 and float16, not float32"),
         ({"dim_v": 8}, "it has head dims of 16 to 128, multiples of 4, not 128 and 8"),
         ({"dim_qk": 256, "dim_v": 256}, "not 256 and 256"),
+        ({"dim_v": 68}, "the rows of the gradient of out are not multiples of 16 bytes"),
         ({"dropout": True}, "no dropout"),
         ({"mask_mods": ("prefix",)}, "it has no prefix"),
         ({"score_mods": ("alibi",), "seq_q": 0}, "there are no queries"),

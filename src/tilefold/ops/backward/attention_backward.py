@@ -114,7 +114,7 @@ def backward(
     bound = _bound(prepared, (q, k, v, out), (dout, lse, dlse), call, wanted[3], loads)
     if not isinstance(bound, DenseBound):
         run = bound.run if whole or not bound.plan.queries_at_once else bound.sums  # type: ignore[union-attr]
-        dq, dk, dv = run((q, k, v, out), dout, lse, dlse, call)
+        dq, dk, dv = run((q, k, v, out), dout, lse, dlse, call) if wanted[0] or keys else (None, None, None)
         dsinks = None
         if wanted[4] and call.sinks is not None:
             dsinks = _sinks_bound(prepared, out, dout, dlse, call).gradient(out, dout, lse, dlse, call)

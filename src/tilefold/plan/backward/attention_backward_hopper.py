@@ -5,6 +5,7 @@ head and so many keys of it that eight batches have."""
 
 from functools import lru_cache
 
+from tilefold.plan.backward.backward import ROWS_OF_DOUT
 from tilefold.plan.backward.kept_backward import (
     PROGRAMS_PER_SM,
     UNIT,
@@ -54,6 +55,8 @@ def common_refusal(problem: AttentionProblem, device: Device) -> str | None:
         return f"it stores 4 columns at a time, head dims are {n.dim_qk} and {n.dim_v}"
     if not n.unchanged:
         return "it has no changes of scores, no masks but causal and window, and no dropout"
+    if n.dim_v * n.itemsize % 16:
+        return ROWS_OF_DOUT
     if not n.query_descriptors:
         return "the base or the strides of Q are not multiples of 16 bytes"
     if n.seq_k == 0:

@@ -8,6 +8,7 @@ from typing import Any
 
 from tilefold.plan.backward.attention_backward_hopper import is_kept_well, width_of
 from tilefold.plan.backward.attention_backward_packed import packed_refusal
+from tilefold.plan.backward.backward import ROWS_OF_DOUT
 from tilefold.plan.backward.kept_backward import divisors
 from tilefold.plan.dense.attention_hopper import LISTS_FROM
 from tilefold.plan.device import Device
@@ -28,8 +29,8 @@ LEAST_CHANGED = 512
 LEAST_NARROW = (512, 1024)
 """Queries and keys from which on it was faster than keeping dS at D=64, without and with a causal mask."""
 LEAST_WINDOW = {(1, True): 512, (1, False): 0, (2, True): 2048, (2, False): 1024}
-"""Keys of a window from which on it is, at D=64, by the heads of a group (2: several) and whether it keeps an order: tiles of 64
-fit narrow windows better than those of 128."""
+"""Keys of a window, its own included, from which on it is faster at D=64 than keeping dS where that has room: tiles of 64 queries
+fit narrow windows better than those of 128.  By the heads of a group (2: several), and whether it keeps an order."""
 LEAST_ALONE, LEAST_OF_GROUPS = 8192, 2048
 """The same of 128 columns, where each head has its own K and V, and, where DRAM is slow, without a mask where heads share them;
 else it is taken where there is no room for dS."""
@@ -116,6 +117,8 @@ def reduce_refusal(problem: AttentionProblem, device: Device) -> str | None:
         return f"it has no {others[0]}"
     if not n.unchanged and n.seq_q == 0:
         return "there are no queries"
+    if n.dim_v * n.itemsize % 16:
+        return ROWS_OF_DOUT
     if not n.query_descriptors:
         return "the base or the strides of Q are not multiples of 16 bytes"
     if n.seq_k == 0:

@@ -81,7 +81,7 @@ def queries_at_once(problem: AttentionProblem, device: Device) -> int:
     """Queries of a span, 0 if all are made at once: where there is room for dS of enough keys of all queries (`why`).
 
     Else so many that HELD key items (HELD_IN_MANY of MANY spans or more) have room for each running program, in spans of one
-    size, whole pairs of tiles."""
+    size, whole pairs of tiles; two spans at least of wide head dims."""
     n = problem
     if not why(n, device):
         return 0

@@ -55,6 +55,7 @@ def not_a_tile(**tiles: object) -> tuple[str, str] | None:
     return None
 
 
+ROWS_OF_DOUT = "the rows of the gradient of out are not multiples of 16 bytes"
 PASS = "the backward pass of this problem"  # as what no tile fits
 
 
@@ -63,7 +64,7 @@ def backward_box_refusal(problem: AttentionProblem, device: Device) -> str | Non
     if problem.dtype == "float32":
         return "fp32 products are not made from shared memory, and boxes would only take registers"
     if problem.dim_v * problem.itemsize % 16:
-        return "the rows of the gradient of out are not multiples of 16 bytes"
+        return ROWS_OF_DOUT
     if not problem.query_descriptors:
         return "the base or the strides of Q are not multiples of 16 bytes"
     return box_refusal(problem, device)

@@ -71,7 +71,10 @@ def backward_shared(dim: int, itemsize: int, stages: int) -> int:
 
 
 def backward_tile_fault(kernel: str, dim: int, itemsize: int, device: Device, tile: Tile) -> tuple[str, str] | None:
-    """(field, sentence) of the first thing about a tile that does not fit, or None."""
+    """(field, sentence) of the first thing about a tile that does not fit, or None.  With one buffer a consumer would wait for a
+    tile whose place it holds."""
+    if tile.num_stages == 1:
+        return "num_stages", f"must be at least 2 with {kernel}, got 1"
     fixed = {"block_m": UNIT, "block_n": UNIT, "num_warps": 4}
     shared = backward_shared(dim, itemsize, tile.num_stages) if type(tile.num_stages) is int else 0
     return tile_fault(kernel, tile, fixed, shared, device)
