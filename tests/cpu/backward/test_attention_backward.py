@@ -196,7 +196,7 @@ def test_plan(device):
     q, k, v = (t.requires_grad_() for t in qkv(1, 40, 50, 4, 2, 16, device=device))
     plan = tilefold.attention_backward_plan(q, k, v, causal=True)
     assert AttentionBackwardPlan.from_json(plan.to_json()) == plan
-    assert "attention_backward" in str(plan)
+    assert "attention_backward" in str(plan) and ", causal" in str(plan)
     for fields in (
         {"queries": Tile(8, 16, 4, 1)},
         {"keys": Tile(16, 48, 4, 1)},

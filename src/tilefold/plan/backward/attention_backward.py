@@ -14,7 +14,7 @@ from tilefold.plan.backward.attention_backward_reduce import KERNEL as REDUCE
 from tilefold.plan.backward.attention_backward_reduce import ReduceOptions
 from tilefold.plan.backward.backward import PASS, backward_box_refusal, backward_tile_violation, not_a_tile
 from tilefold.plan.backward.backward_time import RATES, features
-from tilefold.plan.base import Plan, changed, require_device, require_fit, said_sizes
+from tilefold.plan.base import Plan, changed, require_device, require_fit
 from tilefold.plan.cost import Cost, attention_cost
 from tilefold.plan.device import Device
 from tilefold.plan.limits import MAX_BOX_ROWS, MAX_GRID, MOD_BYTES, Tile, first_fit, require_supported
@@ -119,11 +119,13 @@ class AttentionBackwardPlan(Plan):
         return rates and sum(a * b for a, b in zip(rates, features(n), strict=True)) / 1e3
 
     def __str__(self) -> str:
+        from tilefold.plan.explain import problem_text  # here: only who prints a plan needs it
+
         n = self.problem
         cost = attention_backward_cost(n)
         lines = [
             f"Attention backward plan for {self.device.title}",
-            f"  problem   {said_sizes(n)}",
+            f"  problem   {problem_text(n)}",
             f"  kernel    {self.kernel}: dq by tiles of {self.queries}; dk and dv by tiles of {self.keys}",
             f"  grid      {self.grids[0][0]} and {self.grids[1][0]} programs on {self.device.sms} SMs",
             f"  work      {cost.flops / 1e9:.4g} GFLOP in five products a pair; {self._made()}",
