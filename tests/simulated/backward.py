@@ -155,7 +155,7 @@ class Backward(Launch):
 
     functions: tuple = FUNCTIONS
     classes: tuple = CLASSES
-    panels_v = PANELS  # that V's head dim fills
+    panels = panels_qk = panels_v = PANELS  # of 64 columns: of a tile, and those that head dims fill
     sum_counters = 0  # of sums over spans, behind the others
     counted = (
         "await_slot",
@@ -186,13 +186,13 @@ class Backward(Launch):
         }  # fmt: skip
         own_functions(own_classes(names, self.classes), self.functions)
         names["BackwardMask"].apply = lambda mask, s, *args: s
-        names["Gradient"].add = lambda out, acc, work, *first: self.store(
-            out.out, acc, work.lengths.seq_k - work.tile * 64, 1, None
+        names["Gradient"].add = lambda out, acc, work, first=0: self.store(
+            out.out + first, acc, work.lengths.seq_k - work.tile * 64, 1, None
         )
         if "Counters" not in names:
             return names
         names["BackwardPipeline"].part = lambda pipe, i, first, panels: View(
-            pipe.pool.items[i * PANELS + first : i * PANELS + first + panels]
+            pipe.pool.items[i * self.panels + first : i * self.panels + first + panels]
         )
         for name in self.counted:
             own = getattr(names["Counters"], name)
@@ -265,7 +265,8 @@ class Backward(Launch):
     def product(self, a, b, acc, use_acc=True, is_async=True):
         self.read(*(t for t in (a, b) if isinstance(t, View)))
         pair = tuple(t.tags() if isinstance(t, View) else t.tags for t in (a, b))
-        return Value(pair[0] | pair[1], (*acc.log, pair) if use_acc else (pair,))
+        tags = pair[0] | pair[1]
+        return Value(tags | acc.tags, (*acc.log, pair)) if use_acc else Value(tags, (pair,))
 
     def record(self, key, log):
         if key in self.made:
@@ -278,7 +279,7 @@ class Backward(Launch):
     # ------------------------------------------------------------ what is wanted
 
     def boxes(self, side, h, unit):
-        panels = self.panels_v if side in ("v", "do") else PANELS
+        panels = self.panels_v if side in ("v", "do") else self.panels_qk
         return frozenset((side, 0, h, unit * 64, p * 64) for p in range(panels))
 
     def units_of_statistics(self):
@@ -296,7 +297,7 @@ class Backward(Launch):
     def pipeline(self, names, config, consumers=1):
         """Shared memory of a program, with a barrier of its own for dout where there are two consumers; and dS on its way."""
         memory, ring = self.memory, max(config.SLOTS, config.DQ_SLOTS)
-        pool = Ring((Panel(memory, f"panel {i}") for i in range(TILES * PANELS)), Anything())
+        pool = Ring((Panel(memory, f"panel {i}") for i in range(TILES * self.panels)), Anything())
         statistics = Ring(Panel(memory, f"statistics {i}") for i in range(SLOTS))
         empty = "q_empty" if consumers > 1 else "empty"
         kv_full, q_full, do_full, q_empty, done = barriers(

@@ -3,7 +3,7 @@
 Every sum is over the pairs of tiles that see each other, in order, also where it waits in memory between two KV splits;
 every piece of work is done once; no tile's P, q or dout is taken for another's."""
 
-from simulated.backward import CAUSAL, DIM, FULL, SLOTS, WIDE_CLASSES, WIDE_FUNCTIONS, WINDOW, ZEROS, Backward, Value
+from simulated.backward import CAUSAL, FULL, SLOTS, WIDE_CLASSES, WIDE_FUNCTIONS, WINDOW, ZEROS, Backward, Value
 from tilefold.plan import AttentionProblem
 from tilefold.plan.backward import attention_backward_hopper as rules
 
@@ -49,8 +49,8 @@ class Run(Backward):
 
     def namespace(self):
         names = super().namespace()
-        names["SplitSums"].of = lambda sums, work, tile, *columns: Sum(
-            self, (int(work.batch * self.heads + work.head), int(tile))
+        names["SplitSums"].of = lambda sums, work, tile, acc, column: Sum(
+            self, (int(work.batch * self.heads + work.head), int(tile), int(column))
         )
         return names
 
@@ -88,22 +88,37 @@ class Run(Backward):
                         dv.append((p, self.boxes("do", h, q)))
                         dk.append((ds, self.boxes("q", h, q)))
                 wanted["dv", hk, k], wanted["dk", hk, k] = tuple(dv), tuple(dk)
-        return wanted
+        return wanted if self.panels_qk != 3 else self.in_parts(wanted)
+
+    def in_parts(self, wanted):
+        """Of three panels of q and K the first two, and the third, have accumulators of their own."""
+        made = {}
+        for (name, *place), pairs in wanted.items():
+            if name == "dv":
+                made[(name, *place)] = pairs
+                continue
+            for part, mine in (name, lambda box: box[4] < 128), (f"{name} rest", lambda box: box[4] == 128):
+                made[(part, *place)] = tuple((left, frozenset(filter(mine, right))) for left, right in pairs)
+        return made
 
     def store(self, out, acc, rows, stride, dtype, columns=None):
         if int(rows) <= 0:
             return  # tiles past the end: of keys in the last split, of queries in the last pair
         work = self.local.work
-        later = self.local.stored if out.name == "dq" else 0
-        self.local.stored += 1
+        if out.first == 0:  # the rest of the columns comes behind
+            self.local.later = self.local.stored if out.name == "dq" else 0
+            self.local.stored += 1
         log = tuple(pair for pair in acc.log if pair[0] != ZEROS)
-        self.record((out.name, int(work.head), int(work.tile) + later), log)
+        name = f"{out.name} rest" if out.first else out.name
+        self.record((name, int(work.head), int(work.tile) + self.local.later), log)
 
     # ------------------------------------------------------------ threads
 
     def nouns(self, names, consumers=1):
         """What both partitions share: scheduler, pipeline, mask and ring of dS."""
-        config = names["BackwardConfig"](None, DIM, SLOTS, self.query_tiles, self.hold, PANELS_V=self.panels_v)
+        config = names["BackwardConfig"](
+            None, 64 * self.panels, SLOTS, self.query_tiles, self.hold, False, self.panels_qk, self.panels_v
+        )
         pipe, tiles = self.pipeline(names, config, consumers)
         lengths = names["Lengths"](self.seq_q, self.seq_k, self.q_units, self.kv_units)
         scheduler = names["SplitScheduler"](
@@ -162,3 +177,9 @@ class Wide(Run):
             names["consume"](number, item, scheduler, pipe, mask, exchange, ds, *self.ends(names, pipe.config), 1.0)
 
         return lambda: names["produce"](item, *nouns), lambda: consume(0), lambda: consume(1)
+
+
+class ThreePanels(Wide):
+    """As at D=192 and V of 128: products of two panels and of one, and sums of as many columns."""
+
+    panels, panels_qk, panels_v = 4, 3, 2

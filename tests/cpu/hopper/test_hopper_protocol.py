@@ -278,7 +278,8 @@ SIZES = {  # seq_q, seq_k, heads, how many share a KV head
 def test_dense_backward(kind, places, case):
     for query_tiles in (1, 2):
         backward_dense.Run(places, kind, *DENSE[case], query_tiles, hold=places == 1)(places)
-    backward_dense.Wide(places, kind, *DENSE[case])(places)
+    for launch in (backward_dense.Wide, backward_dense.ThreePanels):
+        launch(places, kind, *DENSE[case])(places)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -288,6 +289,7 @@ def test_dense_backward_of_a_span(kind):
         backward_dense.Run(3, kind, *DENSE[case], 2, span=11)(5)
     for places in (1, 5):
         backward_dense.Wide(places, kind, *DENSE["groups"], span=11)(places)
+        backward_dense.ThreePanels(places, kind, *DENSE["groups"], span=11)(places)
 
 
 @pytest.mark.interpreter
