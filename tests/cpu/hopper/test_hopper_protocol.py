@@ -86,10 +86,11 @@ def test_sparse_backward(per_q, per_k, places, heads, group, heads_at_once, slot
 
 @pytest.mark.parametrize("heads_at_once", [1, 2])
 def test_sparse_backward_of_heads_that_list_nothing(heads_at_once):
-    """Their query tiles have no dS to wait for; who has the slot next waits for those that had it before."""
+    """Their query tiles have no dS to wait for; who has the slot next waits for those that had it before: else every seed fails
+    with one head at once."""
     some, none = backward_sparse.random_lists(1, 2, 3, 4), [[[], [], []]] * 2
     lists = [*some, *none, *some] * heads_at_once
-    for seed in range(60):
+    for seed in range(10):
         backward_sparse.Run(seed, lists, 1, 4, 1, 1, heads_at_once, 2)(40)
 
 
