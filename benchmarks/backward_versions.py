@@ -5,7 +5,8 @@ memory, in any order and in one.
                                                           [--rounds 5] [--jsonl FILE]
 
 Milliseconds and TFLOP/s of the backward pass alone; gradients are held to those of the first version that keeps an order.
-results/backward_*.jsonl have what was measured; tests hold the plans to them."""
+results/backward_*.jsonl have what was measured; tests hold the plans to them.  cuDNN and FA2 in backward_wide.jsonl are torch's,
+from a script of that day."""
 
 import argparse
 import importlib

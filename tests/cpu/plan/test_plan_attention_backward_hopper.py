@@ -2,7 +2,9 @@
 up."""
 
 import contextlib
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from tilefold.plan.backward.attention_backward import AttentionBackwardPlan, pla
 from tilefold.plan.backward.kept_backward import MOST_KEPT, kept_limit
 from tilefold.plan.limits import Tile
 
-H200 = device_named("h200")
+H200, ROOT = device_named("h200"), Path(__file__).parents[3]
 LONG = AttentionProblem(1, 16384, 16384, 16, 16, 128, 128)
 MIXED = AttentionProblem(64, 7251, 7251, 16, 16, 128, 128, varlen=True)
 
@@ -153,6 +155,33 @@ def test_wide_heads_come_in_two_spans_or_more_where_kv_splits_are_short() -> Non
         assert plan.scratch_bytes < gib * 2**30 < plan.with_tiles(queries_at_once=0).scratch_bytes
         shorter = plan_attention_backward(replace(problem, seq_q=8192, seq_k=8192), H200)
         assert (shorter.queries_at_once, shorter.keys_at_once) == (0, 8192)
+
+
+def test_wide_heads_were_measured_to_be_faster_than_portable_kernels() -> None:
+    """In every case of the record, and so is the table of the overview."""
+    times: dict[str, dict[str, float]] = {}
+    for line in (ROOT / "benchmarks" / "results" / "backward_wide.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        times.setdefault(json.dumps(row["case"]), {})[row["version"]] = row["ms"]
+    table = (
+        (ROOT / "docs" / "performance" / "overview.md").read_text(encoding="utf-8").split("### Head dims above 128")[1]
+    )
+    shown = 0
+    for case, ms in times.items():
+        batch, tokens, heads, kv_heads, (dim_qk, dim_v), causal = json.loads(case)
+        problem = AttentionProblem(batch, tokens, tokens, heads, kv_heads, dim_qk, dim_v, causal=causal)
+        assert plan_attention_backward(problem, H200).kernel == rules.KERNEL
+        assert ms["dS kept"] < ms["portable"]
+        dims = f"{dim_qk} (V {dim_v})" if dim_v != dim_qk else f"{dim_qk}"
+        start = f"| {dims}, {heads} | {tokens} x {batch} | {'causal' if causal else 'full'} | "
+        if start in table:
+            work = 2 * batch * heads * tokens**2 * (3 * dim_qk + 2 * dim_v) / (2 if causal else 1) * 1e-9
+            rates = {name: work / ms[name] for name in ("dS kept", "portable", "cuDNN", "FA4 deterministic", "FA4")}
+            said = table.split(start)[1].splitlines()[0]
+            found = [float(cell.strip(" *").split()[0]) for cell in said.rstrip(" |").split("|")]
+            assert found == pytest.approx(list(rates.values()), abs=1.0), case
+            shown += 1
+    assert shown == 7
 
 
 @pytest.mark.parametrize("dims", [(192, 128), (256, 256), (128, 192), (64, 256), (136, 40)])
