@@ -227,9 +227,10 @@ def quanta(code):
 def count_bound(code, goal):
     """A code c a row such that `goal` codes or more are >= c, and fewer than `goal` are > c; above all codes for a goal of 0.
 
-    goal: int32, at most the number of codes above 0.  Bisection, which ends early where c cuts off exactly `goal` codes."""
-    low = row_max(code) * 0
+    goal: int32, at most the number of codes above 0.  Bisection from the lowest of them on, which ends early where c cuts off
+    exactly `goal` codes."""
     high = row_max(code) + 1
+    low = row_min(tl.where(code > 0, code, high))
     found = (goal <= 0) | (high < 2)
     while any_row(~found):
         middle = (low + high) >> 1

@@ -64,7 +64,7 @@ def test_attention_over_rows(results: Results, name: str, target: str) -> None:
     assert report.loop_spills <= (20 if "d256" in name else 4 if keys else 0)
 
 
-WIDE = 26  # of 16 bytes with 16-bit elements; a kernel that took them one by one would have hundreds
+WIDE = 104  # of a program's warps, of 16 bytes with 16-bit elements; one by one they would be hundreds
 
 
 @pytest.mark.parametrize(("name", "target"), STREAMING)
@@ -72,4 +72,4 @@ def test_streaming_kernels(results: Results, name: str, target: str) -> None:
     """Few, wide loads and stores, nothing spilled."""
     report = results.clean(name, target, tensor="none")
     if target == "sm_90" and "bfloat16" in name:
-        assert sum(report.opcodes.get(op, 0) for op in ("LDG", "STG")) <= WIDE
+        assert sum(report.opcodes.get(op, 0) for op in ("LDG", "STG")) * report.num_warps <= WIDE

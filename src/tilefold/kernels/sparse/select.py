@@ -7,6 +7,7 @@ import triton.language as tl
 
 from ...device.ordering import (
     FIRST_SCORE,
+    any_row,
     concentration,
     count_bound,
     earlier_columns,
@@ -72,10 +73,13 @@ def ranked_bound(ranked, take, REGS: tl.constexpr, LANES: tl.constexpr):
 @triton.jit
 def highest(code, take, last):
     """bool [ROWS, REGS, LANES]: the `take` blocks of highest code, of which `last` is the lowest; of equal codes the first."""
-    above = code > last
-    ties = take - row_sum(above.to(tl.int32))
-    tie = (code == last) & (code > 0)
-    return above | (tie & (earlier_columns(tie.to(tl.int32)) < ties))
+    last = tl.maximum(last, 1)
+    counts = row_sum((code > last).to(tl.int32) + ((code == last).to(tl.int32) << 16))  # at most 4096 each
+    ties = take - (counts & 0xFFFF)
+    if any_row(counts >> 16 > ties):
+        tie = code == last
+        code = tl.where(tie & (earlier_columns(tie.to(tl.int32)) >= ties), 0, code)
+    return code >= last
 
 
 @triton.jit(do_not_specialize=RUNTIME)
