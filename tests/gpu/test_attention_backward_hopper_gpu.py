@@ -133,16 +133,12 @@ SUNK = {
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (0, 0)}], ids=str)
-@pytest.mark.parametrize(("kernel", "dim"), several({**SUNK, "packed": [(64,), (128,), (192,)]}))
+@pytest.mark.parametrize(("kernel", "dim"), several(SUNK))
 def test_sinks(kernel, dim, options):
     """Their gradient, too; some queries see no key, and the sink alone.  A sink may weigh nothing, or all."""
     sinks = torch.tensor([0.3, -60.0, 20.0, -2.0], dtype=BF, device=DEVICE)
-    if kernel is PACKED:
-        kernel.held(*packed([300, 100, 0, 517], [200, 250, 64, 77], 4, 2, d=dim, dv=dim, dtype=BF, device=DEVICE),
-                    sinks=sinks, **options)  # fmt: skip
-    else:
-        changes = {"queries_at_once": 128} if kernel is SPANS else {}
-        kernel.held(qkv(2, 700, 333, 4, 2, dim, dtype=BF, device=DEVICE), None, changes, sinks=sinks, **options)
+    changes = {"queries_at_once": 128} if kernel is SPANS else {}
+    kernel.held(qkv(2, 700, 333, 4, 2, dim, dtype=BF, device=DEVICE), None, changes, sinks=sinks, **options)
 
 
 @pytest.mark.parametrize(

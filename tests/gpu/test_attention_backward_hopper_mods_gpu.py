@@ -53,6 +53,8 @@ def changes(names, q, k):
             mask = torch.rand(q.shape[0], shared, rows, -(-k.shape[1] // 16) * 16, device=DEVICE) < 0.5
             mask &= torch.rand(rows, 1, device=DEVICE) < (0.7 if rows > 1 else 2.0)
             options["mask"] = mask[..., : k.shape[1]]
+        elif name == "sinks":  # one that weighs nothing, one that weighs all
+            options["sinks"] = torch.tensor([(0.3, -60.0, 20.0, -2.0)[i % 4] for i in range(heads)], device=DEVICE)
         elif name == "alibi":
             options["alibi_slopes"] = torch.tensor([2.0 ** -(i % 8 + 1) for i in range(heads)], device=DEVICE)
         else:
@@ -74,9 +76,8 @@ def held(names, tensors, version=LATE, **options):
     want = oracle(tensors, dout, dlse, torch.float64, fixed=FIXED, **python)
     plain = oracle(tensors, dout, dlse, tensors[0].dtype, fixed=FIXED, **python)
     got = gradients(tensors, dout, dlse, fixed=FIXED, backward_plan=plan_of(tensors, version, **options), **options)
-    judged(
-        got, want, plain, f"{names} {[tuple(t.shape) for t in tensors]} {tensors[0].dtype} {version} {sorted(options)}"
-    )
+    note = f"{names} {[tuple(t.shape) for t in tensors]} {tensors[0].dtype} {version} {sorted(options)}"
+    judged(got, want, plain, note, ("dq", "dk", "dv", *["dsinks"] * ("sinks" in names)))
 
 
 @pytest.mark.parametrize("dim", [64, 80, 96, 128])
@@ -115,6 +116,18 @@ def test_together(names, options, dim):
 def test_versions(names, dim, version):
     for options in MASKS[:2]:
         held(names, qkv(2, 333, 500, 4, 2, dim, dtype=BF, device=DEVICE), version, **options)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("names", [*SOME, ("bias",), ("sliding",)], ids="-".join)
+def test_sinks(names, dim):
+    """Beside changes of scores, and lists of what functions hide."""
+    versions = [LATE, replace(EARLY, ordered=False)]
+    if "mask" in names or "sliding" in names:
+        versions += [replace(each, lists=True) for each in versions]
+    for version in versions:
+        for options in MASKS:
+            held((*names, "sinks"), qkv(2, 333, 500, 4, 2, dim, dtype=BF, device=DEVICE), version, **options)
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (12, 12), (12, 3), (7, 1)], ids=str)

@@ -57,6 +57,17 @@ def test_wide_head_dims(kernel, options, dims):
         kernel.held(*packed(*lengths, *heads, d=dims[0], dv=dims[1], dtype=dtype, device=DEVICE), **options)
 
 
+SUNK = {"packed": [(64,), (128,), (192,)], "reduce": [(64,), (128,)], "ordered": [(64,), (96,)], "apart": [(64,)]}
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (0, 0)}], ids=str)
+@pytest.mark.parametrize(("kernel", "dim"), several(SUNK))
+def test_sinks(kernel, dim, options):
+    sinks = torch.tensor([0.3, -60.0, 20.0, -2.0], dtype=BF, device=DEVICE)
+    for lengths in LENGTHS:
+        kernel.held(*packed(*lengths, 4, 2, d=dim, dv=dim, dtype=BF, device=DEVICE), sinks=sinks, **options)
+
+
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("kernel", several({"packed": [()], "reduce": [()], "ordered": [()], "apart": [()]}))
 def test_random_lengths(kernel, seed):
