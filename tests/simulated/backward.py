@@ -22,7 +22,6 @@ from tilefold.kernels.hopper import (
 
 FULL, CAUSAL, WINDOW = 0, 1, 2
 DIM, PANELS, SLOTS = 128, 2, 2
-TILES = 2 * SLOTS + 2
 GARBAGE = 77777777  # what lies in memory that nobody wrote
 ZEROS = frozenset(["zeros"])  # what TMA gives past the end
 FUNCTIONS = (
@@ -31,7 +30,8 @@ FUNCTIONS = (
     (backward_scheduler, ("work_of_number",)),
     (ds_ring, ("rows_of_split", "place_of_keys", "make_ds_ring", "row_of_pair")),
     (backward_producer, ("produce_keys", "produce_queries", "produce")),
-    (backward_consumer, ("issue_scores", "first_products", "key_step", "zero_gradient", "consume_keys", "store_keys", "add_pair",
+    (backward_consumer, ("issue_scores", "first_products", "key_step", "zero_gradient", "consume_keys", "store_keys",
+                         "zero_columns", "add_pairs", "wait_sums",
                          "consume_queries", "store_sum", "consume")),
 )  # fmt: skip
 CLASSES = (
@@ -48,8 +48,8 @@ CLASSES = (
 
 WIDE_FUNCTIONS = (
     *FUNCTIONS,
-    (backward_wide_consumer, ("probabilities", "clear_tail", "publish_clear", "consume_dv", "gradient", "zero_dk", "issue_dk",
-                              "wait_dk", "consume_dk", "consume")),
+    (backward_wide_consumer, ("probabilities", "clear_tail", "publish_clear", "consume_dv", "gradient", "issue_columns",
+                              "wait_columns", "store_columns", "consume_dk", "consume")),
 )  # fmt: skip
 WIDE_CLASSES = (*CLASSES, (backward_wide_consumer, ("Exchange",)))
 
@@ -156,6 +156,7 @@ class Backward(Launch):
     functions: tuple = FUNCTIONS
     classes: tuple = CLASSES
     panels = panels_qk = panels_v = PANELS  # of 64 columns: of a tile, and those that head dims fill
+    ring = SLOTS  # of q and of dout
     sum_counters = 0  # of sums over spans, behind the others
     counted = (
         "await_slot",
@@ -191,13 +192,15 @@ class Backward(Launch):
         )
         if "Counters" not in names:
             return names
-        names["BackwardPipeline"].part = lambda pipe, i, first, panels: View(
-            pipe.pool.items[i * self.panels + first : i * self.panels + first + panels]
-        )
+        names["BackwardPipeline"].part = lambda pipe, i, first, panels: self.part(pipe, pipe._place(i, first), panels)
         for name in self.counted:
             own = getattr(names["Counters"], name)
             setattr(names["Counters"], name, lambda *args, own=own, name=name: getattr(self, name)(own, *args))
         return names
+
+    def part(self, pipe, place, panels):
+        assert place % panels == 0
+        return View(pipe.pool.items[place : place + panels])
 
     def more(self):
         """More stand-ins."""
@@ -297,19 +300,19 @@ class Backward(Launch):
     def pipeline(self, names, config, consumers=1):
         """Shared memory of a program, with a barrier of its own for dout where there are two consumers; and dS on its way."""
         memory, ring = self.memory, max(config.SLOTS, config.DQ_SLOTS)
-        pool = Ring((Panel(memory, f"panel {i}") for i in range(TILES * self.panels)), Anything())
-        statistics = Ring(Panel(memory, f"statistics {i}") for i in range(SLOTS))
+        pool = Ring((Panel(memory, f"panel {i}") for i in range((2 * self.ring + 2) * self.panels)), Anything())
+        statistics = Ring(Panel(memory, f"statistics {i}") for i in range(self.ring))
         empty = "q_empty" if consumers > 1 else "empty"
         kv_full, q_full, do_full, q_empty, done = barriers(
             memory,
             kv_full=(1, 1),
             q_full=(ring, 1),
-            do_full=(SLOTS, 1),
+            do_full=(self.ring, 1),
             **{empty: (ring, consumers)},
             done=(1, consumers),
         )
-        do_empty = barriers(memory, do_empty=(SLOTS, 2))[0] if consumers > 1 else None
-        cleared = barriers(memory, cleared=(SLOTS, 1))[0] if consumers > 1 and config.VARLEN else None
+        do_empty = barriers(memory, do_empty=(self.ring, 2))[0] if consumers > 1 else None
+        cleared = barriers(memory, cleared=(self.ring, 1))[0] if consumers > 1 and config.VARLEN else None
         pipe = names["BackwardPipeline"]("q", "do", "k", "v", "stat", pool, statistics, kv_full, q_full, do_full, q_empty,
                                          do_empty, done, cleared, config)  # fmt: skip
         return pipe, names["DsTiles"]("kept", Panel(memory, "dS"), self.slots * self.slot_rows)

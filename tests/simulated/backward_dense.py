@@ -3,7 +3,7 @@
 Every sum is over the pairs of tiles that see each other, in order, also where it waits in memory between two KV splits;
 every piece of work is done once; no tile's P, q or dout is taken for another's."""
 
-from simulated.backward import CAUSAL, FULL, SLOTS, WIDE_CLASSES, WIDE_FUNCTIONS, WINDOW, ZEROS, Backward, Value
+from simulated.backward import CAUSAL, FULL, WIDE_CLASSES, WIDE_FUNCTIONS, WINDOW, ZEROS, Backward, Value
 from tilefold.plan import AttentionProblem
 from tilefold.plan.backward import attention_backward_hopper as rules
 
@@ -88,13 +88,13 @@ class Run(Backward):
                         dv.append((p, self.boxes("do", h, q)))
                         dk.append((ds, self.boxes("q", h, q)))
                 wanted["dv", hk, k], wanted["dk", hk, k] = tuple(dv), tuple(dk)
-        return wanted if self.panels_qk != 3 else self.in_parts(wanted)
+        return self.in_parts(wanted)
 
     def in_parts(self, wanted):
-        """Of three panels of q and K the first two, and the third, have accumulators of their own."""
+        """Of three panels the first two, and the third, have accumulators of their own."""
         made = {}
         for (name, *place), pairs in wanted.items():
-            if name == "dv":
+            if (self.panels_v if name == "dv" else self.panels_qk) != 3:
                 made[(name, *place)] = pairs
                 continue
             for part, mine in (name, lambda box: box[4] < 128), (f"{name} rest", lambda box: box[4] == 128):
@@ -117,7 +117,7 @@ class Run(Backward):
     def nouns(self, names, consumers=1):
         """What both partitions share: scheduler, pipeline, mask and ring of dS."""
         config = names["BackwardConfig"](
-            None, 64 * self.panels, SLOTS, self.query_tiles, self.hold, False, self.panels_qk, self.panels_v
+            None, 64 * self.panels, self.ring, self.query_tiles, self.hold, False, self.panels_qk, self.panels_v
         )
         pipe, tiles = self.pipeline(names, config, consumers)
         lengths = names["Lengths"](self.seq_q, self.seq_k, self.q_units, self.kv_units)
@@ -173,7 +173,9 @@ class Wide(Run):
         exchange = self.exchange(names)
 
         def consume(number):
-            self.begin_at(item, scheduler, number)  # of a work tile for dq each makes one query tile
+            self.begin_at(
+                item, scheduler, number * (self.query_tiles // 2)
+            )  # of a work tile for dq each makes as many tiles
             names["consume"](number, item, scheduler, pipe, mask, exchange, ds, *self.ends(names, pipe.config), 1.0)
 
         return lambda: names["produce"](item, *nouns), lambda: consume(0), lambda: consume(1)
@@ -182,4 +184,10 @@ class Wide(Run):
 class ThreePanels(Wide):
     """As at D=192 and V of 128: products of two panels and of one, and sums of as many columns."""
 
-    panels, panels_qk, panels_v = 4, 3, 2
+    panels, panels_qk, panels_v, ring = 3, 3, 2, 3
+
+
+class ThreePanelsEach(ThreePanels):
+    """As at D=192."""
+
+    panels_v = 3

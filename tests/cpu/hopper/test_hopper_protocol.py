@@ -279,8 +279,9 @@ SIZES = {  # seq_q, seq_k, heads, how many share a KV head
 def test_dense_backward(kind, places, case):
     for query_tiles in (1, 2):
         backward_dense.Run(places, kind, *DENSE[case], query_tiles, hold=places == 1)(places)
-    for launch in (backward_dense.Wide, backward_dense.ThreePanels):
-        launch(places, kind, *DENSE[case])(places)
+    backward_dense.Wide(places, kind, *DENSE[case], 2)(places)
+    backward_dense.ThreePanels(places, kind, *DENSE[case], 4)(places)
+    backward_dense.ThreePanelsEach(places, kind, *DENSE[case], 4)(places)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -289,8 +290,8 @@ def test_dense_backward_of_a_span(kind):
     for case in ("groups", "few keys"):
         backward_dense.Run(3, kind, *DENSE[case], 2, span=11)(5)
     for places in (1, 5):
-        backward_dense.Wide(places, kind, *DENSE["groups"], span=11)(places)
-        backward_dense.ThreePanels(places, kind, *DENSE["groups"], span=11)(places)
+        backward_dense.Wide(places, kind, *DENSE["groups"], 2, span=11)(places)
+        backward_dense.ThreePanels(places, kind, *DENSE["groups"], 4, span=11)(places)
 
 
 @pytest.mark.interpreter

@@ -27,12 +27,13 @@ def attention_backward_hopper_wide(
     stride_gb, stride_gm, stride_gh, stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh, written, stat_tiles,
     columns_qk, columns_v,
     KIND: gl.constexpr, D: gl.constexpr, PANELS_QK: gl.constexpr, PANELS_V: gl.constexpr, SLOTS: gl.constexpr,
-    SPLIT: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    QUERY_TILES: gl.constexpr, SPLIT: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """As `attention_backward.attention_backward_hopper`, with D = 256, the width of all tiles, of which head dims fill PANELS_QK
-    and PANELS_V panels of 64 columns.  columns_qk, columns_v: of the gradients; None: all that a product makes.  Partial [.., D].
+    """As `attention_backward.attention_backward_hopper`, with D = 192 or 256, the width of all tiles, of which head dims fill
+    PANELS_QK and PANELS_V panels of 64 columns.  columns_qk, columns_v: of the gradients; None: all that a product makes.
+    Partial [.., D].
     CONSUMER_REGISTERS, PRODUCER_REGISTERS: of a thread."""
-    config = BackwardConfig(q_desc.dtype, D, SLOTS, 2, False, False, PANELS_QK, PANELS_V)
+    config = BackwardConfig(q_desc.dtype, D, SLOTS, QUERY_TILES, False, False, PANELS_QK, PANELS_V)
     memory = allocate_pool(stat_desc, config)
     exchange = make_exchange()
     ds_buffer = allocate_ds(config)
@@ -42,7 +43,7 @@ def attention_backward_hopper_wide(
     number = counters.draw()
     lengths = Lengths(seq_q, seq_k, q_tiles, kv_tiles)
     scheduler = SplitScheduler(counters, lengths, heads, group, split_tiles, splits, heads_at_once, delay, slots, no_tile,
-                               stat_tiles, 2)  # fmt: skip
+                               stat_tiles, QUERY_TILES)  # fmt: skip
     mask = BackwardMask(left, right, KIND)
     ds = make_ds_ring(DsTiles(ds_desc, ds_buffer, nowhere), slots, heads_at_once, group, split_tiles, width, KIND)
     sums = SplitSums(Partial, heads, config, SPLIT)

@@ -98,6 +98,13 @@ def zero_gradient(COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @jit
+def zero_columns(COLUMNS: gl.constexpr, LAYOUT: gl.constexpr, REST: gl.constexpr, LAYOUT_REST: gl.constexpr):
+    """Accumulators of a gradient: one, or two where its columns are no power of two."""
+    first = zero_gradient(COLUMNS, LAYOUT)
+    return (first, zero_gradient(REST, LAYOUT_REST)) if REST > 0 else (first,)
+
+
+@jit
 def consume_keys(work, group, pipe, mask, ds, dk_out, dv_out, scale):
     """dk and dv of a KV tile, over all query heads of its KV head.  scale: to base 2.
 
@@ -166,41 +173,46 @@ def store_keys(work, pipe, dk, dv, dk_out, dv_out, scale):
 
 
 @jit
-def add_pair(sums, stage, before, j, pipe, FIRST: gl.constexpr):
-    """sums, one or two, + dS K of a slot, in flight: of query tiles FIRST on, or of one's columns and its last ones.  The slot
-    before is free."""
-    config = pipe.config
-    dq = pipe.issue_dq(stage, FIRST, sums[0], 0)
-    if len(sums) == 1:
-        sums = (wgmma_wait(1, deps=(dq,)),)
-    elif config.REST > 0:
-        sums = wgmma_wait(2, deps=(dq, pipe.issue_dq(stage, FIRST, sums[1], config.COLUMNS)))
-    else:
-        sums = wgmma_wait(2, deps=(dq, pipe.issue_dq(stage, FIRST + 1, sums[1], 0)))
+def add_pairs(sums, stage, before, j, pipe, FIRST: gl.constexpr, NUMBER: gl.constexpr):
+    """sums + dS K of a slot, in flight: of NUMBER query tiles from FIRST on, of each the first columns and the rest, if there is
+    one.  The slot before is free."""
+    PARTS: gl.constexpr = len(sums) // NUMBER
+    flying = ()
+    for t in gl.static_range(NUMBER):
+        flying = flying + (pipe.issue_dq(stage, FIRST + t, sums[t * PARTS], 0),)
+        if PARTS > 1:
+            flying = flying + (pipe.issue_dq(stage, FIRST + t, sums[t * PARTS + 1], pipe.config.COLUMNS),)
+    sums = wait_sums(flying, len(flying))
     pipe.release_pair(before, j)
     return sums
 
 
 @jit
+def wait_sums(sums, FLYING: gl.constexpr):
+    """Until so many products of them are in flight."""
+    if len(sums) == 1:
+        return (wgmma_wait(FLYING, deps=sums),)
+    else:
+        return wgmma_wait(FLYING, deps=sums)
+
+
+@jit
 def consume_queries(work, scheduler, pipe, mask, split_sums, dq_out, scale, FIRST: gl.constexpr, NUMBER: gl.constexpr):
-    """dq = scale * sum of dS K, in the keys' order, of NUMBER of the work tile's query tiles from number FIRST on; where
-    dq has two accumulators, of one.
+    """dq = scale * sum of dS K, in the keys' order, of NUMBER of the work tile's query tiles from number FIRST on.
 
     Over the KV split, and of what the splits before made, which waits in memory."""
     config = pipe.config
     lengths = work.lengths
     VARLEN: gl.constexpr = config.VARLEN
     low, tiles, begins, ends = scheduler.keys_of(work, mask)
-    sums = (zero_gradient(config.COLUMNS, config.OUT),)
-    if NUMBER > 1:
-        sums = (sums[0], zero_gradient(config.COLUMNS, config.OUT))
-    elif config.REST > 0:
-        sums = (sums[0], zero_gradient(config.REST, config.OUT_REST))
+    sums = ()
+    for _ in gl.static_range(NUMBER):
+        sums = sums + zero_columns(config.COLUMNS, config.OUT, config.REST, config.OUT_REST)
     stage = first_stage(0)
     before = 0
     for j in range(tiles - 1 if VARLEN else tiles):
         pipe.wait_q(stage)
-        sums = add_pair(sums, stage, before, j, pipe, FIRST)
+        sums = add_pairs(sums, stage, before, j, pipe, FIRST, NUMBER)
         before = stage.slot
         stage = next_stage(stage, config.DQ_SLOTS)
     if VARLEN:
@@ -216,22 +228,17 @@ def consume_queries(work, scheduler, pipe, mask, split_sums, dq_out, scale, FIRS
                         pipe.publish_clear(0)
                     else:
                         pipe.await_clear(0)
-            sums = add_pair(sums, stage, before, j, pipe, FIRST)
+            sums = add_pairs(sums, stage, before, j, pipe, FIRST, NUMBER)
             before = stage.slot
             stage = next_stage(stage, config.DQ_SLOTS)
-    if len(sums) > 1:
-        sums = wgmma_wait(0, deps=(sums[0], sums[1]))
-    else:
-        sums = (wgmma_wait(0, deps=(sums[0],)),)
+    sums = wait_sums(sums, 0)
     if not split_sums.ON:
         pipe.arrive_done()
-    for t in gl.static_range(len(sums)):
-        if NUMBER > 1:
-            store_sum(sums[t], work, FIRST + t, (tiles, begins, ends), scheduler, split_sums, dq_out, scale, 0)
-        else:
-            store_sum(
-                sums[t], work, FIRST, (tiles, begins, ends), scheduler, split_sums, dq_out, scale, t * config.COLUMNS
-            )
+    PARTS: gl.constexpr = len(sums) // NUMBER
+    seen = (tiles, begins, ends)
+    for i in gl.static_range(len(sums)):
+        t = FIRST + i // PARTS
+        store_sum(sums[i], work, t, seen, scheduler, split_sums, dq_out, scale, i % PARTS * config.COLUMNS)
     if split_sums.ON:
         pipe.arrive_done()  # the sum counts as much as the dS that was read
 

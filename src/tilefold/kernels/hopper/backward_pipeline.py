@@ -6,7 +6,7 @@ query tile   a ring of DQ_SLOTS tiles of K, then as many panels [64 keys, 64 que
 
 from .backward_config import STATISTICS, UNIT, BackwardConfig
 from .gluon import barriers, descriptor, fence_async_shared, gl, jit, mbarrier, reinterpret, tma_load, wgmma
-from .parts import PANEL, clear_rows, load_panels
+from .parts import PANEL, clear_rows
 from .pipeline import Stage
 from .structs import Buffer, struct
 
@@ -55,13 +55,29 @@ class BackwardPipeline:
         return self.part(i, 0, self.config.D // PANEL)
 
     @jit
+    def _place(self, i, PANEL_OF_TILE: gl.constexpr):
+        """A panel of the i-th tile.  The first two of three lie side by side, all third ones behind them: a product of two reads
+        them as one."""
+        if self.config.D // PANEL != 3:
+            return i * (self.config.D // PANEL) + PANEL_OF_TILE
+        elif PANEL_OF_TILE == 2:
+            return 2 * self.config.TILES + i
+        else:
+            return 2 * i + PANEL_OF_TILE
+
+    @jit
     def part(self, i, FIRST: gl.constexpr, PANELS: gl.constexpr):
-        """PANELS panels of a tile, a power of two, from panel FIRST on, a multiple of it."""
-        OF_TILE: gl.constexpr = self.config.D // PANEL
+        """PANELS panels of the i-th tile, a power of two, from panel FIRST on, a multiple of it."""
         layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([UNIT, PANELS * PANEL], self.config.DTYPE)
-        PARTS: gl.constexpr = OF_TILE // PANELS
-        shape: gl.constexpr = [self.config.TILES * PARTS, UNIT, PANELS * PANEL]
-        return reinterpret(self.pool, self.config.DTYPE, shape, layout).index(i * PARTS + FIRST // PANELS)
+        PARTS: gl.constexpr = self.config.TILES * (self.config.D // PANEL) // PANELS
+        shape: gl.constexpr = [PARTS, UNIT, PANELS * PANEL]
+        return reinterpret(self.pool, self.config.DTYPE, shape, layout).index(self._place(i, FIRST) // PANELS)
+
+    @jit
+    def _load(self, desc, bar, i, work, head, row, PANELS: gl.constexpr):
+        """Have the i-th tile brought."""
+        for p in gl.static_range(PANELS):
+            tma_load(desc, [work.batch, head, row, p * PANEL], bar, self.pool.index(self._place(i, p)))
 
     # ------------------------------------------------------------ of a KV tile
 
@@ -94,11 +110,6 @@ class BackwardPipeline:
         return self._tile(self.config.SLOTS + stage.slot)
 
     @jit
-    def dout_for_dv(self, stage):
-        """Of dout [queries, COLUMNS_V], which dv has."""
-        return self.part(self.config.SLOTS + stage.slot, 0, self.config.COLUMNS_V // PANEL)
-
-    @jit
     def k(self):
         return self._tile(2 * self.config.SLOTS)
 
@@ -109,23 +120,21 @@ class BackwardPipeline:
     @jit
     def load_keys(self, work):
         """Issue the TMA loads of the work tile's own K and V."""
-        D: gl.constexpr = self.config.D
         QK: gl.constexpr = self.config.PANELS_QK
         V: gl.constexpr = self.config.PANELS_V
         bar = self.kv_full.index(0)
         row = work.first_k + work.tile * UNIT
         mbarrier.expect(bar, (QK + V) * PANEL * UNIT * 2)
-        load_panels(self.k_desc, bar, self.pool, 2 * self.config.SLOTS, work.batch, work.head, row, D, QK)
-        load_panels(self.v_desc, bar, self.pool, 2 * self.config.SLOTS + 1, work.batch, work.head, row, D, V)
+        self._load(self.k_desc, bar, 2 * self.config.SLOTS, work, work.head, row, QK)
+        self._load(self.v_desc, bar, 2 * self.config.SLOTS + 1, work, work.head, row, V)
 
     @jit
     def load_queries(self, stage, work, head, row, statistics, first, counters):
         """Issue those of q, dout and statistics of the query tile at `row`; first: it is the first of the work tile."""
-        D: gl.constexpr = self.config.D
         bar = self.q_full.index(stage.slot)
         mbarrier.wait(self.q_empty.index(stage.slot), stage.phase)
         mbarrier.expect(bar, self.config.PANELS_QK * PANEL * UNIT * 2 + STATISTICS * 4)
-        load_panels(self.q_desc, bar, self.pool, stage.slot, work.batch, head, row, D, self.config.PANELS_QK)
+        self._load(self.q_desc, bar, stage.slot, work, head, row, self.config.PANELS_QK)
         tma_load(self.stat_desc, [statistics * STATISTICS], bar, self.statistics.index(stage.slot))
         if first:  # while K, V and q are on their way: there is no dS without dout
             counters.await_slot(work)
@@ -133,8 +142,7 @@ class BackwardPipeline:
             mbarrier.wait(self.do_empty.index(stage.slot), stage.phase)
         bar = self.do_full.index(stage.slot)
         mbarrier.expect(bar, self.config.PANELS_V * PANEL * UNIT * 2)
-        slot = self.config.SLOTS + stage.slot
-        load_panels(self.do_desc, bar, self.pool, slot, work.batch, head, row, D, self.config.PANELS_V)
+        self._load(self.do_desc, bar, self.config.SLOTS + stage.slot, work, head, row, self.config.PANELS_V)
 
     @jit
     def wait_keys(self):
@@ -166,9 +174,8 @@ class BackwardPipeline:
     @jit
     def clear(self, tile, live):
         """Zero the rows of a tile from `live` on: they may hold NaN, and 0 * NaN is NaN."""
-        PANELS: gl.constexpr = self.config.D // PANEL
-        for p in gl.static_range(PANELS):
-            clear_rows(self.pool.index(tile * PANELS + p), live, UNIT, gl.num_warps())
+        for p in gl.static_range(self.config.D // PANEL):
+            clear_rows(self.pool.index(self._place(tile, p)), live, UNIT, gl.num_warps())
         fence_async_shared()
 
     @jit
@@ -185,14 +192,13 @@ class BackwardPipeline:
     @jit
     def load_pair(self, stage, work, kv_head, kv_tile, rows, ds, first, counters):
         """Issue those of K and of the dS at each of `rows`; first: they are the first of the work tile."""
-        D: gl.constexpr = self.config.D
         QUERY_TILES: gl.constexpr = self.config.QUERY_TILES
         bar = self.q_full.index(stage.slot)
         mbarrier.wait(self.q_empty.index(stage.slot), stage.phase)
         QK: gl.constexpr = self.config.PANELS_QK
         mbarrier.expect(bar, UNIT * (QK * PANEL + QUERY_TILES * UNIT) * 2)
         row = work.first_k + kv_tile * UNIT
-        load_panels(self.k_desc, bar, self.pool, stage.slot, work.batch, kv_head, row, D, QK)
+        self._load(self.k_desc, bar, stage.slot, work, kv_head, row, QK)
         if first:  # while K is on its way
             counters.await_keys(work)
         for t in gl.static_range(QUERY_TILES):
@@ -200,9 +206,17 @@ class BackwardPipeline:
 
     @jit
     def _panel_of_ds(self, stage, t):
-        return self.pool.index(
-            self.config.DQ_SLOTS * (self.config.D // PANEL) + stage.slot * self.config.QUERY_TILES + t
-        )
+        """Behind the tiles of K; of three panels those lie in two places, and so do the panels behind them."""
+        SLOTS: gl.constexpr = self.config.DQ_SLOTS
+        BEHIND: gl.constexpr = 2 * (self.config.TILES - SLOTS)  # two of three
+        i = stage.slot * self.config.QUERY_TILES + t
+        if self.config.D // PANEL != 3:
+            i += SLOTS * (self.config.D // PANEL)
+        elif SLOTS * self.config.QUERY_TILES <= BEHIND:
+            i += 2 * SLOTS
+        else:
+            i += gl.where(i < BEHIND, 2 * SLOTS, 3 * SLOTS)
+        return self.pool.index(i)
 
     @jit
     def issue_dq(self, stage, t, acc, COLUMN: gl.constexpr):

@@ -49,8 +49,8 @@ def produce_queries(work, scheduler, pipe, mask, ds):
     scheduler.counters.await_keys_without_ds(work, tiles)
     stage = first_stage(1)
     for j in range(tiles):
-        rows = (row_of_pair(ds, begin, work, work.tile, low + j, mask, SEVERAL),)
-        if SEVERAL:
-            rows = (rows[0], row_of_pair(ds, begin, work, work.tile + 1, low + j, mask, SEVERAL))
+        rows = ()
+        for t in gl.static_range(pipe.config.QUERY_TILES):
+            rows = rows + (row_of_pair(ds, begin, work, work.tile + t, low + j, mask, SEVERAL),)
         pipe.load_pair(stage, work, work.head // scheduler.group, low + j, rows, ds.tiles, j == 0, scheduler.counters)
         stage = next_stage(stage, pipe.config.DQ_SLOTS)

@@ -16,7 +16,7 @@ first, and P says that it has; of V and dout, and of K for dq, the second, which
 """
 
 from .backward_config import UNIT
-from .backward_consumer import consume_queries, zero_gradient
+from .backward_consumer import consume_queries, zero_columns
 from .backward_pipeline import first_stage, next_stage
 from .backward_scheduler import await_copies
 from .gluon import barriers, gl, jit, mbarrier, wgmma, wgmma_wait
@@ -80,6 +80,36 @@ def publish_clear(pipe, stage, live, g):
 
 
 @jit
+def issue_columns(left, tile, pipe, acc, COLUMNS: gl.constexpr):
+    """Issue acc += left times a tile of the pool: COLUMNS of it, and the third panel if acc has a part for it."""
+    first = wgmma(left, pipe.part(tile, 0, COLUMNS // UNIT), acc[0], is_async=True)
+    if len(acc) == 1:
+        return (first,)
+    else:
+        rest = gl.convert_layout(left, pipe.config.LEFT_REST)
+        return first, wgmma(rest, pipe.part(tile, 2, 1), acc[1], is_async=True)
+
+
+@jit
+def wait_columns(flying, left):
+    """-> the accumulators and their left operand, which are free."""
+    if len(flying) == 1:
+        first, left = wgmma_wait(0, deps=(flying[0], left))
+        return (first,), left
+    else:
+        first, rest, left = wgmma_wait(0, deps=(flying[0], flying[1], left))
+        return (first, rest), left
+
+
+@jit
+def store_columns(gradient, acc, work, COLUMNS: gl.constexpr):
+    """The rows of a KV tile; COLUMNS: of the first part."""
+    gradient.store_keys(acc[0], work)
+    if len(acc) > 1:
+        gradient.store_keys(acc[1], work, COLUMNS)
+
+
+@jit
 def consume_dv(work, group, pipe, mask, exchange, dv_out, scale):
     """dv of a KV tile, over all query heads of its KV head, and the probabilities on the way.  scale: to base 2."""
     config = pipe.config
@@ -89,7 +119,7 @@ def consume_dv(work, group, pipe, mask, exchange, dv_out, scale):
     last = first + gl.maximum(seen, 1) - 1
     whole = mask.whole(work.tile, lengths)
     VARLEN: gl.constexpr = config.VARLEN
-    dv = zero_gradient(config.COLUMNS_V, config.OUT_V)
+    dv = zero_columns(config.COLUMNS_V, config.OUT_V, config.REST_V, config.OUT_REST)
     stage = first_stage(0)
     i = 0
     pipe.wait_keys()
@@ -108,24 +138,24 @@ def consume_dv(work, group, pipe, mask, exchange, dv_out, scale):
             pipe.wait_q(stage, lengths.seq_q - tile * UNIT if VARLEN else None)
             s_flying = pipe.issue_scores(stage)
             pipe.wait_dout(now)
-            dv_flying = wgmma(p16, pipe.dout_for_dv(now), dv, is_async=True)
-            s = wgmma_wait(1, deps=(s_flying,))
+            dv_flying = issue_columns(p16, config.SLOTS + now.slot, pipe, dv, config.COLUMNS_V)
+            s = wgmma_wait(len(dv), deps=(s_flying,))
             s = mask.apply(s, tile, work.tile, whole, lengths)
             p = probabilities(s, stage, i, pipe, recompute, exchange)
             p_next = gl.convert_layout(p.to(config.DTYPE), config.LEFT_V)
             i += 1
-            dv, p16 = wgmma_wait(0, deps=(dv_flying, p16))
+            dv, p16 = wait_columns(dv_flying, p16)
             pipe.release_dout(now)
             p16 = p_next
         pipe.wait_dout(stage)
         if VARLEN:
             if lengths.seq_q - last * UNIT < UNIT:
                 pipe.await_clear(g)
-        dv = wgmma_wait(0, deps=(wgmma(p16, pipe.dout_for_dv(stage), dv, is_async=True),))
+        dv, p16 = wait_columns(issue_columns(p16, config.SLOTS + stage.slot, pipe, dv, config.COLUMNS_V), p16)
         pipe.release_dout(stage)
         stage = next_stage(stage, config.SLOTS)
     pipe.arrive_done()
-    dv_out.store_keys(dv, work)
+    store_columns(dv_out, dv, work, config.COLUMNS_V)
 
 
 @jit
@@ -140,36 +170,6 @@ def gradient(dp, stage, row, i, pipe, recompute, exchange, ds):
 
 
 @jit
-def zero_dk(config):
-    """Accumulators of dk: one, or two where its columns are no power of two."""
-    first = zero_gradient(config.COLUMNS, config.OUT)
-    return (first, zero_gradient(config.REST, config.OUT_REST)) if config.REST > 0 else (first,)
-
-
-@jit
-def issue_dk(ds16, stage, pipe, dk):
-    """Issue dk += dS q.  ds16: as a left operand."""
-    config = pipe.config
-    first = wgmma(ds16, pipe.part(stage.slot, 0, config.COLUMNS // UNIT), dk[0], is_async=True)
-    if len(dk) == 1:
-        return (first,)
-    else:
-        rest = gl.convert_layout(ds16, config.LEFT_REST)
-        return first, wgmma(rest, pipe.part(stage.slot, 2, 1), dk[1], is_async=True)
-
-
-@jit
-def wait_dk(flying, ds16):
-    """-> dk and its left operand, which are free."""
-    if len(flying) == 1:
-        first, ds16 = wgmma_wait(0, deps=(flying[0], ds16))
-        return (first,), ds16
-    else:
-        first, rest, ds16 = wgmma_wait(0, deps=(flying[0], flying[1], ds16))
-        return (first, rest), ds16
-
-
-@jit
 def consume_dk(work, group, pipe, mask, exchange, ds, dk_out, scale):
     """dk of a KV tile, over all query heads of its KV head.  scale: natural."""
     config = pipe.config
@@ -179,7 +179,7 @@ def consume_dk(work, group, pipe, mask, exchange, ds, dk_out, scale):
     first, seen = mask.queries_of(work.tile, lengths)
     last = first + gl.maximum(seen, 1) - 1
     begin, step, step_of_head = ds.of_keys(work)
-    dk = zero_dk(config)
+    dk = zero_columns(config.COLUMNS, config.OUT, config.REST, config.OUT_REST)
     stage = first_stage(0)
     i = 0
     pipe.wait_keys()
@@ -202,23 +202,24 @@ def consume_dk(work, group, pipe, mask, exchange, ds, dk_out, scale):
             if VARLEN:
                 publish_clear(pipe, stage, lengths.seq_q - tile * UNIT, g)
             dp_flying = pipe.issue_dp(stage)
-            dk_flying = issue_dk(ds16, now, pipe, dk)
+            dk_flying = issue_columns(ds16, now.slot, pipe, dk, config.COLUMNS)
             dp = wgmma_wait(len(dk), deps=(dp_flying,))
             pipe.release_dout(stage)
             ds_next = gradient(dp, stage, row, i, pipe, recompute, exchange, ds.tiles)
             i += 1
-            dk, ds16 = wait_dk(dk_flying, ds16)
+            dk, ds16 = wait_columns(dk_flying, ds16)
             pipe.release_q(now)
             ds16 = ds_next
-        dk, ds16 = wait_dk(issue_dk(ds16, stage, pipe, dk), ds16)
+        dk, ds16 = wait_columns(issue_columns(ds16, stage.slot, pipe, dk, config.COLUMNS), ds16)
         pipe.release_q(stage)
         stage = next_stage(stage, config.SLOTS)
         begin += step_of_head
     await_copies()
     pipe.arrive_done()
-    dk_out.store_keys(dk[0] * scale, work)
-    if config.REST > 0:
-        dk_out.store_keys(dk[1] * scale, work, config.COLUMNS)
+    scaled = (dk[0] * scale,)
+    if len(dk) > 1:
+        scaled = (dk[0] * scale, dk[1] * scale)
+    store_columns(dk_out, scaled, work, config.COLUMNS)
 
 
 @jit
@@ -231,4 +232,5 @@ def consume(CID: gl.constexpr, number, scheduler, pipe, mask, exchange, ds, sums
         else:
             consume_dk(scheduler.kv_tile(drawn), scheduler.group, pipe, mask, exchange, ds, dk, scale)
     elif drawn.queries:
-        consume_queries(scheduler.query_tile(drawn), scheduler, pipe, mask, sums, dq, scale, CID, 1)
+        NUMBER: gl.constexpr = pipe.config.QUERY_TILES // 2
+        consume_queries(scheduler.query_tile(drawn), scheduler, pipe, mask, sums, dq, scale, CID * NUMBER, NUMBER)

@@ -64,10 +64,10 @@ def entry(index, i, count):
 
 
 @jit
-def load_panels(desc, bar, buffers, slot, i_b, i_h, row, D: gl.constexpr, PANELS: gl.constexpr = None):
+def load_panels(desc, bar, buffers, slot, i_b, i_h, row, D: gl.constexpr):
     """Have as many rows as a buffer has brought, from `row` on; buffers: [slots * panels, rows, 64], which is [slots, rows, D]
-    swizzled.  `bar` must expect their bytes.  PANELS: how many of them; None: all."""
-    for p in gl.static_range(D // PANEL if PANELS is None else PANELS):
+    swizzled.  `bar` must expect their bytes."""
+    for p in gl.static_range(D // PANEL):
         tma_load(desc, [i_b, i_h, row, p * PANEL], bar, buffers.index(slot * (D // PANEL) + p))
 
 

@@ -5,7 +5,7 @@ blocks that list them, or dq of 64 queries, over their list.  Sums follow a list
 """
 
 from .backward_config import UNIT, BackwardConfig
-from .backward_consumer import add_pair, first_products, key_step, store_keys, zero_gradient
+from .backward_consumer import add_pairs, first_products, key_step, store_keys, zero_gradient
 from .backward_epilogue import Gradient
 from .backward_lists import BlockSizes, ListDsRing, Lists, ListScheduler, Spans
 from .backward_mask import Lengths
@@ -157,7 +157,7 @@ def consume_queries(work, scheduler, pipe, lists, sizes, dq_out, scale):
             pipe.wait_q(stage, gl.load(begin + gl.load(index + j // KV_TILES)) - j % KV_TILES * UNIT)
         else:
             pipe.wait_q(stage)
-        sums = add_pair(sums, stage, before, j, pipe, 0)
+        sums = add_pairs(sums, stage, before, j, pipe, 0, 1)
         before = stage.slot
         stage = next_stage(stage, config.DQ_SLOTS)
     dq = wgmma_wait(0, deps=(sums[0],))

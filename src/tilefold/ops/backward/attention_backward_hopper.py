@@ -127,7 +127,7 @@ def main_bound(
 def _kernel(plan: "AttentionBackwardPlan") -> tuple[Any, dict[str, Any], int]:
     """The kernel of the problem's width, its constants, and how many registers a thread has at launch."""
     from ...plan.backward import attention_backward_hopper as rules
-    from ...plan.backward.kept_backward import REGISTERS, WIDE, WIDE_REGISTERS
+    from ...plan.backward.kept_backward import NARROW, REGISTERS, WIDE_REGISTERS
     from ...plan.hopper import PRODUCER_REGISTERS
 
     n, width = plan.problem, rules.width_of(plan.problem)
@@ -136,10 +136,14 @@ def _kernel(plan: "AttentionBackwardPlan") -> tuple[Any, dict[str, Any], int]:
         "SLOTS": plan.keys.num_stages,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
     }
-    if width == WIDE:
+    if width > NARROW:
         from ...kernels.hopper.attention_backward_wide import attention_backward_hopper_wide
 
-        constants |= {**panels_of(n), "CONSUMER_REGISTERS": WIDE_REGISTERS[1]}
+        constants |= {
+            **panels_of(n),
+            "QUERY_TILES": rules.sum_tiles(n, plan.device),
+            "CONSUMER_REGISTERS": WIDE_REGISTERS[1],
+        }
         return attention_backward_hopper_wide, constants, WIDE_REGISTERS[0]
     from ...kernels.hopper.attention_backward import attention_backward_hopper
 

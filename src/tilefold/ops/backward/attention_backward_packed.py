@@ -156,11 +156,11 @@ def _main(
     """The launch that makes the gradients."""
     from ...kernels.hopper.attention_backward_packed import attention_backward_packed
     from ...plan.backward.attention_backward_hopper import width_of
-    from ...plan.backward.kept_backward import REGISTERS, WIDE, WIDE_REGISTERS
+    from ...plan.backward.kept_backward import NARROW, REGISTERS, WIDE_REGISTERS
     from ...plan.hopper import PRODUCER_REGISTERS
 
     n, width = plan.problem, width_of(plan.problem)
-    wide = width == WIDE
+    wide = width > NARROW
     constants = {
         "KIND": kind_of(window_of(call.window, call.causal)),
         "D": width,

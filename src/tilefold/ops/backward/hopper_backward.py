@@ -115,15 +115,19 @@ def boxed_sides(sides: Tensors, layout: Layout, queries: int = UNIT, keys: int =
 
 
 def panels_of(problem: Any) -> dict[str, int]:
-    """Constants of the kernels for head dims wider than 128: panels of 64 columns."""
-    return {"PANELS_QK": -(-problem.dim_qk // UNIT), "PANELS_V": -(-problem.dim_v // UNIT)}
+    """Constants of the kernels for head dims wider than 128: panels of 64 columns.  Three beside four count as four: ptxas has
+    too few registers for what is left."""
+    panels = [-(-dim // UNIT) for dim in (problem.dim_qk, problem.dim_v)]
+    if 4 in panels:
+        panels = [4 if each == 3 else each for each in panels]
+    return {"PANELS_QK": panels[0], "PANELS_V": panels[1]}
 
 
 def columns_of(problem: Any) -> dict[str, int | None]:
-    """Columns of their gradients; None: all that a product makes, of dq and dk whole panels, of dv as many as are a power of
-    two."""
-    n, whole = problem, (UNIT, 2 * UNIT, 4 * UNIT)
-    return {"columns_qk": n.dim_qk if n.dim_qk % UNIT else None, "columns_v": None if n.dim_v in whole else n.dim_v}
+    """Columns of their gradients; None: all that a product makes."""
+    made = panels_of(problem).values()
+    dims = ("columns_qk", problem.dim_qk), ("columns_v", problem.dim_v)
+    return {name: None if dim == panels * UNIT else dim for (name, dim), panels in zip(dims, made, strict=True)}
 
 
 def statistics_box(rows: int, numbers: int = STATISTICS) -> Any:

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from tilefold.plan.backward.backward import ROWS_OF_DOUT
 from tilefold.plan.backward.kept_backward import (
+    NARROW,
     PROGRAMS_PER_SM,
     UNIT,
     WIDE,
@@ -28,6 +29,7 @@ PAIRS_FROM = (
 )
 WELL_SLOTS, WELL_HELD = 6, 3  # with fewer, dq added in memory is faster, where it serves
 LEAST_HELD = 1.5  # with fewer, portable kernels that make seven products are faster
+FOUR_TILES = 192  # the width up to which the registers of each of two warpgroups hold dq of two tiles
 LEAST_DIM = 40  # padded to 64; with narrower ones portable kernels are faster
 
 
@@ -75,14 +77,13 @@ def tiles(problem: AttentionProblem) -> tuple[int, int]:
 
 
 def width_of(problem: AttentionProblem) -> int:
-    """Columns of a tile: 64, 128 or 256, the least that hold both head dims; TMA fills the rest with zeros."""
-    most = max(problem.dim_qk, problem.dim_v)
-    return 64 if most <= 64 else 128 if most <= 128 else WIDE
+    """Columns of a tile: the least multiple of 64 that holds both head dims; TMA fills the rest with zeros."""
+    return min(-(-max(problem.dim_qk, problem.dim_v) // UNIT) * UNIT, WIDE)
 
 
 def places(problem: AttentionProblem, device: Device) -> int:
     """Programs that run at a time."""
-    return device.sms * (1 if width_of(problem) == WIDE else PROGRAMS_PER_SM)
+    return device.sms * (1 if width_of(problem) > NARROW else PROGRAMS_PER_SM)
 
 
 def batches_of(problem: AttentionProblem, heads: int, keys: int) -> int:
@@ -91,11 +92,12 @@ def batches_of(problem: AttentionProblem, heads: int, keys: int) -> int:
 
 
 def sum_tiles(problem: AttentionProblem, device: Device) -> int:
-    """Tiles of queries of one item for dq: two where there are so many that the last, longer items do not count, or where each
-    of two warpgroups makes one."""
+    """Tiles of queries of one item for dq: two where there are so many that the last, longer items do not count; of two
+    warpgroups each makes one or two.  H200, D=192, V of 128, in 4 and 2: 16384 tokens causal 586 and 568, 4096 528 and 524."""
     n = problem
-    many = n.batch * n.heads * tiles(n)[0] >= PAIRS_FROM * places(n, device)
-    return 2 if many or width_of(n) == WIDE else 1
+    if width_of(n) > NARROW:
+        return 4 if width_of(n) <= FOUR_TILES else 2
+    return 2 if n.batch * n.heads * tiles(n)[0] >= PAIRS_FROM * places(n, device) else 1
 
 
 def query_items(problem: AttentionProblem, device: Device, heads: int) -> int:

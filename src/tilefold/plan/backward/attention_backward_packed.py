@@ -17,7 +17,7 @@ from tilefold.plan.backward.attention_backward_hopper import (
     tiles,
     width_of,
 )
-from tilefold.plan.backward.kept_backward import MOST_KEPT, SPARE, UNIT, WIDE, backward_tile_fault
+from tilefold.plan.backward.kept_backward import MOST_KEPT, NARROW, SPARE, UNIT, backward_tile_fault
 from tilefold.plan.device import Device
 from tilefold.plan.limits import MAX_GRID, Tile
 from tilefold.plan.problem import AttentionProblem
@@ -54,7 +54,7 @@ def packed_refusal(problem: AttentionProblem, device: Device) -> str | None:
     n = problem
     if refusal := common_refusal(n, device):
         return refusal
-    if width_of(n) != WIDE and (n.dim_qk != n.dim_v or n.dim_qk not in WIDTHS):
+    if width_of(n) <= NARROW and (n.dim_qk != n.dim_v or n.dim_qk not in WIDTHS):
         return f"it has head dims of 64 and 128, the same for V, or wider ones, not {n.dim_qk} and {n.dim_v}"
     if not n.descriptors:
         return "the base or the strides of K or V are not multiples of 16 bytes"
@@ -143,7 +143,7 @@ def tiles_together(problem: AttentionProblem, device: Device, total_q: int) -> i
     """Tiles of queries of one item for dq: two where there are many, of sequences that mostly have two, and where each of two
     consumers makes one."""
     n = problem
-    if width_of(n) == WIDE:
+    if width_of(n) > NARROW:
         return 2
     many = n.heads * (total_q // UNIT) >= PAIRS_FROM * places(problem, device)
     return 2 if many and total_q >= 2 * UNIT * n.batch else 1

@@ -20,8 +20,8 @@ from tilefold.plan.problem import AttentionProblem
 # 8, causal: in 3 spans with 2 of them 591 TFLOP/s, in 4 with 3 539; in 5 and 7 529 and 522; in 9 and 13 494 and 513.
 HELD, HELD_IN_MANY, MANY = 2, 3, 6
 SHORT_SPLIT = 4096
-"""Keys of a KV split of wide head dims, up to which spans are faster, causal, 16384 tokens, TFLOP/s.  H100, D=256: splits of 2048
-441, of 4096 468, in 3 spans 466.  H200: of 4096 471, in 2 spans 479; D=192, V of 128, 385 and 412, full 390 and 385."""
+"""Keys of a KV split of the widest head dims, up to which spans are faster; causal, 16384 tokens, TFLOP/s.  H100, D=256: splits
+of 2048 441, of 4096 468, in 3 spans 466.  H200: of 4096 471, in 2 spans 479; D=192, V of 128, 586 and 554, full 554 and 538."""
 MAX_SPANS = 4096  # launches of a call
 
 
@@ -81,7 +81,7 @@ def queries_at_once(problem: AttentionProblem, device: Device) -> int:
     """Queries of a span, 0 if all are made at once: where there is room for dS of enough keys of all queries (`why`).
 
     Else so many that HELD key items (HELD_IN_MANY of MANY spans or more) have room for each running program, in spans of one
-    size, whole pairs of tiles; two spans at least of wide head dims."""
+    size, whole pairs of tiles; two spans at least of the widest head dims."""
     n = problem
     if not why(n, device):
         return 0
@@ -102,7 +102,7 @@ def why(problem: AttentionProblem, device: Device) -> str:
     """What is wrong with all queries at once, as a sentence; "" if nothing is.
 
     Several query heads to a KV head whose keys come in KV splits are faster in spans, each with all keys, but for few queries; so
-    are short splits of wide head dims."""
+    are short splits of the widest head dims."""
     n, at_once = problem, dense.kept_at_once(problem, device)
     fault = dense.kept_violation(n, device, *at_once)
     if fault:

@@ -12,7 +12,9 @@ from tilefold.plan.problem import AttentionProblem
 UNIT = 64  # tokens of a tile
 PROGRAMS_PER_SM = 2  # of the kernels with one folding warpgroup
 REGISTERS = 128  # of a thread at launch
-WIDE = 256  # the width of head dims that two warpgroups fold, one program an SM
+NARROW = 128  # the widest head dim that one warpgroup folds
+WIDE = 256  # that two fold, one program an SM
+STAGES = {64: 4, 128: 2, 192: 3, 256: 2}  # by width: what there is room for
 WIDE_REGISTERS = (168, 240)  # of a thread at launch there, of a folding thread
 SPARE = (
     1.5  # key items that begin before the first query item, for each place: 1 is too few where items differ in length
@@ -37,7 +39,7 @@ def backward_delay(batch: int, batches: int, slots: int, places: int) -> int:
 
 def least_kept(dim_qk: int, dim_v: int) -> int:
     """`kept_limit` of the smallest tensors."""
-    return WIDE_LIMIT if max(dim_qk, dim_v) > 128 else KEPT_LIMIT
+    return WIDE_LIMIT if max(dim_qk, dim_v) > NARROW else KEPT_LIMIT
 
 
 def kept_limit(problem: AttentionProblem) -> int:
@@ -60,13 +62,13 @@ def divisors(number: int) -> list[int]:
 def backward_tile(dim: int) -> Tile:
     """64 x 64, what registers hold; num_stages: buffers for q and dout, as many as there is room for.  What is measured is which
     kernel a problem takes: `options_for` of attention_backward_reduce.py."""
-    return Tile(block_m=UNIT, block_n=UNIT, num_warps=4, num_stages=4 if dim == 64 else 2)
+    return Tile(block_m=UNIT, block_n=UNIT, num_warps=4, num_stages=STAGES[dim])
 
 
 def backward_shared(dim: int, itemsize: int, stages: int) -> int:
     """Shared memory of one program (bytes): rings of q and dout, K, V, one dS, statistics, barriers; of wide ones P in fp32."""
     tiles = (2 * stages + 2) * UNIT * dim + UNIT * UNIT
-    exchange = UNIT * UNIT * 4 if dim == WIDE else 0
+    exchange = UNIT * UNIT * 4 if dim > NARROW else 0
     return tiles * itemsize + exchange + stages * 2 * UNIT * 4 + BARRIER_BYTES
 
 
