@@ -141,6 +141,24 @@ def test_sinks(kernel, dim, options):
     kernel.held(qkv(2, 700, 333, 4, 2, dim, dtype=BF, device=DEVICE), None, changes, sinks=sinks, **options)
 
 
+CAPPED = [(256, 256), (192, 128), (160, 136), (128, 192)]
+
+
+@pytest.mark.parametrize("dtype", [BF, torch.float16])
+@pytest.mark.parametrize("options", MASKS[:3], ids=str)
+@pytest.mark.parametrize(
+    ("kernel", "dims"), several({"dense": [(d,) for d in CAPPED], "spans": [(d,) for d in CAPPED[:2]]})
+)
+def test_softcap(kernel, dims, options, dtype):
+    """Of wide heads; with sinks, too."""
+    changes = {"queries_at_once": 192} if kernel is SPANS else {}
+    sinks = torch.tensor([0.3, -60.0, 20.0, -2.0], dtype=dtype, device=DEVICE)
+    for sq, sk, more in ((333, 1001, {}), (1001, 333, {"sinks": sinks})):
+        kernel.held(
+            qkv(2, sq, sk, 4, 2, *dims, dtype=dtype, device=DEVICE), None, changes, softcap=5.0, **more, **options
+        )
+
+
 @pytest.mark.parametrize(
     ("kernel", "dim"),
     several({"dense": [(64,), (128,)], "spans": [(128,)], "reduce": [(64,), (128,)], "ordered": [(64,)]}),

@@ -57,6 +57,15 @@ def test_wide_head_dims(kernel, options, dims):
         kernel.held(*packed(*lengths, *heads, d=dims[0], dv=dims[1], dtype=dtype, device=DEVICE), **options)
 
 
+@pytest.mark.parametrize("dims", [(256, 256), (192, 128), (160, 136)], ids=str)
+@pytest.mark.parametrize("options", MASKS[:3], ids=str)
+@pytest.mark.parametrize("kernel", several({"packed": [()]}))
+def test_softcap(kernel, options, dims):
+    for i, lengths in enumerate(LENGTHS):
+        dtype = BF if i else torch.float16
+        kernel.held(*packed(*lengths, 4, 2, d=dims[0], dv=dims[1], dtype=dtype, device=DEVICE), softcap=5.0, **options)
+
+
 SUNK = {"packed": [(64,), (128,), (192,)], "reduce": [(64,), (128,)], "ordered": [(64,), (96,)], "apart": [(64,)]}
 
 

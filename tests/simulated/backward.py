@@ -4,6 +4,8 @@ A tile's value is the set of the boxes that went into it; an accumulator's is th
 waits for ever; no buffer and no kept row is written while it is read; every result is made once.  What the results have to be,
 and which functions of a kernel run, a subclass says."""
 
+from types import SimpleNamespace
+
 from simulated import Anything, Launch, Number, Ring, barriers, own_classes, own_functions, run_threads
 from tilefold.kernels.hopper import (
     backward_config,
@@ -316,6 +318,10 @@ class Backward(Launch):
         pipe = names["BackwardPipeline"]("q", "do", "k", "v", "stat", pool, statistics, kv_full, q_full, do_full, q_empty,
                                          do_empty, done, cleared, config)  # fmt: skip
         return pipe, names["DsTiles"]("kept", Panel(memory, "dS"), self.slots * self.slot_rows)
+
+    def softcap(self):
+        """Changes of scores, of which there are none."""
+        return SimpleNamespace(scale=1.0, SOFTCAP=0, to_base_2=lambda: 1.0, capped=lambda s: (s, 1.0, 1.0))
 
     def exchange(self, names):
         """What one of two consumers hands to the other."""

@@ -176,7 +176,9 @@ class Wide(Run):
             self.begin_at(
                 item, scheduler, number * (self.query_tiles // 2)
             )  # of a work tile for dq each makes as many tiles
-            names["consume"](number, item, scheduler, pipe, mask, exchange, ds, *self.ends(names, pipe.config), 1.0)
+            names["consume"](
+                number, item, scheduler, pipe, mask, self.softcap(), exchange, ds, *self.ends(names, pipe.config)
+            )
 
         return lambda: names["produce"](item, *nouns), lambda: consume(0), lambda: consume(1)
 

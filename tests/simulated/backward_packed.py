@@ -166,6 +166,6 @@ class Wide(Run):
             self.begin(item)
             self.local.stored = number
             own = self.gradients(names, batch=False)
-            names["consume"](number, item, scheduler, pipe, mask, exchange, ds, sums, *own, 1.0)
+            names["consume"](number, item, scheduler, pipe, mask, self.softcap(), exchange, ds, sums, *own)
 
         return lambda: names["produce"](item, *nouns), lambda: consume(0), lambda: consume(1)

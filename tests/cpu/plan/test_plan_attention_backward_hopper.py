@@ -41,6 +41,14 @@ def test_taken_where_it_can_be() -> None:
     for problem in (MANY, MIXED, replace(LONG, dim_qk=256, dim_v=256)):  # sinks change lse, and no product
         plan, sunk = (plan_attention_backward(replace(problem, sinks=sinks), H200) for sinks in (False, True))
         assert sunk == replace(plan, problem=sunk.problem)
+    capped = replace(
+        LONG, dim_qk=256, dim_v=256, score_mods=("softcap",)
+    )  # whose derivative one warpgroup hands to the other
+    for problem in (capped, replace(capped, causal=True), replace(MIXED, dim_qk=192, score_mods=("softcap",))):
+        plan, other = (plan_attention_backward(replace(problem, score_mods=mods), H200) for mods in (("softcap",), ()))
+        assert plan == replace(other, problem=plan.problem) and plan.kernel == rules.KERNEL
+        for more in ({"mask_mods": ("mask",)}, {"score_mods": ("softcap", "alibi")}, {"dropout": True}):
+            assert plan_attention_backward(replace(problem, **more), H200).kernel != rules.KERNEL
     odd = plan_attention_backward(replace(LONG, dim_qk=320, dim_v=128), H200)
     assert odd.kernel == "attention_backward_box"
     assert "it has head dims to 256, not 320 and 128" in odd.reason
@@ -149,11 +157,11 @@ def test_what_is_kept() -> None:
 
 def test_the_widest_heads_come_in_two_spans_or_more_where_kv_splits_are_short() -> None:
     """Faster than in KV splits of 4096 keys, and in less memory.  Up to 192 columns splits are faster."""
-    for dims, heads, spans in (((192, 128), 16, 1), ((256, 256), 8, 2)):
+    for dims, heads, cut in (((192, 128), 16, 1), ((256, 256), 8, 2)):
         problem = replace(LONG, dim_qk=dims[0], dim_v=dims[1], heads=heads, kv_heads=heads)
         plan = plan_attention_backward(problem, H200)
-        assert (plan.kernel, len(plan.spans)) == (rules.KERNEL, spans)
-        if spans == 2:
+        assert (plan.kernel, len(plan.spans)) == (rules.KERNEL, cut)
+        if cut == 2:
             assert plan.queries_at_once == 8192
             assert plan.scratch_bytes < 0.85 * 2**30 < plan.with_tiles(queries_at_once=0).scratch_bytes
         shorter = plan_attention_backward(replace(problem, seq_q=8192, seq_k=8192), H200)

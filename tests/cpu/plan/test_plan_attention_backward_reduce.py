@@ -18,6 +18,7 @@ from tilefold.plan import AttentionProblem, device_named
 from tilefold.plan.backward import attention_backward_hopper as dense
 from tilefold.plan.backward import attention_backward_reduce as rules
 from tilefold.plan.backward.attention_backward import AttentionBackwardPlan, plan_attention_backward
+from tilefold.plan.backward.attention_backward_hopper import is_capped
 from tilefold.plan.limits import Tile
 
 H200 = device_named("h200")
@@ -265,15 +266,15 @@ def changed_and_served(problem: AttentionProblem, device: str) -> bool:
 
 
 def plain_and_long(problem: AttentionProblem, device: str) -> bool:
-    """What the kernel was measured to be faster with: nothing else may be planned otherwise for deterministic=False."""
+    """What the kernel was measured to be faster with, of no packed batch: nothing else may be planned otherwise for
+    deterministic=False."""
     n = problem
     plain = n.unchanged and not n.varlen and n.dtype != "float32" and n.descriptors and n.query_descriptors
     if device not in ("h100", "h200") or not plain or not all(16 <= dim <= 128 for dim in (n.dim_qk, n.dim_v)):
         return False
-    tokens = min(n.seq_q, n.seq_k)
-    if max(n.dim_qk, n.dim_v) <= 64:
+    tokens, full = min(n.seq_q, n.seq_k), n.window == (-1, -1) and not n.causal
+    if rules.columns_of(n) < 128:
         return tokens >= 512
-    full = n.window == (-1, -1) and not n.causal
     return not dense.is_kept_well(n, device_named(device)) or (full and n.group > 1 and tokens >= 2048)
 
 
@@ -301,7 +302,7 @@ def test_being_allowed_more_changes_nothing_but_the_kernel(
     chip = device_named(device)
     problem = AttentionProblem(batch, *lengths, kv_heads * group, kv_heads, *dims, **changes)
     kept, other = (plan_attention_backward(problem, chip, deterministic=d) for d in (True, False))
-    if problem.score_mods or problem.mask_mods:
+    if (problem.score_mods or problem.mask_mods) and not is_capped(problem):
         served = changed_and_served(problem, device)
         assert [plan.kernel == rules.KERNEL for plan in (kept, other)] == [served, served]
         alone = (problem.score_mods, problem.mask_mods) == ((), ("mask",)) and problem.mask_descriptors
@@ -312,13 +313,15 @@ def test_being_allowed_more_changes_nothing_but_the_kernel(
         assert kept == other or other.options == replace(mine, ordered=False, apart=apart)
         return
     if kept.kernel == rules.KERNEL:
-        assert plain_and_long(problem, device) and kept.options in (ORDERED, replace(ORDERED, apart=True))
+        assert problem.varlen or plain_and_long(problem, device)  # packed batches have rules and a record of their own
+        assert kept.options in (ORDERED, replace(ORDERED, apart=True))
     if other.kernel == rules.KERNEL:
-        assert plain_and_long(problem, device)
+        assert problem.varlen or plain_and_long(problem, device)
         return
     assert other == replace(kept, reason=other.reason)
     assert other.reason.startswith(f"{kept.reason} {rules.KERNEL} is not taken: ")
-    assert not plain_and_long(problem, device) or rules.reduce_refusal(problem, chip)
+    kept_well = dense.is_kept_well(problem, chip)
+    assert kept_well or not plain_and_long(problem, device) or rules.reduce_refusal(problem, chip)
 
 
 def test_what_is_taken_was_measured_to_be_the_fastest() -> None:

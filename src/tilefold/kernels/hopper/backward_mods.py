@@ -65,6 +65,12 @@ def make_mod_tiles(desc, step_b, step_h, ROWS: gl.constexpr, SLOTS: gl.constexpr
         return ModTiles(desc, step_b, step_h, tiles, ROWS, BYTES)
 
 
+@jit
+def make_softcap(scale, cap, SOFTCAP: gl.constexpr, KIND: gl.constexpr):
+    """Softcap alone, or nothing."""
+    return BackwardMods(scale, cap, None, None, None, (), (), make_mod_tiles(None, None, None, 0, 0), (), SOFTCAP, KIND)
+
+
 @aggregate
 class BackwardMods:
     """softcap, ALiBi, score_mods, mask and mask_mods, in this order; score_grads: the derivative of each score_mod, () for
@@ -109,6 +115,15 @@ class BackwardMods:
             return self.scale * LOG2E
 
     @jit
+    def capped(self, s):
+        """-> products under softcap, what brings them to natural scores, the derivative."""
+        if self.SOFTCAP:
+            s = softcap(s, self.scale / self.cap, self.SOFTCAP)
+            return s, self.cap, 1.0 - s * s
+        else:
+            return s, self.scale, 1.0
+
+    @jit
     def slope(self, batch, head):
         """The slope of ALiBi of a head; anything without."""
         if self.Slopes is None:
@@ -120,12 +135,7 @@ class BackwardMods:
     def apply(self, s, slope, batch, head, query, key, lengths, partial, slot, CID: gl.constexpr):
         """Scores [64, QUERIES] of consumer CID's keys from `key` on and the queries of a slot, from `query` on -> changed scores,
         and the derivative.  partial: may mask_mods hide some?"""
-        scale = self.scale
-        steep = 1.0
-        if self.SOFTCAP:
-            s = softcap(s, self.scale / self.cap, self.SOFTCAP)
-            scale = self.cap
-            steep = 1.0 - s * s
+        s, scale, steep = self.capped(s)
         if self.Slopes is not None:  # rows are keys here: a distance that has a sign has the other one
             sign: gl.constexpr = -1.0 if self.KIND == CAUSAL else 1.0
             s = subtract_distance(s, scale, slope * sign, key, query, lengths.seq_q - lengths.seq_k, self.KIND, 1)

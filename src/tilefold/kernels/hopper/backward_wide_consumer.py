@@ -1,7 +1,8 @@
 """The two consumers of the backward kernels that keep dS where head dims are wider than 128: they make a work tile together.
 
     KV tile       one makes S, P = exp(S - lse) and dv = P^T dout; the other dP, dS = P (dP - delta), dk = dS^T q, and publishes
-                  dS.  P goes from one to the other through shared memory, in fp32: each product is made once
+                  dS.  P goes from one to the other through shared memory, in fp32: each product is made once.  Under softcap it
+                  takes the derivative along
     query tile    each makes dq of 64 queries; they share K
 
 Each consumer has one product in flight beside the one that it waits for, and the other's products beside its own arithmetic:
@@ -20,7 +21,6 @@ from .backward_consumer import consume_queries, zero_columns
 from .backward_pipeline import first_stage, next_stage
 from .backward_scheduler import await_copies
 from .gluon import barriers, gl, jit, mbarrier, wgmma, wgmma_wait
-from .parts import LOG2E
 from .recompute import Recompute
 from .structs import struct
 
@@ -56,10 +56,15 @@ def make_exchange():
 
 
 @jit
-def probabilities(s, stage, i, pipe, recompute, exchange):
+def probabilities(s, stage, q_tile, work, whole, i, pipe, mask, mods, recompute, exchange):
     """P of a tile whose S is there, also to the other consumer; q and lse are no longer needed here."""
+    s, _, steep = mods.capped(s)
+    s = mask.apply(s, q_tile, work.tile, whole, work.lengths)
     p = recompute.probabilities(s, recompute.lse(recompute.row(stage.slot)))
-    exchange.publish(p, i)
+    if mods.SOFTCAP:
+        exchange.publish(p * steep, i)
+    else:
+        exchange.publish(p, i)
     pipe.release_q(stage)
     return p
 
@@ -110,11 +115,11 @@ def store_columns(gradient, acc, work, COLUMNS: gl.constexpr):
 
 
 @jit
-def consume_dv(work, group, pipe, mask, exchange, dv_out, scale):
-    """dv of a KV tile, over all query heads of its KV head, and the probabilities on the way.  scale: to base 2."""
+def consume_dv(work, group, pipe, mask, mods, exchange, dv_out):
+    """dv of a KV tile, over all query heads of its KV head, and the probabilities on the way."""
     config = pipe.config
     lengths = work.lengths
-    recompute = Recompute(pipe.statistics, scale, config.SCORES, UNIT)
+    recompute = Recompute(pipe.statistics, mods.to_base_2(), config.SCORES, UNIT)
     first, seen = mask.queries_of(work.tile, lengths)
     last = first + gl.maximum(seen, 1) - 1
     whole = mask.whole(work.tile, lengths)
@@ -128,8 +133,7 @@ def consume_dv(work, group, pipe, mask, exchange, dv_out, scale):
     for g in range(group):
         pipe.wait_q(stage, lengths.seq_q - first * UNIT if VARLEN else None)
         s = wgmma_wait(0, deps=(pipe.issue_scores(stage),))
-        s = mask.apply(s, first, work.tile, whole, lengths)
-        p = probabilities(s, stage, i, pipe, recompute, exchange)
+        p = probabilities(s, stage, first, work, whole, i, pipe, mask, mods, recompute, exchange)
         p16 = gl.convert_layout(p.to(config.DTYPE), config.LEFT_V)
         i += 1
         for tile in range(first + 1, last + 1):  # the tile after the one whose P is there
@@ -140,8 +144,7 @@ def consume_dv(work, group, pipe, mask, exchange, dv_out, scale):
             pipe.wait_dout(now)
             dv_flying = issue_columns(p16, config.SLOTS + now.slot, pipe, dv, config.COLUMNS_V)
             s = wgmma_wait(len(dv), deps=(s_flying,))
-            s = mask.apply(s, tile, work.tile, whole, lengths)
-            p = probabilities(s, stage, i, pipe, recompute, exchange)
+            p = probabilities(s, stage, tile, work, whole, i, pipe, mask, mods, recompute, exchange)
             p_next = gl.convert_layout(p.to(config.DTYPE), config.LEFT_V)
             i += 1
             dv, p16 = wait_columns(dv_flying, p16)
@@ -223,14 +226,14 @@ def consume_dk(work, group, pipe, mask, exchange, ds, dk_out, scale):
 
 
 @jit
-def consume(CID: gl.constexpr, number, scheduler, pipe, mask, exchange, ds, sums, dq, dk, dv, scale):
-    """Consumer CID's part of the work tile of a number.  scale: of scores, natural."""
+def consume(CID: gl.constexpr, number, scheduler, pipe, mask, mods, exchange, ds, sums, dq, dk, dv):
+    """Consumer CID's part of the work tile of a number."""
     drawn = scheduler.locate(number)
     if drawn.keys:
         if CID == 0:
-            consume_dv(scheduler.kv_tile(drawn), scheduler.group, pipe, mask, exchange, dv, scale * LOG2E)
+            consume_dv(scheduler.kv_tile(drawn), scheduler.group, pipe, mask, mods, exchange, dv)
         else:
-            consume_dk(scheduler.kv_tile(drawn), scheduler.group, pipe, mask, exchange, ds, dk, scale)
+            consume_dk(scheduler.kv_tile(drawn), scheduler.group, pipe, mask, exchange, ds, dk, mods.scale)
     elif drawn.queries:
         NUMBER: gl.constexpr = pipe.config.QUERY_TILES // 2
-        consume_queries(scheduler.query_tile(drawn), scheduler, pipe, mask, sums, dq, scale, CID * NUMBER, NUMBER)
+        consume_queries(scheduler.query_tile(drawn), scheduler, pipe, mask, sums, dq, mods.scale, CID * NUMBER, NUMBER)

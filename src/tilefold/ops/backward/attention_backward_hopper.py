@@ -19,6 +19,7 @@ from .hopper_backward import (
     gradients_of,
     kept_box,
     panels_of,
+    softcap_kind,
     statistics_bound,
     statistics_box,
 )
@@ -119,6 +120,7 @@ def main_bound(
         "written": span[0],
         "stat_tiles": span[1],
         **columns_of(n),
+        "cap": float(call.softcap) or None,
     }
     options = {"num_warps": plan.keys.num_warps, "maxnreg": registers}
     return Bound.of(kernel, items, given, values, constants, tensors[0].device, **options)
@@ -139,11 +141,9 @@ def _kernel(plan: "AttentionBackwardPlan") -> tuple[Any, dict[str, Any], int]:
     if width > NARROW:
         from ...kernels.hopper.attention_backward_wide import attention_backward_hopper_wide
 
-        constants |= {
-            **panels_of(n),
-            "QUERY_TILES": rules.sum_tiles(n, plan.device),
-            "CONSUMER_REGISTERS": WIDE_REGISTERS[1],
-        }
+        tiles = rules.sum_tiles(n, plan.device)
+        constants |= {**panels_of(n), "QUERY_TILES": tiles, "SOFTCAP": softcap_kind(n)}
+        constants["CONSUMER_REGISTERS"] = WIDE_REGISTERS[1]
         return attention_backward_hopper_wide, constants, WIDE_REGISTERS[0]
     from ...kernels.hopper.attention_backward import attention_backward_hopper
 

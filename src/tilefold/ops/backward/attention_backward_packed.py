@@ -21,6 +21,7 @@ from .hopper_backward import (
     kept_box,
     packed_strides,
     panels_of,
+    softcap_kind,
     statistics_box,
     values_of_lengths,
 )
@@ -72,6 +73,7 @@ def bound_launches(
         **sides_named(window_of(call.window, call.causal)),
         **packed_strides(g=q.shape, x=k.shape, y=v.shape),
         **columns_of(n),
+        "cap": float(call.softcap) or None,
     }
     first = _prepare(plan, order, tensors, dout, values)
     main = _main(plan, order, call, values, q.device)
@@ -168,6 +170,7 @@ def _main(
         "SLOTS": plan.keys.num_stages,
         "QUERY_TILES": order.together,
         "HOLD": width in HOLDING,
+        "SOFTCAP": softcap_kind(n),
         "CONSUMERS": 2 if wide else 1,
         "CONSUMER_REGISTERS": WIDE_REGISTERS[1] if wide else 0,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,

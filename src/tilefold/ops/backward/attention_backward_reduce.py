@@ -22,6 +22,7 @@ from .hopper_backward import (
     gradients_of,
     kept_box,
     packed_strides,
+    softcap_kind,
     statistics_bound,
     statistics_box,
     values_of_lengths,
@@ -293,7 +294,7 @@ def _main(
     n, options = plan.problem, plan.options
     assert options is not None  # of this kernel's plans
     constants = {
-        "SOFTCAP": 0 if "softcap" not in n.score_mods else 2 if n.dtype == "bfloat16" else 1,
+        "SOFTCAP": softcap_kind(n),
         "MASK": _mask_rows(call, n),
         "KIND": kind_of(window_of(call.window, call.causal)),
         "D": (columns := rules.columns_of(n)),

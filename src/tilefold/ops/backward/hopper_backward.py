@@ -130,6 +130,11 @@ def columns_of(problem: Any) -> dict[str, int | None]:
     return {name: None if dim == panels * UNIT else dim for (name, dim), panels in zip(dims, made, strict=True)}
 
 
+def softcap_kind(problem: Any) -> int:
+    """SOFTCAP of the kernels."""
+    return 0 if "softcap" not in problem.score_mods else 2 if problem.dtype == "bfloat16" else 1
+
+
 def statistics_box(rows: int, numbers: int = STATISTICS) -> Any:
     """Of fp32 [rows * numbers], a row at a time."""
     return Box(stand_in(torch.float32), [rows * numbers], [1], [numbers], *_flat_descriptor())

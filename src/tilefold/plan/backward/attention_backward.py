@@ -247,7 +247,7 @@ def plan_attention_backward(
     options = reduced.options_for(problem, device, deterministic)
     if isinstance(options, ReduceOptions):
         return _reduce(problem, device, bias, options)
-    if problem.score_mods or problem.mask_mods:
+    if (problem.score_mods or problem.mask_mods) and not dense.is_capped(problem):
         return _refusing(_portable(problem, device, bias), REDUCE, options)
     if not deterministic:
         plan = plan_attention_backward(problem, device, bias)

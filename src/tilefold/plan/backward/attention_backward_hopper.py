@@ -55,8 +55,8 @@ def common_refusal(problem: AttentionProblem, device: Device) -> str | None:
         return f"it has head dims to {WIDE}, not {n.dim_qk} and {n.dim_v}"
     if n.dim_qk % 4 or n.dim_v % 4:
         return f"it stores 4 columns at a time, head dims are {n.dim_qk} and {n.dim_v}"
-    if not n.unchanged:
-        return "it has no changes of scores, no masks but causal and window, and no dropout"
+    if not (n.unchanged or is_capped(n)):
+        return "it has no changes of scores but softcap of head dims above 128, no masks but causal and window, and no dropout"
     if n.dim_v * n.itemsize % 16:
         return ROWS_OF_DOUT
     if not n.query_descriptors:
@@ -66,6 +66,12 @@ def common_refusal(problem: AttentionProblem, device: Device) -> str | None:
     if n.seq_q == 0:
         return "there are no queries"
     return None
+
+
+def is_capped(problem: AttentionProblem) -> bool:
+    """Whether softcap is all that changes scores, and one of two warpgroups hands its derivative to the other."""
+    n = problem
+    return n.score_mods == ("softcap",) and not (n.mask_mods or n.dropout) and width_of(n) > NARROW
 
 
 # ---------------------------------------------------------------- sizes
