@@ -1,8 +1,8 @@
 """The dense backward kernels of sm_90 beside FlashAttention-4's, in turns: the one that keeps dS, and the one that adds dq in
 memory, in any order and in one.
 
-    PYTHONPATH=src python benchmarks/backward_versions.py [--packed | --windows | --wide [--packed]] [--only "D128 16k"]
-                                                          [--rounds 5] [--jsonl FILE]
+    PYTHONPATH=src python benchmarks/backward_versions.py [--packed | --windows | --wide [--packed] [--softcap 50]]
+                                                          [--only "D128 16k"] [--rounds 5] [--jsonl FILE]
 
 Milliseconds and TFLOP/s of the backward pass alone; gradients are held to those of the first version that keeps an order.
 results/backward_*.jsonl have what was measured; tests hold the plans to them.  cuDNN and FA2 in backward_wide.jsonl are torch's,
@@ -11,6 +11,7 @@ from a script of that day."""
 import argparse
 import importlib
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -117,7 +118,7 @@ def lengths_of(sequences: int, mean: int) -> list[int]:
     return (drawn * (mean * sequences / float(drawn.sum()))).int().clamp(min=1).tolist()
 
 
-def candidates(shape: Shape, packed: bool) -> dict[str, Backward]:
+def candidates(shape: Shape, packed: bool, softcap: float) -> dict[str, Backward]:
     batch, tokens, heads, kv_heads, dim, causal = shape
     lengths = lengths_of(batch, tokens)
     lead = (sum(lengths),) if packed else (batch, tokens)
@@ -131,6 +132,7 @@ def candidates(shape: Shape, packed: bool) -> dict[str, Backward]:
     q, k, v = (draw(*side).requires_grad_() for side in sides)
     dout = draw(heads, of_v)
     options: dict[str, Any] = {"causal": causal} if isinstance(causal, bool) else {"window": (causal, 0)}
+    options |= {"softcap": softcap} if softcap else {}
     if packed:
         offsets = torch.tensor([sum(lengths[:i]) for i in range(batch + 1)], dtype=torch.int32, device="cuda")
         options |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
@@ -187,17 +189,19 @@ def main() -> None:
     others = parser.add_mutually_exclusive_group()
     others.add_argument("--wide", action="store_true", help="head dims above 128")
     others.add_argument("--windows", action="store_true", help="dense, under windows")
+    parser.add_argument("--softcap", type=float, default=0.0, help="of wide head dims")
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--jsonl", help="a file to which a line a time is added")
     options = parser.parse_args()
     packed = options.packed and not options.windows
+    softcap = options.softcap if options.wide else 0.0
     cases = (WIDE_PACKED if packed else WIDE) if options.wide else PACKED if packed else CASES
     shapes = [(*case, causal) for case in cases for causal in (False, True)]
     for shape in WINDOWS if options.windows else shapes:
         if options.only not in named(shape, packed):
             continue
-        calls = candidates(shape, packed)
+        calls = candidates(shape, packed, softcap)
         wanted = calls["added in order" if "added in order" in calls else KEPT]()
         wrong = {each: far(call(), wanted) for each, call in calls.items()}
         flops = 2 * shape[2] * (3 * dims_of(shape[4])[0] + 2 * dims_of(shape[4])[1]) * pairs_of(shape, packed)
@@ -205,11 +209,12 @@ def main() -> None:
         failed: dict[str, Exception] = {}
         times = timers.time_alternating(samplers, options.rounds, failed=failed)
         print(f"\n{named(shape, packed)}", flush=True)
-        for each, time in times.items():
-            print(f"  {each:24} {time.ms:8.3f} ms {flops / time.ms / 1e9:6.0f} TFLOP/s   {wrong[each]:.1e}", flush=True)
+        for each, taken in times.items():
+            print(f"  {each:24} {taken.ms:8.3f} ms {flops / taken.ms / 1e9:6.0f} TFLOP/s   {wrong[each]:.1e}", flush=True)
             if options.jsonl:
-                row = {"device": torch.cuda.get_device_name(), "case": shape, "version": each, "ms": round(time.ms, 4)}
-                row |= {"packed": True} if packed else {}
+                row = {"device": torch.cuda.get_device_name(), "case": shape, "version": each, "ms": round(taken.ms, 4)}
+                row |= ({"packed": True} if packed else {}) | ({"softcap": softcap} if softcap else {})
+                row["date"] = time.strftime("%Y-%m-%d")
                 with open(options.jsonl, "a", encoding="utf-8") as file:
                     print(json.dumps(row), file=file)
         for each, error in failed.items():
