@@ -99,7 +99,7 @@ HEAD_DIMS = {
 
 @pytest.mark.parametrize(("kernel", "dims", "options"), several(HEAD_DIMS))
 def test_head_dims(kernel, dims, options):
-    """Padded to 64, 128 or 256 columns, where dq is added in memory also to 80 or 96; 256 has a kernel of its own."""
+    """Padded to whole panels of 64 columns, where dq is added in memory to 80 or 96, too; above 128 there are two consumers."""
     dtype = torch.float16 if kernel is DENSE and options.get("causal") else BF
     changes = {"queries_at_once": 192} if kernel is SPANS else {}
     for sq, sk in LENGTHS if kernel is DENSE else ((333, 1001), (1001, 333)):

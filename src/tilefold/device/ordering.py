@@ -231,7 +231,7 @@ def count_bound(code, goal):
     exactly `goal` codes."""
     high = row_max(code) + 1
     low = row_min(tl.where(code > 0, code, high))
-    found = (goal <= 0) | (high < 2)
+    found = (goal <= 0) | (row_sum((code > 0).to(tl.int32)) <= goal)
     while any_row(~found):
         middle = (low + high) >> 1
         n = row_sum((code >= middle).to(tl.int32))

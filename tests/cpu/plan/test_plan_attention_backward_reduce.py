@@ -18,7 +18,6 @@ from tilefold.plan import AttentionProblem, device_named
 from tilefold.plan.backward import attention_backward_hopper as dense
 from tilefold.plan.backward import attention_backward_reduce as rules
 from tilefold.plan.backward.attention_backward import AttentionBackwardPlan, plan_attention_backward
-from tilefold.plan.backward.attention_backward_hopper import is_capped
 from tilefold.plan.limits import Tile
 
 H200 = device_named("h200")
@@ -273,9 +272,8 @@ def plain_and_long(problem: AttentionProblem, device: str) -> bool:
     if device not in ("h100", "h200") or not plain or not all(16 <= dim <= 128 for dim in (n.dim_qk, n.dim_v)):
         return False
     tokens, full = min(n.seq_q, n.seq_k), n.window == (-1, -1) and not n.causal
-    if rules.columns_of(n) < 128:
-        return tokens >= 512
-    return not dense.is_kept_well(n, device_named(device)) or (full and n.group > 1 and tokens >= 2048)
+    least = 512 if rules.columns_of(n) < 128 else 2048 if full and n.group > 1 else 8192
+    return tokens >= least or not dense.is_kept_well(n, device_named(device))
 
 
 @examples(400)
@@ -301,16 +299,19 @@ def test_being_allowed_more_changes_nothing_but_the_kernel(
     kv_heads, group = heads
     chip = device_named(device)
     problem = AttentionProblem(batch, *lengths, kv_heads * group, kv_heads, *dims, **changes)
+    if device == "mi300x" and problem.dtype == "float32" and max(dims) > 128:
+        return  # no tile fits
     kept, other = (plan_attention_backward(problem, chip, deterministic=d) for d in (True, False))
-    if (problem.score_mods or problem.mask_mods) and not is_capped(problem):
+    if (problem.score_mods or problem.mask_mods) and max(dims) <= 128:
         served = changed_and_served(problem, device)
         assert [plan.kernel == rules.KERNEL for plan in (kept, other)] == [served, served]
         alone = (problem.score_mods, problem.mask_mods) == ((), ("mask",)) and problem.mask_descriptors
         mine = ORDERED if alone else LATE
-        unlike = max(dims) > 64 and group > 1 and (problem.causal or max(problem.window) >= 0)
-        apart = unlike and not problem.mask_by_place
-        assert kept.options == (replace(mine, apart=apart) if served else None)
-        assert kept == other or other.options == replace(mine, ordered=False, apart=apart)
+        unlike = group > 1 and (problem.causal or max(problem.window) >= 0) and not problem.mask_by_place
+        for plan, ordered in ((kept, True), (other, False)):
+            options = [replace(mine, ordered=ordered, apart=apart) for apart in {False, unlike}]
+            assert plan.options in (options if served else [None])
+        assert served or kept == other
         return
     if kept.kernel == rules.KERNEL:
         assert problem.varlen or plain_and_long(problem, device)  # packed batches have rules and a record of their own

@@ -31,10 +31,9 @@ def attention_backward_hopper_wide(
     QUERY_TILES: gl.constexpr, SOFTCAP: gl.constexpr, SPLIT: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """As `attention_backward.attention_backward_hopper`, with D = 192 or 256, the width of all tiles, of which head dims fill
-    PANELS_QK and PANELS_V panels of 64 columns.  columns_qk, columns_v: of the gradients; None: all that a product makes.
-    Partial [.., D].  SOFTCAP, cap: as of ScoreMods.
-    CONSUMER_REGISTERS, PRODUCER_REGISTERS: of a thread."""
+    """As `attention_backward.attention_backward_hopper`, with D = 192 or 256, the width of all tiles, of which PANELS_QK
+    and PANELS_V panels of 64 columns hold the head dims.  columns_qk, columns_v: of the gradients; None: all that a product
+    makes.  Partial [.., D].  SOFTCAP, cap: as of ScoreMods.  CONSUMER_REGISTERS, PRODUCER_REGISTERS: of a thread."""
     config = BackwardConfig(q_desc.dtype, D, SLOTS, QUERY_TILES, False, False, PANELS_QK, PANELS_V)
     memory = allocate_pool(stat_desc, config)
     exchange = make_exchange()

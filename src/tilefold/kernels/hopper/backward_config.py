@@ -11,7 +11,7 @@ STATISTICS = gl.constexpr(128)  # numbers of a query tile: 64 lse, 64 delta
 class BackwardConfig:
     """Shared memory is one pool of 2 * SLOTS + 2 tiles [64, D], which each kind of work tile divides as it needs.
 
-    PANELS_QK, PANELS_V: of 64 columns that the head dims fill; the rest of a tile is neither loaded nor multiplied."""
+    PANELS_QK, PANELS_V: of 64 columns that hold the head dims; the rest of a tile is neither loaded nor multiplied."""
 
     DTYPE: gl.constexpr
     D: gl.constexpr  # columns of a tile, at least the head dims

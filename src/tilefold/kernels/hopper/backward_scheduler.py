@@ -1,6 +1,6 @@
 """The scheduler of the backward kernels that keep dS: which work tile a program makes, in which order, and who waits for whom.
 
-A work tile is a *KV tile*, dk and dv of 64 keys, which publishes the dS of its pairs; or a *query tile*, dq of 64 or 128 queries,
+A work tile is a *KV tile*, dk and dv of 64 keys, which publishes the dS of its pairs; or a *query tile*, dq of 64 to 256 queries,
 which consumes them.  KV tiles are bound by the tensor cores, query tiles by the way from L2, so both kinds should run at any
 time.  Work comes in segments: a KV split of some KV heads, or a KV head of a packed sequence.  Each program draws one number:
 
@@ -24,7 +24,7 @@ KEYS = gl.constexpr(1)
 
 @struct
 class BackwardTile:
-    """A work tile: a KV tile of a KV head, or one or two query tiles of a head."""
+    """A work tile: a KV tile of a KV head, or one, two or four query tiles of a head."""
 
     tile: gl.tensor
     batch: Value  # 0 of packed sequences

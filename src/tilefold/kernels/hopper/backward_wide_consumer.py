@@ -3,9 +3,9 @@
     KV tile       one makes S, P = exp(S - lse) and dv = P^T dout; the other dP, dS = P (dP - delta), dk = dS^T q, and publishes
                   dS.  P goes from one to the other through shared memory, in fp32: each product is made once.  Under softcap it
                   takes the derivative along
-    query tile    each makes dq of 64 queries; they share K
+    query tile    each makes dq of 64 or 128 queries; they share K
 
-Each consumer has one product in flight beside the one that it waits for, and the other's products beside its own arithmetic:
+Each consumer has a product in flight beside the one that it waits for, and the other's products beside its own arithmetic:
 
     dv      issue S'  | issue dv += P dout | wait for S' | publish P'            | wait for dv
     dk      issue dP' | issue dk += dS q   | wait for dP' | consume P', make dS' | wait for dk

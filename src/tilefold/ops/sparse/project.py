@@ -152,7 +152,7 @@ def _bind(name: str, given: tuple[str, ...], n: dict[str, int], x: torch.Tensor,
     """The launch of a kernel between tokens x and the rows of their blocks; one of the two may be without memory."""
     from ...plan.limits import MAX_GRID
     from ...plan.problem import padded_head_dim
-    from ...plan.sparse.coarse import SUMMED_ELEMENTS, SUMMING_WARPS, TILE_ELEMENTS, rows_at_once
+    from ...plan.sparse.coarse import rows_at_once
 
     device = x.device if rows.is_meta else rows.device
     own = function_at(name, device, layout, n["block"], *constants.values())
@@ -165,12 +165,13 @@ def _bind(name: str, given: tuple[str, ...], n: dict[str, int], x: torch.Tensor,
         return own  # type: ignore[no-any-return]
     from ...kernels.sparse import project as kernels
 
-    width, sums = padded_head_dim(n["dim"]), name == "gather_blocks"
+    width = padded_head_dim(n["dim"])
+    rows_read, warps = rows_at_once(n["block"], width, name == "gather_blocks")
     constants |= {
         "EMULATE": interpreting() and x.dtype == torch.bfloat16,
         "DIM": n["dim"],
         "BLOCK": n["block"],
-        "ROWS": rows_at_once(n["block"], width, SUMMED_ELEMENTS if sums else TILE_ELEMENTS),
+        "ROWS": rows_read,
         "BLOCK_D": width,
     }
     values = {
@@ -180,8 +181,7 @@ def _bind(name: str, given: tuple[str, ...], n: dict[str, int], x: torch.Tensor,
         "stride_wh": 0 if weight is None or weight.dim() == 1 or weight.shape[0] == 1 else weight.stride(0),
         **strides_named("s", size_strides(sizes), "bh"),
     }
-    options = {"num_warps": SUMMING_WARPS} if sums else {}
-    return Bound.of(getattr(kernels, name), programs, given, values, constants, device, **options)
+    return Bound.of(getattr(kernels, name), programs, given, values, constants, device, num_warps=warps)
 
 
 # ---------------------------------------------------------------- the operators

@@ -14,6 +14,7 @@ from tilefold.plan.backward.attention_backward_reduce import KERNEL as REDUCE
 from tilefold.plan.backward.attention_backward_reduce import ReduceOptions
 from tilefold.plan.backward.backward import PASS, backward_box_refusal, backward_tile_violation, not_a_tile
 from tilefold.plan.backward.backward_time import RATES, features
+from tilefold.plan.backward.kept_backward import NARROW
 from tilefold.plan.base import Plan, changed, require_device, require_fit
 from tilefold.plan.cost import Cost, attention_cost
 from tilefold.plan.device import Device
@@ -247,7 +248,7 @@ def plan_attention_backward(
     options = reduced.options_for(problem, device, deterministic)
     if isinstance(options, ReduceOptions):
         return _reduce(problem, device, bias, options)
-    if (problem.score_mods or problem.mask_mods) and not dense.is_capped(problem):
+    if (problem.score_mods or problem.mask_mods) and dense.width_of(problem) <= NARROW:
         return _refusing(_portable(problem, device, bias), REDUCE, options)
     if not deterministic:
         plan = plan_attention_backward(problem, device, bias)

@@ -133,7 +133,8 @@ def reduce_refusal(problem: AttentionProblem, device: Device) -> str | None:
 def options_for(problem: AttentionProblem, device: Device, deterministic: bool) -> ReduceOptions | str:
     """The version that was measured to be the fastest kernel for this problem, or why there is none.
 
-    With changes of scores it is that without, wherever the kernel serves: the other kernels for sm_90 have no changes."""
+    With changes of scores it is that without, wherever the kernel serves: at these head dims the other kernels for sm_90 have
+    no changes."""
     n = problem
     if refusal := reduce_refusal(n, device):
         return refusal

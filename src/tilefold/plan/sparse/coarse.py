@@ -24,10 +24,9 @@ REDUCTIONS = ("mean", "max", "each")
 MAX_SHARES = 64
 TILES_PER_SHARE = 8  # of queries, at least: fewer cost more to add up than they save
 TILE_ELEMENTS = 8192  # of a tile that a projection keeps in registers
-SUMMED_ELEMENTS, SUMMING_WARPS = (
-    2048,
-    1,
-)  # where it sums blocks: H200, D=128, TB/s of 1, 2, 4, 8 warps: 4.9, 4.3, 2.8, 1.6
+SUMMED_ELEMENTS, SUMMING_WARPS = 2048, 1
+"""The same where it sums the tokens of short blocks.  H200, blocks of 64, D=128: 1, 2, 4, 8 warps 4.9, 4.3, 2.8, 1.6 TB/s."""
+SHORT_BLOCK = 1 << 14  # elements of the longest of them: all reads of a block are written out
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +115,11 @@ class CoarsePlan(Shown):
         )
 
 
-def rows_at_once(block: int, width: int, elements: int = TILE_ELEMENTS) -> int:
-    """Tokens of a block that a projection reads in one step; width: of the padded head dim."""
-    return max(1, min(block, elements // width))
+def rows_at_once(block: int, width: int, sums: bool = False) -> tuple[int, int]:
+    """Tokens of a block that a projection reads in one step, and warps of its program; width: of the padded head dim."""
+    if sums and block * width <= SHORT_BLOCK:
+        return max(1, min(block, SUMMED_ELEMENTS // width)), SUMMING_WARPS
+    return max(1, min(block, TILE_ELEMENTS // width)), 4
 
 
 @lru_cache(maxsize=4096)
