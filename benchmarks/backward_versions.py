@@ -210,7 +210,9 @@ def main() -> None:
         times = timers.time_alternating(samplers, options.rounds, failed=failed)
         print(f"\n{named(shape, packed)}", flush=True)
         for each, taken in times.items():
-            print(f"  {each:24} {taken.ms:8.3f} ms {flops / taken.ms / 1e9:6.0f} TFLOP/s   {wrong[each]:.1e}", flush=True)
+            print(
+                f"  {each:24} {taken.ms:8.3f} ms {flops / taken.ms / 1e9:6.0f} TFLOP/s   {wrong[each]:.1e}", flush=True
+            )
             if options.jsonl:
                 row = {"device": torch.cuda.get_device_name(), "case": shape, "version": each, "ms": round(taken.ms, 4)}
                 row |= ({"packed": True} if packed else {}) | ({"softcap": softcap} if softcap else {})
