@@ -201,6 +201,10 @@ def test_wide_heads_were_measured_to_be_the_fastest() -> None:
                     assert float(cell[1].strip("()x")) == pytest.approx(ms[name] / ms["dS kept"], abs=0.006), case
             shown += 1
     assert shown == table.count("\n|") - 2
+    for name in ("FA4 deterministic", "FA4"):
+        over = [ms[name] / ms["dS kept"] for ms in times.values()]
+        for page in (ROOT / "README.md", ROOT / "docs" / "performance" / "attention_backward_hopper.md"):
+            assert f"{min(over):.2f} to {max(over):.2f}" in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("dims", [(192, 128), (256, 256), (128, 192), (64, 256), (136, 40)])
