@@ -173,9 +173,8 @@ class Wide(Run):
         exchange = self.exchange(names)
 
         def consume(number):
-            self.begin_at(
-                item, scheduler, number * (self.query_tiles // 2)
-            )  # of a work tile for dq each makes as many tiles
+            own = self.query_tiles // 2  # of a work tile for dq
+            self.begin_at(item, scheduler, number * own)
             names["consume"](
                 number, item, scheduler, pipe, mask, self.softcap(), exchange, ds, *self.ends(names, pipe.config)
             )

@@ -42,9 +42,7 @@ def test_taken_where_it_can_be() -> None:
     for problem in (MANY, MIXED, replace(LONG, dim_qk=256, dim_v=256)):  # sinks change lse, and no product
         plan, sunk = (plan_attention_backward(replace(problem, sinks=sinks), H200) for sinks in (False, True))
         assert sunk == replace(plan, problem=sunk.problem)
-    capped = replace(
-        LONG, dim_qk=256, dim_v=256, score_mods=("softcap",)
-    )  # whose derivative one warpgroup hands to the other
+    capped = replace(LONG, dim_qk=256, dim_v=256, score_mods=("softcap",))
     for problem in (capped, replace(capped, causal=True), replace(MIXED, dim_qk=192, score_mods=("softcap",))):
         plan, other = (plan_attention_backward(replace(problem, score_mods=mods), H200) for mods in (("softcap",), ()))
         assert plan == replace(other, problem=plan.problem) and plan.kernel == rules.KERNEL

@@ -5,7 +5,7 @@ A program makes either dk and dv of 64 keys, and publishes its dS, or dq of 64 t
     KV tile      S = K q^T     dP = V dout^T     P = exp2(S - lse)     dS = P (dP - delta)     dv += P dout     dk += dS q
     query tile   dq += dS K
 
-Each sum is made by one program in one order: the same bits every run.  `attention_backward_reduce`, which alone has masks, adds
+Each sum is made by one program in one order: the same bits every run.  `attention_backward_reduce`, which has all mods, adds
 32 KB of fp32 a pair to dq in memory; `options_for` of plan/backward/attention_backward_reduce.py says which is taken.  The
 dS of all pairs is as large as the scores, which are stored nowhere.  So it is kept for a few heads, of long sequences for one KV
 split at a time, in a ring, all in one launch: the device is full from the first head to the last.
