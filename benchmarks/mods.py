@@ -8,7 +8,8 @@ bf16, --batch-tokens tokens in all.  ours: `attention` with the mod, which makes
 flex: FlexAttention, dynamic=False, its block mask made before.  own: our kernel without a function, of the same mask or of scores
 as they are.  sdpa: torch's, with the mask as a tensor.  Forward passes keep what gradients need.  TFLOP/s count the pairs that
 are seen.  Before anything is timed, results are held to those of FlexAttention (or SDPA): the relative L2 error of `out`, or of
-dq, dk and dv together.  --variants adds the portable kernel, other versions of ours, and tilefold's own flex_attention.
+dq, dk and dv together, and of what is learned.  --variants adds the portable kernel, other versions of ours, and tilefold's own
+flex_attention.
 
 Compiling takes longer than measuring: --workers processes compile a length and head dim first, into caches on the disk."""
 
@@ -44,17 +45,24 @@ SIZES = ((4096, 128), (4096, 64), (16384, 128), (16384, 64), (1024, 128), (1024,
 
 @dataclass(frozen=True)
 class Case:
-    """ours, own: keywords of `attention`.  flex: score_mod and mask_mod of FlexAttention; {}: it is no peer."""
+    """ours, own: keywords of `attention`.  flex: score_mod and mask_mod of FlexAttention; {}: it is no peer.  learned: tensors of
+    them that get gradients, too."""
 
     name: str
     ours: dict[str, Any]
     flex: dict[str, Any] = field(default_factory=dict)
     own: dict[str, Any] | None = None
+    learned: tuple[Tensor, ...] = ()
 
 
 @triton.jit
 def distance(score, batch, head, q_index, kv_index, args):
     return score + tl.exp2(-0.5 * (head + 1)) * (kv_index - q_index)
+
+
+@triton.jit
+def by_distance(score, batch, head, q_index, kv_index, args):
+    return score + tl.load(args[0] + head * args[1] + kv_index - q_index + args[1] // 2)
 
 
 def case_of(mod: Mod, tokens: int, heads: int, device: str) -> Case:
@@ -77,9 +85,15 @@ def built_in(name: str, tokens: int, heads: int, device: str) -> Case:
         return Case(name, {"mask": torch.rand(1, 1, tokens, tokens, device=device) < 0.5}, own={})
     if name == "boolean mask of documents":
         return Case(name, {"mask": (numbers[:, None] == numbers)[None, None]})
-    if name == "bias":
-        bias = torch.randn(1, heads, tokens, tokens, device=device, dtype=torch.bfloat16)
-        return Case(name, {"bias": bias}, {"score_mod": lambda s, b, h, i, j: s + bias[0, h, i, j]})
+    if name.startswith("bias"):
+        learned = name == "bias, learned"
+        bias = torch.randn(1, heads, tokens, tokens, device=device, dtype=torch.bfloat16, requires_grad=learned)
+        flex = {"score_mod": lambda s, b, h, i, j: s + bias[0, h, i, j]}
+        return Case(name, {"bias": bias}, flex, learned=(bias,) * learned)
+    if name == "table of distances, learned":
+        table = torch.randn(heads, 2 * tokens, device=device, requires_grad=True)
+        ours = {"score_mod": by_distance, "score_args": (table, 2 * tokens)}
+        return Case(name, ours, {"score_mod": lambda s, b, h, i, j: s + table[h, j - i + tokens]}, learned=(table,))
     ours, change = {
         "none": ({}, lambda s, b, h, i, j: s),
         "alibi_slopes": ({"alibi_slopes": slopes}, lambda s, b, h, i, j: s - slopes[h] * (i - j).abs()),
@@ -90,7 +104,8 @@ def built_in(name: str, tokens: int, heads: int, device: str) -> Case:
 
 
 MASKS = ("boolean mask", "boolean mask of documents")
-MORE = ("none", "alibi_slopes", "distance", "softcap, built in", "bias")  # of --variants
+MORE = ("none", "alibi_slopes", "distance", "softcap, built in", "bias", "bias, learned",
+        "table of distances, learned")  # fmt: skip  # of --variants
 
 
 def tanh_by_instruction(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -166,9 +181,10 @@ def peers(q: Tensor, k: Tensor, v: Tensor, case: Case) -> dict[str, Call]:
         compiled: Any = torch.compile(flex_attention, dynamic=False) if q.is_cuda else eager
         mask, change = block_mask(case, q), case.flex.get("score_mod")
         made["flex"] = lambda: compiled(*turned, score_mod=change, block_mask=mask).transpose(1, 2)
-    if "mask" in case.ours:
+    tensor = next((case.ours[name] for name in ("mask", "bias") if name in case.ours), None)
+    if tensor is not None and (q.is_cuda or "mask" in case.ours):
         sdpa = torch.nn.functional.scaled_dot_product_attention
-        made["sdpa"] = lambda: sdpa(*turned, attn_mask=case.ours["mask"]).transpose(1, 2)
+        made["sdpa"] = lambda: sdpa(*turned, attn_mask=tensor).transpose(1, 2)
     made["ours"] = lambda: tilefold.attention(q, k, v, **case.ours)
     if case.own is not None:
         made["own"] = lambda: tilefold.attention(q, k, v, **case.own)
@@ -177,7 +193,8 @@ def peers(q: Tensor, k: Tensor, v: Tensor, case: Case) -> dict[str, Call]:
 
 def eager(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """FlexAttention on the CPU, which has no backward pass there."""
-    return flex_attention(q.detach(), k.detach(), v.detach(), **options)
+    with torch.no_grad():
+        return flex_attention(q.detach(), k.detach(), v.detach(), **options)
 
 
 def block_mask(case: Case, q: Tensor) -> Any:
@@ -229,7 +246,7 @@ def flat(made: Any) -> Tensor:
 
 
 def gradients(calls: dict[str, Call], inputs: list[Tensor], failed: dict[str, Exception]) -> dict[str, Call]:
-    """Backward passes of these forward passes, which give dq, dk and dv."""
+    """Backward passes of these forward passes, which give dq, dk and dv, and gradients of what is learned."""
     dout = torch.randn_like(inputs[0])
     made: dict[str, Call] = {}
     for name, call in calls.items():
@@ -271,7 +288,8 @@ def measure(case: Case, tokens: int, dim: int, o: argparse.Namespace, warm: bool
         failed: dict[str, Exception] = {}
         timed = calls | (variants(*inputs, case) if more and name == "forward" else {})
         if name == "backward":
-            timed = gradients(calls | (backward_variants(*inputs, case) if more and not o.tiny else {}), inputs, failed)
+            more_calls = backward_variants(*inputs, case) if more and not o.tiny else {}
+            timed = gradients(calls | more_calls, [*inputs, *case.learned], failed)
         wrong = errors(timed, failed)
         if warm:
             continue

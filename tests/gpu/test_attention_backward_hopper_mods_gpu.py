@@ -30,7 +30,6 @@ TOGETHER = [
     ("alibi", "squashed", "sliding"),
     ("softcap", "alibi", "bias", "mask of heads", "relative", "dilated"),
 ]
-FIXED = ("bias",)  # this kernel makes no gradient of a bias
 SOME = [("softcap",), ("alibi",), ("mask",), ("squashed",), TOGETHER[-1]]
 
 
@@ -68,19 +67,23 @@ def plan_of(tensors, version, **options):
 
 
 def held(names, tensors, version=LATE, **options):
-    """Hold the kernel to the oracle."""
+    """Hold the kernel to the oracle, and the one that makes the gradient of a bias, of enough numbers for a statistic."""
     made, twins = changes(names, *tensors[:2])
     options = options | made
+    fixed = ("bias",) if min(tensors[0].shape[1], tensors[1].shape[1]) < 63 else ()
+    if "bias" in options:
+        options["bias"].requires_grad_(not fixed)
     dout, dlse = upstream(tensors[0], tensors[2])
     python = options | twins
-    want = oracle(tensors, dout, dlse, torch.float64, fixed=FIXED, **python)
-    plain = oracle(tensors, dout, dlse, tensors[0].dtype, fixed=FIXED, **python)
-    got = gradients(tensors, dout, dlse, fixed=FIXED, backward_plan=plan_of(tensors, version, **options), **options)
+    want = oracle(tensors, dout, dlse, torch.float64, fixed=fixed, **python)
+    plain = oracle(tensors, dout, dlse, tensors[0].dtype, fixed=fixed, **python)
+    got = gradients(tensors, dout, dlse, fixed=fixed, backward_plan=plan_of(tensors, version, **options), **options)
     note = f"{names} {[tuple(t.shape) for t in tensors]} {tensors[0].dtype} {version} {sorted(options)}"
-    judged(got, want, plain, note, ("dq", "dk", "dv", *["dsinks"] * ("sinks" in names)))
+    learned = [f"d{name}" for name in ("bias", "sinks") if name in options and name not in fixed]
+    judged(got, want, plain, note, ("dq", "dk", "dv", *learned))
 
 
-@pytest.mark.parametrize("dim", [64, 80, 96, 128])
+@pytest.mark.parametrize("dim", [32, 40, 64, 80, 96, 128])
 @pytest.mark.parametrize("names", EACH, ids="-".join)
 def test_first(names, dim):
     """Two blocks of keys, a few tiles of queries."""
@@ -160,10 +163,34 @@ def test_many_runs_and_the_portable_kernel(names, options, dim):
     version = EARLY if names == ("mask",) else LATE
     assert plan.options == replace(version, lists=lists, apart=dim == 128 and len(options) > len(made) and not lists)
     dout, dlse = upstream(tensors[0], tensors[2])
-    options = options | {"fixed": FIXED}
+    if "bias" in options:
+        plan = tilefold.attention_backward_plan(*tensors, **options | {"bias": options["bias"].requires_grad_()})
     first = gradients(tensors, dout, dlse, **options)
     assert all(same(first, gradients(tensors, dout, dlse, **options)) for _ in range(20))
     assert near(first, gradients(tensors, dout, dlse, backward_plan=plan.with_tiles(kernel=BOX_BACKWARD), **options))
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("shape", [(1, 4), (6, 1), (1, 1), (6, 4)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"layout": "bhsd"}], ids=str)
+def test_biases_that_are_shared(options, shape, dim):
+    """By sequences and by heads, each in shares or in one sum; with the mask of keys that pair biases come with; lengths that
+    end inside of tiles; the tiles that the plan takes, and the same bits every run."""
+    q, k, v = qkv(6, 300, 328, 4, 4, dim, dtype=BF, device=DEVICE)
+    mask = (torch.rand(6, 1, 1, 328, device=DEVICE) < 0.8) | (torch.arange(328, device=DEVICE) == 0)
+    bias = rand(*shape, 300, 328, dtype=BF, device=DEVICE).requires_grad_()
+    if "layout" in options:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    dout, dlse = upstream(q, v, options.get("layout", "bshd"))
+    options = options | {"bias": bias, "mask": mask}
+    plan = plan_of((q, k, v), LATE, **options)
+    got = gradients((q, k, v), dout, dlse, backward_plan=plan, **options)
+    want = oracle((q, k, v), dout, dlse, torch.float64, **options)
+    plain = oracle((q, k, v), dout, dlse, BF, **options)
+    judged(got, want, plain, f"{shape} {dim} {sorted(options)}", ("dq", "dk", "dv", "dbias"))
+    assert all(same(got, gradients((q, k, v), dout, dlse, backward_plan=plan, **options)) for _ in range(3))
+    other = plan.with_tiles(bias_shares=1)
+    assert near(got, gradients((q, k, v), dout, dlse, backward_plan=other, **options))
 
 
 def test_rows_without_keys():

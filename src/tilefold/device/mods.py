@@ -130,6 +130,12 @@ def bias(score, batch, head, q_index, kv_index, args):
 
 
 @triton.jit
+def held_bias(score, batch, head, q_index, kv_index, args):
+    """score + a tile in registers, or a row of it; args = (tile,)."""
+    return score + args[0]
+
+
+@triton.jit
 def unit_slope(score, batch, head, q_index, kv_index, args):
     """The slope of a mod that only adds: ALiBi, bias."""
     return tl.full(score.shape, 1.0, tl.float32)

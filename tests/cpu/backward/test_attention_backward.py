@@ -214,7 +214,13 @@ def test_plan(device):
         )
     problem = AttentionProblem(2, 4096, 4096, 16, 4, 128, 128, score_mods=("bias",))
     big = plan_attention_backward(problem, device_named("h200"), (1, 1, 1))
-    assert (big.kernel, big.bias_shares, big.grids[2]) == ("attention_backward_box", 3, (128, 3, 1))
-    assert "3 shares" in str(big)
-    assert plan_attention_backward(problem, device_named("h200"), (2, 16, 4096)).bias_shares == 1
+    assert (big.kernel, big.bias_shares, big.grids[2]) == ("attention_backward_reduce", 3, (128, 3, 1))
+    assert "3 shares" in str(big) and "Other gradients have portable kernels" in big.reason
+    assert big.with_tiles(kernel="attention_backward_box").grids[2] == big.grids[2]
+    alone = big.with_tiles(bias_shares=1)
+    assert alone.scratch_bytes == big.scratch_bytes - 3 * 4 * 4096  # of one share nothing is kept
+    rows = plan_attention_backward(problem, device_named("h200"), (2, 16, 4096))
+    assert (rows.bias_shares, rows.scores, rows.keys) == (1, Tile(128, 64, 8, 2), Tile(64, 128, 4, 2))
+    with pytest.raises(tilefold.PlanError, match="scores.shared_bytes: needs"):
+        rows.with_tiles(scores=Tile(256, 128, 8, 2))
     assert plan_attention_backward(problem, device_named("a100")).kernel == "attention_backward"

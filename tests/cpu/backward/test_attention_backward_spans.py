@@ -118,7 +118,7 @@ def test_the_sum_over_spans_is_the_whole(seq_q: int, seq_k: int, options: dict[s
 
 def kept(problem: AttentionProblem) -> AttentionBackwardPlan:
     """The plan that keeps dS, whether it is the fastest or not."""
-    return _hopper(problem, H200, ())
+    return _hopper(problem, H200)
 
 
 @pytest.mark.parametrize(

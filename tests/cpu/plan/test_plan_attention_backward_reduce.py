@@ -17,7 +17,7 @@ from tilefold.errors import DtypeError, PlanError
 from tilefold.plan import AttentionProblem, device_named
 from tilefold.plan.backward import attention_backward_hopper as dense
 from tilefold.plan.backward import attention_backward_reduce as rules
-from tilefold.plan.backward.attention_backward import AttentionBackwardPlan, plan_attention_backward
+from tilefold.plan.backward.attention_backward import AttentionBackwardPlan, Terms, plan_attention_backward
 from tilefold.plan.limits import Tile
 
 H200 = device_named("h200")
@@ -257,11 +257,14 @@ def test_other_chips_and_short_keys() -> None:
 
 
 def changed_and_served(problem: AttentionProblem, device: str) -> bool:
-    """What the kernel alone serves on sm_90: changes of scores, of 512 queries and keys on, in the order that was asked for."""
+    """What the kernel alone serves on sm_90: changes of scores, of 256 to 1024 queries and keys on, in the order asked for."""
     n = problem
     whole = device in ("h100", "h200") and n.dtype != "float32" and n.descriptors and n.query_descriptors
-    whole = whole and not (n.varlen or n.dropout) and all(64 <= dim <= 128 for dim in (n.dim_qk, n.dim_v))
-    return whole and "prefix" not in n.mask_mods and min(n.seq_q, n.seq_k) >= 512
+    whole = whole and not (n.varlen or n.dropout) and all(32 <= dim <= 128 for dim in (n.dim_qk, n.dim_v))
+    few, diagonal = 512, max(n.sides) >= 0
+    if max(n.dim_qk, n.dim_v) <= 64:
+        few = (256 if max(n.dim_qk, n.dim_v) == 64 else 512) << diagonal
+    return whole and "prefix" not in n.mask_mods and min(n.seq_q, n.seq_k) >= few
 
 
 def plain_and_long(problem: AttentionProblem, device: str) -> bool:
@@ -392,19 +395,23 @@ def test_changes_of_scores() -> None:
         assert plan.with_tiles(kernel=rules.KERNEL, options=ORDERED).options == ORDERED
         portable = plan.with_tiles(kernel="attention_backward_box")
         assert portable.with_tiles(kernel=rules.KERNEL).options == rules.ReduceOptions(late=True)
-        short = plan_attention_backward(replace(problem, seq_q=511), H200)
-        assert "fewer than 512 queries or keys it was not measured with changes of scores" in short.reason
+        least = 256 if dim == 64 else 512
+        short = plan_attention_backward(replace(problem, seq_q=least - 1), H200)
+        assert f"fewer than {least} queries or keys and changes of scores it was not faster" in short.reason
     masked = plan_attention_backward(replace(LONG, mask_mods=("mask",), mask_descriptors="tiles"), H200)
     assert (masked.kernel, masked.options) == (rules.KERNEL, ORDERED)
     tile = replace(masked.keys, num_stages=3)
     refuses(PlanError, "KiB of shared memory", masked.with_tiles, tile, tile, tile)
     biased = replace(LONG, score_mods=("bias",))
     assert plan_attention_backward(biased, H200).options == LATE
-    learned = plan_attention_backward(biased, H200, (1, 1, 1))
-    assert f"{rules.KERNEL} is not taken: it makes no gradients of a bias" in learned.reason
-    refuses(PlanError, "bias: must be ()", learned.with_tiles, kernel=rules.KERNEL)
-    loads = plan_attention_backward(replace(LONG, score_mods=("user",)), H200, loads=(16,))
-    assert f"{rules.KERNEL} is not taken: it makes no gradients of score_args" in loads.reason
+    for terms in (Terms((1, 1, 1)), Terms(loads=(16,), load_passes=2)):
+        problem = biased if terms.bias else replace(LONG, score_mods=("user",))
+        learned = plan_attention_backward(problem, H200, terms.bias, loads=terms.loads)
+        assert (learned.kernel, learned.options, learned.terms) == (rules.KERNEL, LATE, terms)
+        assert learned.scratch_bytes > plan_attention_backward(problem, H200).scratch_bytes
+        portable = learned.with_tiles(kernel="attention_backward_box")
+        assert portable.terms == terms
+        assert portable.with_tiles(kernel=rules.KERNEL).terms == terms
 
 
 @pytest.mark.parametrize(

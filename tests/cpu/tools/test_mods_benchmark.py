@@ -51,8 +51,10 @@ def test_rows_come_in_parts_and_by_name(tmp_path):
     told = run("--only", "sink,softcap", "--pass", "forward", "--shard", "2/2")
     assert [line.split(" | ")[0] for line in told.splitlines() if line.startswith("| s")] == ["| softcap"]
     more = run("--only", "none,slopes,distance,built in,bias", "--variants", "--pass", "forward")
-    assert more.count("| flex |") == more.count("'portable'") == more.count("tilefold's flex_attention") == 5
-    assert "WRONG" not in more
+    assert more.count("| flex |") == more.count("'portable'") == more.count("tilefold's flex_attention") == 7
+    learned = run("--only", "learned", "--variants", "--pass", "backward")  # of the bias and the table, too
+    assert learned.count("| backward |") == 2
+    assert "WRONG" not in more + learned
     assert "not reached: causal, (64, 16)" in run("--budget", "-1", "--only", "causal", "--pass", "forward")
 
 

@@ -17,54 +17,32 @@ from ..first_call import without_collector
 from ..hopper import chosen_or_none, disabled
 from ..serve import BoundFunction, function_at, plan_at
 from ..source import facts_of
-from .attention_backward_loads import (
-    bind_loads,
-    elements_of,
-    gradients_of_loads,
-    loads_of_call,
-    needed,
-    no_gradients,
-)
-from .attention_backward_sinks import SinksBound, bind_sinks, gradient_of_sinks
-from .backward_parts import (
-    ROWS,
-    bind_weights,
-    boxes,
-    delta_bound,
-    readable,
-    score_slope,
-    side_strides,
-    slopes_of,
-    tiled,
-    weighted,
-)
+from .attention_backward_loads import elements_of, loads_of_call, needed, no_gradients
+from .attention_backward_terms import Made, TermsBound
+from .backward_parts import ROWS, bind_weights, boxes, readable, score_slope, side_strides, slopes_of, tiled, weighted
 
 if TYPE_CHECKING:
     from ...plan.backward.attention_backward import AttentionBackwardPlan
     from ...plan.dense.attention import AttentionPlan
     from ...plan.device import Device
     from ...plan.problem import AttentionProblem
-    from .attention_backward_loads import LoadsBound
     from .attention_backward_spans import SpansBound
     from .hopper_backward import GluonBound
 
 Gradients = tuple[torch.Tensor | None, ...]  # of q, k, v, bias, sinks and the tensors of score_args
-GIVEN = ("Q", "K", "V", "DOut", "Lse2", "Delta", "DQ", "DK", "DV", "DBias", "call")
+GIVEN = ("Q", "K", "V", "DOut", "Lse2", "Delta", "DQ", "DK", "DV", "call")
 """What a call gives to the portable kernels."""
 HOPPER, REDUCE = "attention_backward_hopper", "attention_backward_reduce"
 
 
 class DenseBound(NamedTuple):
-    """The portable kernels of a backward pass; None for an empty grid, and for what has no gradient."""
+    """The portable kernels of a backward pass; None for an empty grid."""
 
     plan: Any
-    delta: Bound
+    terms: TermsBound
     queries: Bound
     keys: Bound | None
-    bias: Bound | None
-    sinks: Bound | None
     weights: Bound | None  # of fp32
-    loads: "LoadsBound | None"
 
 
 def differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any:
@@ -115,40 +93,25 @@ def backward(
     if not isinstance(bound, DenseBound):
         run = bound.run if whole or not bound.plan.queries_at_once else bound.sums  # type: ignore[union-attr]
         dq, dk, dv = run((q, k, v, out), dout, lse, dlse, call) if wanted[0] or keys else (None, None, None)
-        dsinks = None
-        if wanted[4] and call.sinks is not None:
-            dsinks = _sinks_bound(prepared, out, dout, dlse, call).gradient(out, dout, lse, dlse, call)
         three = dq if wanted[0] else None, dk if keys else None, dv if keys else None
-        return *three, None, dsinks, *no_gradients(call, wanted[5:])
-    # Each on its own: parts of one tensor would begin at addresses of another alignment, and kernels be compiled for that.
-    lse2, delta = (torch.empty(lse.shape, dtype=torch.float32, device=lse.device) for _ in range(2))
-    bound.delta((out, dout, lse, dlse, lse2, delta))
+        if not (loads or (wanted[3] and call.bias is not None) or (wanted[4] and call.sinks is not None)):
+            return *three, None, None, *no_gradients(call, wanted[5:])
+        terms = _terms_bound(prepared, bound.plan, (q, k, v, out), (dout, dlse), call, loads)
+        return *three, *terms.gradients((q, k, v, dout, *terms.rows(out, dout, lse, dlse)), call, wanted[3:])
+    lse2, delta = bound.terms.rows(out, dout, lse, dlse)
     if bound.weights is not None and whole:
         dout, delta = weighted(bound.weights, (q, k, lse2), dout, delta, call)
     new = torch.empty if call.packed is None else torch.zeros  # rows of no sequence have no program
-    dq = dk = dv = parts = None
+    dq = dk = dv = None
     if wanted[0]:
         dq = new(q.shape, dtype=q.dtype, device=q.device)
     if keys:
         dk, dv = (new(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
-    if wanted[3] and call.bias is not None and bound.bias is not None:
-        shares = bound.plan.bias_shares  # added in order, in fp32
-        dtype = call.bias.dtype if shares == 1 else torch.float32
-        parts = torch.empty((shares, *call.bias.shape), dtype=dtype, device=q.device)
-    given = q, k, v, dout, lse2, delta, dq, dk, dv, parts, call
-    for kernel, made in ((bound.queries, dq), (bound.keys, dk), (bound.bias, parts)):
+    rows = q, k, v, dout, lse2, delta
+    for kernel, made in ((bound.queries, dq), (bound.keys, dk)):
         if kernel is not None and made is not None:
-            kernel(given)
-    dbias = dsinks = None
-    if parts is not None:
-        dbias = parts[0] if len(parts) == 1 else parts.sum(0).to(call.bias.dtype)  # type: ignore[union-attr]
-    elif wanted[3] and call.bias is not None:  # there are no keys
-        dbias = torch.zeros(call.bias.shape, dtype=call.bias.dtype, device=q.device)
-    if wanted[4] and bound.sinks is not None:
-        dsinks = gradient_of_sinks(bound.sinks, prepared.problem.batch, lse2, delta, call)
-    if bound.loads is None:
-        return dq, dk, dv, dbias, dsinks, *no_gradients(call, wanted[5:])
-    return dq, dk, dv, dbias, dsinks, *gradients_of_loads(bound.loads, (q, k, v, dout, lse2, delta), call, wanted[5:])
+            kernel((*rows, dq, dk, dv, call))
+    return dq, dk, dv, *bound.terms.gradients(rows, call, wanted[3:])
 
 
 # ---------------------------------------------------------------- the first time
@@ -208,14 +171,17 @@ def _bound(
     return found
 
 
-def _sinks_bound(
-    prepared: Any, out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None, call: Call
-) -> SinksBound:
-    """The launches of the sinks' gradient beside a Gluon kernel, kept as `_bound` keeps its own."""
-    key = "sinks", facts_of(dout), facts_of(out), None if dlse is None else facts_of(dlse)
-    found: SinksBound | None = prepared.further.get(key)
+def _terms_bound(
+    prepared: Any, plan: "AttentionBackwardPlan", tensors: tuple[torch.Tensor, ...],
+    beside: tuple[torch.Tensor, torch.Tensor | None], call: Call, loads: tuple[int, ...],
+) -> TermsBound:  # fmt: skip
+    """The launches of other gradients beside a Gluon kernel, kept as `_bound` keeps its own; beside: dout, dlse."""
+    out, (dout, dlse) = tensors[3], beside
+    key = "terms", facts_of(dout), facts_of(out), None if dlse is None else facts_of(dlse), plan.bias, loads
+    found: TermsBound | None = prepared.further.get(key)
     if found is None:
-        found = prepared.further[key] = SinksBound.of(prepared.problem, out, dout, call)
+        made = _portable_parts(prepared.scale, tensors, dout, call, plan) if plan.bias or loads else None
+        found = prepared.further[key] = TermsBound.of(prepared.problem, plan, tensors, dout, call, made, loads)
     return found
 
 
@@ -232,7 +198,7 @@ def _bound_anew(
     if plan.kernel in (HOPPER, REDUCE):
         found = _bind_gluon(prepared.scale, tensors, beside, call, plan)
         if found is None:
-            plan = plan_attention_backward(plan.problem, plan.device, plan.bias, portable=True)
+            plan = plan_attention_backward(plan.problem, plan.device, plan.bias, True, call.deterministic, plan.loads)
     return found or _bind(prepared.scale, tensors, beside[0], call, plan, loads)
 
 
@@ -288,55 +254,54 @@ def _bind(
     plan: "AttentionBackwardPlan",
     loads: tuple[int, ...] = (),
 ) -> DenseBound:
-    from ...device import mods
     from ...kernels.backward import attention_backward as kernels
-    from ...kernels.backward import attention_backward_terms as terms
+
+    q, k, v, _ = tensors
+    n, device = plan.problem, q.device
+    constants, values = _portable_parts(scale, tensors, dout, call, plan)
+    of_queries, of_keys, boxed = values, values, plan.kernel == "attention_backward_box"
+    if boxed:  # what streams by
+        of_queries = values | boxes(call.layout, plan.queries.block_n, K=(k, n.block_qk), V=(v, n.block_v))
+        of_keys = values | boxes(call.layout, plan.keys.block_m, Q=(q, n.block_qk), DOut=(dout, n.block_v))
+    of_sides = {**constants, "BOX": boxed}
+    alone = {**of_sides, "ALONE": n.group == 1}
+    return DenseBound(
+        plan,
+        TermsBound.of(n, plan, tensors, dout, call, (constants, values), loads),
+        tiled(kernels.attention_backward_queries, plan.queries, plan.grids[0], GIVEN, of_queries, of_sides, device),
+        tiled(kernels.attention_backward_keys, plan.keys, plan.grids[1], GIVEN, of_keys, alone, device),
+        bind_weights(plan, constants, values, device),
+    )
+
+
+def _portable_parts(
+    scale: float, tensors: tuple[torch.Tensor, ...], dout: torch.Tensor, call: Call, plan: "AttentionBackwardPlan"
+) -> Made:
+    """Constants and values of all portable kernels of a call."""
+    from ...device import mods
 
     q, k, v, out = tensors
-    n, packed, device, softcap = plan.problem, call.packed is not None, q.device, float(call.softcap)
+    n, packed, softcap = plan.problem, call.packed is not None, float(call.softcap)
     strides = side_strides(call.layout, q=q, k=k, v=v, d=dout, o=out, g=q.shape, x=k.shape, y=v.shape)
-    rows = q.shape[0] if packed else n.seq_q
     most = max(ROWS, *(max(tile.block_m, tile.block_n) for tile in (plan.queries, plan.keys, plan.scores)))
-    wide = max(strides[f"stride_{name}"] for name in ("qm", "kn", "vn", "dm")) * most >= 1 << 31
     window = window_of(call.window, call.causal)
     band = band_of(call, window)
     constants = {
         "KIND": kind_of(window, band),
         "EMULATE": interpreting() and q.dtype == torch.bfloat16,
-        "WIDE": wide,
+        "WIDE": max(strides[f"stride_{name}"] for name in ("qm", "kn", "vn", "dm")) * most >= 1 << 31,
         **dims_of(n),
     }
-    slopes, after_bias = slopes_of(mods, softcap, call, q.dtype == torch.float32)
     values = {
         **strides,
         "stride_lb": 0 if packed else n.heads * n.seq_q,
-        "stride_lh": rows,
+        "stride_lh": q.shape[0] if packed else n.seq_q,
         "scale": scale,
         **lengths_of(n),
         **option_values(call, window, mods, softcap, q.dtype, band),
-        "slopes": slopes,
+        "slopes": slopes_of(mods, softcap, call, q.dtype == torch.float32)[0],
     }
-    of_queries, of_keys, boxed = values, values, plan.kernel == "attention_backward_box"
-    if boxed:  # what streams by
-        of_queries = values | boxes(call.layout, plan.queries.block_n, K=(k, n.block_qk), V=(v, n.block_v))
-        of_keys = values | boxes(call.layout, plan.keys.block_m, Q=(q, n.block_qk), DOut=(dout, n.block_v))
-    bias = None
-    if plan.bias:
-        of_bias = values | {"slopes": after_bias, "bias_batch": plan.bias[0], "bias_heads": plan.bias[1]}
-        chosen = {**constants, "ROWS": plan.bias[2] > 1, "ROUND": interpreting()}
-        bias = tiled(terms.attention_backward_bias, plan.scores, plan.grids[2], GIVEN, of_bias, chosen, device)
-    of_sides = {**constants, "BOX": boxed}
-    alone = {**of_sides, "ALONE": n.group == 1}
-    return DenseBound(
-        plan,
-        delta_bound(n, rows * (1 if packed else n.batch), rows, wide, strides, device),
-        tiled(kernels.attention_backward_queries, plan.queries, plan.grids[0], GIVEN, of_queries, of_sides, device),
-        tiled(kernels.attention_backward_keys, plan.keys, plan.grids[1], GIVEN, of_keys, alone, device),
-        bias,
-        None if call.sinks is None else bind_sinks(n, rows, call, device),
-        bind_weights(plan, constants, values, device),
-        bind_loads(plan, constants, values, device, call, loads),
-    )
+    return constants, values
 
 
 # ---------------------------------------------------------------- without a GPU
@@ -367,6 +332,7 @@ def example_launch(
         "delta": (out, out, lse, lse, lse, lse),
         "weights": (q, k, lse, lse, call),
         "sinks": (lse, lse, lse, call),
+        "bias": (q, k, v, out, lse, lse, call.bias, call),
     }.get(part)
-    chosen: Bound = getattr(bound, part)
-    return chosen.example(own or (q, k, v, out, lse, lse, q, k, v, call.bias, call))
+    chosen: Bound = getattr(bound, part, None) or getattr(bound.terms, part)
+    return chosen.example(own or (q, k, v, out, lse, lse, q, k, v, call))

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 from tilefold.errors import PlanError
 from tilefold.plan.architecture import SM_90
@@ -24,8 +25,23 @@ from tilefold.plan.problem import AttentionProblem, next_power_of_two
 POINTERS, BOX = "attention_backward", "attention_backward_box"
 KERNELS = (POINTERS, BOX, HOPPER, REDUCE)
 WAVES = 2  # programs for each SM that shares of a bias's sum aim at
+SMALL_WAVES = 6  # the same of the smallest of BIAS_TILES
 MAX_SHARES = 64
+BIAS_TILES = {16: Tile(64, 32, 4, 4), 32: Tile(64, 32, 4, 4), 64: Tile(64, 64, 4, 3), 128: Tile(128, 64, 8, 2)}
+"""By the padded head dim.  A step is a pair of tiles of another head or sequence: L2 brings all of it, so larger ones are faster
+until registers or buffers end (docs/performance/attention_backward.md)."""
 GRID_Y = 65535
+
+
+class Terms(NamedTuple):
+    """What else gets a gradient, by portable kernels behind those of dq, dk and dv: the fields of the plan."""
+
+    bias: tuple[int, ...] = ()
+    loads: tuple[int, ...] = ()
+    load_passes: int = 0
+
+
+NO_TERMS = Terms()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,24 +104,33 @@ class AttentionBackwardPlan(Plan):
         """Bytes beside the gradients: two fp32 numbers a query and head, and the shares of the gradient of the bias; of an fp32
         call also the weights of the rows, and dout and delta times them; for loads a sum an element, and in two passes a number a
         program and tensor, if each is loaded from once; with the Hopper kernel room for dS, and for sums of dq
-        where keys come in KV splits; for dk and dv in fp32 where queries come in spans.
+        where keys come in KV splits; for dk and dv in fp32 where queries come in spans; with the one that adds dq, sums of it.
 
         For a packed batch, whose tokens the plan does not know, an upper estimate."""
         n = self.problem
+        rows = n.batch * n.heads * n.seq_q
         if self.kernel == REDUCE:
-            return reduced.scratch_bytes(n, self.options)
+            beside = 8 * rows + self._terms_bytes if self.terms != NO_TERMS else 0
+            return reduced.scratch_bytes(n, self.options) + beside
         if self.kernel == HOPPER:
             at_once = self.heads_at_once, self.keys_at_once
             if n.varlen:
                 return packed.scratch_bytes(n, self.device, *at_once)
             return spans.scratch_bytes(n, self.device, self.queries_at_once, *at_once)
+        return 4 * (4 + n.dim_v if n.dtype == "float32" else 2) * rows + self._terms_bytes
+
+    @property
+    def _terms_bytes(self) -> int:
         shares = self.bias_shares if self.bias_shares > 1 else 0
-        entries = self.bias[0] * self.bias[1] * self.bias[2] * n.seq_k if self.bias else 0
-        numbers = 4 + n.dim_v if n.dtype == "float32" else 2
+        entries = self.bias[0] * self.bias[1] * self.bias[2] * self.problem.seq_k if self.bias else 0
         loads = 4 * self.load_passes * sum(self.loads)
         if self.load_passes == 2:
             loads += 4 * next_power_of_two(len(self.loads)) * self.grids[3][0]
-        return 4 * numbers * n.batch * n.heads * n.seq_q + 4 * shares * entries + loads
+        return 4 * shares * entries + loads
+
+    @property
+    def terms(self) -> Terms:
+        return Terms(self.bias, self.loads, self.load_passes)
 
     @property
     def seconds(self) -> float | None:
@@ -186,9 +211,9 @@ class AttentionBackwardPlan(Plan):
         makers = {HOPPER: _hopper, REDUCE: _reduce}
         made = makers.get(kernel or self.kernel, _portable)
         if made is not makers.get(self.kernel, _portable):
-            base = made(self.problem, self.device, self.bias)
+            base = made(self.problem, self.device, self.terms)
         if made is _reduce and isinstance(options, ReduceOptions):  # heads of a group that are apart are more at once
-            base = _reduce(self.problem, self.device, self.bias, options)
+            base = _reduce(self.problem, self.device, self.terms, options)
         if queries_at_once is not None and made is _hopper and not spans.span_violation(self.problem, queries_at_once):
             batch = spans.batches_at_once(self.problem, self.device, queries_at_once)
             base = replace(base, heads_at_once=batch[0], keys_at_once=batch[1], queries_at_once=queries_at_once)
@@ -238,25 +263,24 @@ def plan_attention_backward(
 
     bias: (batch, heads, rows) of a bias that gets a gradient.  portable: leave the kernels written for one architecture alone.
     deterministic: leave those alone that add in memory in any order.  loads: the elements of each tensor of score_args that gets
-    a gradient, which the portable kernels make.  Unsupported if no tile fits."""
+    a gradient.  Unsupported if no tile fits."""
     require_supported(problem, device)
+    terms = Terms(bias, loads, (2 if deterministic else 1) if loads else 0)
     if portable:
-        return _portable(problem, device, bias, loads, (2 if deterministic else 1) if loads else 0)
-    if loads or bias:
-        plan = plan_attention_backward(problem, device, bias, True, deterministic, loads)
-        return _refusing(plan, REDUCE, f"it makes no gradients of {'score_args' if loads else 'a bias'}")
+        return _portable(problem, device, terms)
     options = reduced.options_for(problem, device, deterministic)
     if isinstance(options, ReduceOptions):
-        return _reduce(problem, device, bias, options)
-    if (problem.score_mods or problem.mask_mods) and dense.width_of(problem) <= NARROW:
-        return _refusing(_portable(problem, device, bias), REDUCE, options)
+        return _reduce(problem, device, terms, options)
+    changed = problem.score_mods or problem.mask_mods
+    if changed and (terms != NO_TERMS or dense.width_of(problem) <= NARROW):
+        return _refusing(_portable(problem, device, terms), REDUCE, options)
     if not deterministic:
-        plan = plan_attention_backward(problem, device, bias)
+        plan = plan_attention_backward(problem, device)
         return replace(plan, reason=f"{plan.reason} {REDUCE} is not taken: {options}.")
     refusal = (packed.packed_refusal if problem.varlen else spans.hopper_backward_refusal)(problem, device)
     if not refusal:
-        return _hopper(problem, device, bias)
-    return _refusing(_portable(problem, device, bias), HOPPER, refusal)
+        return _hopper(problem, device)
+    return _refusing(_portable(problem, device), HOPPER, refusal)
 
 
 def _refusing(plan: AttentionBackwardPlan, kernel: str, why: str) -> AttentionBackwardPlan:
@@ -266,42 +290,22 @@ def _refusing(plan: AttentionBackwardPlan, kernel: str, why: str) -> AttentionBa
     return replace(plan, reason=f"{plan.reason} {kernel} is not taken: {why}.")
 
 
-def _portable(
-    problem: AttentionProblem, device: Device, bias: tuple[int, ...], loads: tuple[int, ...] = (), passes: int = 0
-) -> AttentionBackwardPlan:
+def _portable(problem: AttentionProblem, device: Device, terms: Terms = NO_TERMS) -> AttentionBackwardPlan:
     kernel = POINTERS if device.backend == "interpreter" or backward_box_refusal(problem, device) else BOX
-    queries, keys, scores = (
-        first_fit(
-            _tiles(problem, device, kernel, own),
-            device,
-            partial(_tile_violation, problem, device, kernel, own=own),
-            PASS,
-        )
-        for own in ("block_m", "block_n", "scores")
-    )
-    shares = _shares(problem, device, scores, bias)
+    queries, keys = (_portable_tile(problem, device, kernel, own) for own in ("block_m", "block_n"))
+    scores = _scores_tile(problem, device, kernel, terms)
     reason = "Each program owns its rows and adds nothing in memory: the same bits every run."
-    if loads:
+    if terms.loads:
         reason = "Each program owns its rows; what a score_mod loads gets fp32 sums in memory, in any order."
-    if passes == 2:
+    if terms.load_passes == 2:
         reason = "Each program owns its rows; what a score_mod loads gets sums of integers: the same bits every run."
+    shares = _shares(problem, device, scores, terms.bias)
     return AttentionBackwardPlan(
-        problem,
-        device,
-        kernel,
-        queries,
-        keys,
-        scores,
-        bias,
-        shares,
-        "owned-rows",
-        reason,
-        loads=loads,
-        load_passes=passes,
-    )
+        problem, device, kernel, queries, keys, scores, bias_shares=shares, rule="owned-rows", reason=reason, **terms._asdict()
+    )  # fmt: skip
 
 
-def _hopper(problem: AttentionProblem, device: Device, bias: tuple[int, ...]) -> AttentionBackwardPlan:
+def _hopper(problem: AttentionProblem, device: Device, terms: Terms = NO_TERMS) -> AttentionBackwardPlan:
     tile = dense.hopper_backward_tile(problem)
     require_fit(_hopper_fault(problem, device, tile))
     reason = "A loading warp, wgmma, five products a pair of tiles; the order of every sum is that of the keys or the queries."
@@ -311,11 +315,11 @@ def _hopper(problem: AttentionProblem, device: Device, bias: tuple[int, ...]) ->
         reason += f" Queries come in spans: of all at once, {spans.why(problem, device)}."
     else:
         at_once = (packed.kept_at_once if problem.varlen else dense.kept_at_once)(problem, device)
-    return _gluon(problem, device, HOPPER, tile, bias, "hopper-ranges", reason, at_once, queries=queries)
+    return _gluon(problem, device, HOPPER, tile, terms, "hopper-ranges", reason, at_once, queries=queries)
 
 
 def _reduce(
-    problem: AttentionProblem, device: Device, bias: tuple[int, ...], options: ReduceOptions | None = None
+    problem: AttentionProblem, device: Device, terms: Terms = NO_TERMS, options: ReduceOptions | None = None
 ) -> AttentionBackwardPlan:
     options = options or ReduceOptions(late=reduced.is_late(problem))
     if refusal := reduced.reduce_refusal(problem, device):
@@ -328,19 +332,40 @@ def _reduce(
         else "so its last bits change from run to run"
     )
     reason = f"Five products a pair of tiles; dq is added in memory, {order}."
-    return _gluon(problem, device, REDUCE, tile, bias, "hopper-reduce", reason, (heads, 0), options)
+    return _gluon(problem, device, REDUCE, tile, terms, "hopper-reduce", reason, (heads, 0), options)
 
 
 def _gluon(
-    problem: AttentionProblem, device: Device, kernel: str, tile: Tile, bias: tuple[int, ...], rule: str, reason: str,
+    problem: AttentionProblem, device: Device, kernel: str, tile: Tile, terms: Terms, rule: str, reason: str,
     at_once: tuple[int, int], options: ReduceOptions | None = None, queries: int = 0,
 ) -> AttentionBackwardPlan:  # fmt: skip
     """The plan of a Gluon kernel that breaks no limit."""
+    scores, shares = tile, 0
+    if terms != NO_TERMS:
+        scores = _scores_tile(problem, device, BOX, terms)
+        shares = _shares(problem, device, scores, terms.bias)
+        reason += " Other gradients have portable kernels of their own."
     return AttentionBackwardPlan.decided(
-        dict, problem=problem, device=device, kernel=kernel, queries=tile, keys=tile, scores=tile, bias=bias, bias_shares=0,
+        dict, problem=problem, device=device, kernel=kernel, queries=tile, keys=tile, scores=scores, bias_shares=shares,
         rule=rule, reason=reason, heads_at_once=at_once[0], keys_at_once=at_once[1], options=options, queries_at_once=queries,
-        loads=(), load_passes=0,
+        **terms._asdict(),
     )  # fmt: skip
+
+
+def _portable_tile(
+    problem: AttentionProblem, device: Device, kernel: str, own: str, best: tuple[Tile, ...] = ()
+) -> Tile:
+    fits = partial(_tile_violation, problem, device, kernel, own=own)
+    return first_fit((*best, *_tiles(problem, device, kernel, own)), device, fits, PASS)
+
+
+def _scores_tile(problem: AttentionProblem, device: Device, kernel: str, terms: Terms) -> Tile:
+    """Of a bias whose rows have gradients, dense, by boxes, sm_90 has tiles of its own, which were measured (see BIAS_TILES)."""
+    n, width = problem, max(problem.block_qk, problem.block_v)
+    if not (terms.bias and terms.bias[2] > 1 and kernel == BOX and device.architecture is SM_90):
+        return _portable_tile(n, device, kernel, "scores")
+    streams = not (terms.loads or n.varlen or n.dropout) and min(n.seq_q, n.seq_k) >= 128 and width in BIAS_TILES
+    return _portable_tile(n, device, kernel, "scores", (BIAS_TILES[width],) if streams else ())
 
 
 def _tiles(problem: AttentionProblem, device: Device, kernel: str, own: str) -> tuple[Tile, ...]:
@@ -392,7 +417,8 @@ def _shares(problem: AttentionProblem, device: Device, tile: Tile, bias: tuple[i
         return 0
     batch, heads, rows = bias
     parts = problem.batch // batch * (problem.heads // heads) if rows > 1 else -(-problem.seq_q // tile.block_m)
-    wanted = -(-WAVES * max(1, device.sms) // max(1, _bias_programs(problem, tile, bias)))
+    programs = (SMALL_WAVES if tile == BIAS_TILES[32] else WAVES) * max(1, device.sms)
+    wanted = -(-programs // max(1, _bias_programs(problem, tile, bias)))
     return max(1, min(wanted, parts, MAX_SHARES))
 
 
@@ -404,7 +430,7 @@ def _tile_violation(
         if type(size) is not int or not 16 <= size <= most or size & (size - 1):
             return name, f"must be a power of two from 16 to {most}, got {size}"
     if own == "scores":
-        return backward_tile_violation(problem, device, tile, "block_n", tile.block_m * tile.block_n)
+        return backward_tile_violation(problem, device, tile, own, tile.block_m * tile.block_n)
     return backward_tile_violation(problem, device, tile, own)
 
 
@@ -429,23 +455,21 @@ def _violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
     refusal = backward_box_refusal(n, device) if plan.kernel == BOX else None
     if refusal:
         return "kernel", f"{plan.kernel} cannot be used: {refusal}"
-    for name, tile, own in (
-        ("queries", plan.queries, "block_m"),
-        ("keys", plan.keys, "block_n"),
-        ("scores", plan.scores, "scores"),
-    ):
+    for name, tile, own in (("queries", plan.queries, "block_m"), ("keys", plan.keys, "block_n")):
         fault = _tile_violation(n, device, plan.kernel, tile, own)
         if fault:
             return f"{name}.{fault[0]}", fault[1]
     return (
-        _bias_violation(plan)
+        _scores_violation(plan)
+        or _bias_violation(plan)
         or _loads_violation(plan)
         or (("grid", f"more than {MAX_GRID} programs") if max(grid[0] for grid in plan.grids) > MAX_GRID else None)
     )
 
 
 def _hopper_violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
-    for name in ("queries", "scores"):
+    beside = plan.kernel == REDUCE and plan.terms != NO_TERMS
+    for name in ("queries",) if beside else ("queries", "scores"):
         if getattr(plan, name) != plan.keys:
             return name, f"must be the tile of keys ({plan.keys}) with {plan.kernel}, got {getattr(plan, name)}"
     n, device, at_once = plan.problem, plan.device, (plan.heads_at_once, plan.keys_at_once)
@@ -458,11 +482,17 @@ def _hopper_violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
         fault = fault or spans.kept_violation(n, device, plan.queries_at_once, *at_once)
     return (
         fault
-        or (("bias", f"must be () with {plan.kernel}, got {plan.bias!r}") if plan.bias else None)
-        or (("bias_shares", f"must be 0 with {plan.kernel}, got {plan.bias_shares}") if plan.bias_shares else None)
-        or (("loads", f"must be () with {plan.kernel}, got {plan.loads!r}") if plan.loads else None)
+        or (("bias", f"must be () with {plan.kernel}, got {plan.bias!r}") if plan.bias and not beside else None)
+        or (("loads", f"must be () with {plan.kernel}, got {plan.loads!r}") if plan.loads and not beside else None)
+        or (_scores_violation(plan) if beside else None)
+        or _bias_violation(plan)
         or _loads_violation(plan)
     )
+
+
+def _scores_violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
+    fault = _tile_violation(plan.problem, plan.device, plan.kernel, plan.scores, "scores")
+    return fault and (f"scores.{fault[0]}", fault[1])
 
 
 def _hopper_fault(problem: AttentionProblem, device: Device, tile: Tile) -> tuple[str, str] | None:
@@ -477,7 +507,8 @@ def _bias_violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
             return "bias", f"must be () or (batch or 1, heads or 1, seq_q or 1) of this problem, got {bias!r}"
     least, most = (1, GRID_Y) if bias else (0, 0)
     if type(plan.bias_shares) is not int or not least <= plan.bias_shares <= most:
-        return "bias_shares", f"must be from {least} to {most}, got {plan.bias_shares!r}"
+        shares = f"from {least} to {most}" if bias else "0, as no bias gets a gradient"
+        return "bias_shares", f"must be {shares}, got {plan.bias_shares!r}"
     return None
 
 

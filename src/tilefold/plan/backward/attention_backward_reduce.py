@@ -23,9 +23,13 @@ KEYS = 128  # of a program
 REGISTERS = (168, 240)  # of a thread at launch, of a folding thread
 COLUMNS = (64, 80, 96, 128)
 CHANGES = ("softcap", "alibi", "bias", "mask", "user")  # of scores
-LEAST_DIM, NARROW = 16, 64  # head dims below NARROW are padded to it
-LEAST_CHANGED = 512
-"""Queries and keys from which on it is taken with changes of scores, which of these kernels it alone has: not measured."""
+LEAST_DIM, LEAST_DIM_CHANGED = (
+    16,
+    32,
+)  # head dims below 64 are padded to it; with changes of scores fewer were not measured
+LEAST_CHANGED = {32: (512, 1024), 64: (256, 512), 80: (512, 512), 96: (512, 512), 128: (512, 512)}
+"""By columns, or 32 below a head dim of 64, without and with a causal mask: queries and keys from which on it is taken with
+changes of scores, which of these kernels it alone has; of more than 64 columns fewer were not measured."""
 LEAST_NARROW = (512, 1024)
 """Queries and keys from which on it was faster than keeping dS at D=64, without and with a causal mask."""
 LEAST_WINDOW = {(1, True): 512, (1, False): 0, (2, True): 2048, (2, False): 1024}
@@ -111,8 +115,8 @@ def reduce_refusal(problem: AttentionProblem, device: Device) -> str | None:
         return refusal
     if n.dropout:
         return "it has no dropout"
-    if not n.unchanged and min(n.dim_qk, n.dim_v) < NARROW:
-        return f"not measured yet with changes of scores and head dims below {NARROW}"
+    if not n.unchanged and min(n.dim_qk, n.dim_v) < LEAST_DIM_CHANGED:
+        return f"not measured yet with changes of scores and head dims below {LEAST_DIM_CHANGED}"
     if others := [name for name in (*n.score_mods, *n.mask_mods) if name not in CHANGES]:
         return f"it has no {others[0]}"
     if not n.unchanged and n.seq_q == 0:
@@ -141,8 +145,9 @@ def options_for(problem: AttentionProblem, device: Device, deterministic: bool) 
     if n.varlen:
         return _packed_options(n, device, deterministic)
     if not n.unchanged:
-        if min(n.seq_q, n.seq_k) < LEAST_CHANGED:
-            return f"with fewer than {LEAST_CHANGED} queries or keys it was not measured with changes of scores"
+        least = LEAST_CHANGED[columns_of(n) if max(n.dim_qk, n.dim_v) >= 64 else 32][max(n.sides) >= 0]
+        if min(n.seq_q, n.seq_k) < least:
+            return f"with fewer than {least} queries or keys and changes of scores it was not faster, or not measured"
         lists = n.mask_by_place and n.seq_q * n.seq_k >= LISTS_FROM
         apart = _is_apart(n, deterministic) and not lists
         return ReduceOptions(deterministic, is_late(n), lists, apart=apart)

@@ -8,13 +8,16 @@ from tilefold.plan.problem import AttentionProblem
 def backward_shared_bytes(problem: AttentionProblem, device: Device, tile: Tile, own: str) -> int:
     """Estimated shared memory of one program: its own two tiles, the two that stream by, and the tile of ds.
 
-    own: "block_m" where the program owns queries, "block_n" where it owns keys."""
+    own: "block_m" where the program owns queries, "block_n" where it owns keys, "scores" where all four stream by."""
     rows, other = (tile.block_m, tile.block_n) if own == "block_m" else (tile.block_n, tile.block_m)
     if device.has("tcgen05"):  # takes its left operand from elsewhere than its right one: a second copy
         rows *= 2
     width = (problem.block_qk + problem.block_v) * problem.itemsize
     loads = sum(MOD_BYTES.get(mod, 0) for mod in problem.score_mods + problem.mask_mods)
     scores = tile.block_m * tile.block_n
+    if own == "scores":  # the bias's own tile stays in registers
+        loads -= MOD_BYTES["bias"] * ("bias" in problem.score_mods)
+        return tile.num_stages * ((rows + other) * width + scores * loads)
     return (rows + tile.num_stages * other) * width + scores * (2 * problem.itemsize + tile.num_stages * loads)
 
 

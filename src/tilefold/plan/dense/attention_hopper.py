@@ -34,7 +34,10 @@ CHUNK_KEYS = 1024  # of a chunk
 RING_BYTES = 256  # barriers of such a ring, and what its boxes leave free
 MOD_BYTES = {"bias": 4, "mask": 2}  # what an element of a tile takes in all of its buffers, at most
 
-LEAST_DIM, NARROW = 16, 64  # head dims below NARROW are padded to it
+LEAST_DIM, LEAST_DIM_CHANGED = (
+    16,
+    32,
+)  # head dims below 64 are padded to it; with changes of scores fewer were not measured
 STAGES = {(64, 64): 4, (128, 128): 2}  # measured; elsewhere as many as there is room for
 THREE_FROM = (
     3072  # keys a query sees, from which on masked halves of tiles of 192 queries cost less than three warpgroups save
@@ -120,8 +123,8 @@ def hopper_unmeasured(problem: AttentionProblem) -> str | None:
     least = min(n.dim_qk, n.dim_v)
     if least < LEAST_DIM:
         return f"not measured yet with head dims below {LEAST_DIM}"
-    if least < NARROW and (n.score_mods or n.mask_mods):
-        return f"not measured yet with changes of scores and head dims below {NARROW}"
+    if least < LEAST_DIM_CHANGED and (n.score_mods or n.mask_mods):
+        return f"not measured yet with changes of scores and head dims below {LEAST_DIM_CHANGED}"
     return None
 
 

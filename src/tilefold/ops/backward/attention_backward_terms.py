@@ -1,0 +1,141 @@
+"""Gradients of what joins the scores: a bias, sinks, and the tensors that a score_mod reads (`attention_backward_loads`).
+
+They follow from the rows' lse and delta, so they are made in the same way behind every kernel that makes dq, dk and dv."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ..bound import Bound, Slot, attribute
+from ..call import Call
+from ..dense.attention_parts import score_mods_of
+from ..device import interpreting
+from .attention_backward_loads import LoadsBound, bind_loads, gradients_of_loads, no_gradients
+from .backward_parts import ROWS, boxes, delta_bound, side_strides, slopes_of, tiled
+
+if TYPE_CHECKING:
+    from ...plan.backward.attention_backward import AttentionBackwardPlan
+    from ...plan.problem import AttentionProblem
+
+ROWS_AT_ONCE = 1024  # of a program of sinks
+OF_BIAS = ("Q", "K", "V", "DOut", "Lse2", "Delta", "DBias", "call")
+OF_SINKS = ("Lse2", "Delta", "DSinks", "call")
+"""What a call gives to the kernels."""
+Made = tuple[dict[str, Any], dict[str, Any]]
+"""Constants and values of portable kernels."""
+
+
+class TermsBound(NamedTuple):
+    """The launches: the rows' lse and delta, then a gradient each; None for what has none."""
+
+    delta: Bound
+    bias: Bound | None
+    shares: int  # of the bias's sum
+    sinks: Bound | None
+    loads: LoadsBound | None
+    batch: int  # sequences
+
+    @classmethod
+    def of(
+        cls, problem: "AttentionProblem", plan: "AttentionBackwardPlan", tensors: tuple[torch.Tensor, ...], dout: torch.Tensor,
+        call: Call, made: Made | None = None, loads: tuple[int, ...] = (),
+    ) -> "TermsBound":  # fmt: skip
+        """tensors: q, k, v, out.  plan: says how a bias and loads are made, which need `made`; loads: which of score_args have a
+        gradient."""
+        *sides, out = tensors
+        n, strides = problem, side_strides(call.layout, o=out, d=dout)
+        rows, sequences = (n.seq_q, n.batch) if call.packed is None else (out.shape[0], 1)
+        wide = max(strides["stride_om"], strides["stride_dm"]) * ROWS >= 1 << 31
+        return cls(
+            delta_bound(n, rows * sequences, rows, wide, strides, out.device),
+            _bind_bias(plan, (*sides, dout), made, call) if made and plan.bias else None,
+            plan.bias_shares,
+            None if call.sinks is None else _bind_sinks(n, rows, call, out.device),
+            bind_loads(plan, *made, out.device, call, loads) if made else None,
+            n.batch,
+        )
+
+    def rows(
+        self, out: torch.Tensor, dout: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """lse in base 2, and delta."""
+        # Each on its own: parts of one tensor would begin at addresses of another alignment, and kernels be compiled for that.
+        lse2, delta = (torch.empty(lse.shape, dtype=torch.float32, device=lse.device) for _ in range(2))
+        self.delta((out, dout, lse, dlse, lse2, delta))
+        return lse2, delta
+
+    def gradients(
+        self, tensors: tuple[torch.Tensor, ...], call: Call, wanted: Sequence[bool]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Of the bias, the sinks and the tensors of score_args, None where not wanted; tensors: q, k, v, dout, and `rows`."""
+        dbias = self._of_bias(tensors, call, call.bias) if wanted[0] and call.bias is not None else None
+        dsinks = self._of_sinks(tensors, call, call.sinks) if wanted[1] and call.sinks is not None else None
+        if self.loads is None:
+            return dbias, dsinks, *no_gradients(call, wanted[2:])
+        return dbias, dsinks, *gradients_of_loads(self.loads, tensors, call, wanted[2:])
+
+    def _of_bias(self, tensors: tuple[torch.Tensor, ...], call: Call, bias: torch.Tensor) -> torch.Tensor:
+        if self.bias is None:  # there are no keys
+            return torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device)
+        dtype = bias.dtype if self.shares == 1 else torch.float32
+        parts = torch.empty((self.shares, *bias.shape), dtype=dtype, device=bias.device)
+        self.bias((*tensors, parts, call))
+        return parts[0] if self.shares == 1 else parts.sum(0).to(bias.dtype)  # added in order
+
+    def _of_sinks(self, tensors: tuple[torch.Tensor, ...], call: Call, sinks: torch.Tensor) -> torch.Tensor:
+        lse2, delta = tensors[-2:]
+        assert self.sinks is not None
+        parts = torch.empty((self.batch, lse2.shape[-2]), dtype=torch.float32, device=lse2.device)
+        self.sinks((lse2, delta, parts, call))
+        return parts.sum(0).to(sinks.dtype)
+
+
+def _bind_bias(plan: "AttentionBackwardPlan", tensors: tuple[torch.Tensor, ...], made: Made, call: Call) -> Any:
+    """The launch that sums up the gradients of the scores at each entry, a share a program; tensors: q, k, v, dout."""
+    from ...device import mods
+    from ...kernels.backward.attention_backward_terms import attention_backward_bias
+
+    q, k, v, dout = tensors
+    _, after_bias = slopes_of(mods, float(call.softcap), call, plan.problem.dtype == "float32")
+    at, exact = bool(call.softcap) + (call.alibi_slopes is not None), q.dtype == torch.float32
+
+    def mods_of_call(given: Call) -> tuple[Any, ...]:
+        return score_mods_of(mods, float(given.softcap), given, exact)
+
+    values = {
+        **made[1],
+        "score_mods": Slot("call", lambda given: mods_of_call(given)[:at]),
+        "bias": Slot("call", lambda given: (mods.held_bias, mods_of_call(given)[at][1])),
+        "later_mods": Slot("call", lambda given: mods_of_call(given)[at + 1 :]),
+        "slopes": after_bias,
+        "bias_batch": plan.bias[0],
+        "bias_heads": plan.bias[1],
+    }
+    rows = plan.bias[2] > 1
+    boxed = rows and plan.kernel != "attention_backward" and call.packed is None
+    constants = {**made[0], "ROWS": rows, "BOX": boxed, "ROUND": interpreting()}
+    if boxed:
+        n, tile = plan.problem, plan.scores
+        values |= boxes(call.layout, tile.block_m, Q=(q, n.block_qk), DOut=(dout, n.block_v))
+        values |= boxes(call.layout, tile.block_n, K=(k, n.block_qk), V=(v, n.block_v))
+    return tiled(attention_backward_bias, plan.scores, plan.grids[2], OF_BIAS, values, constants, q.device)
+
+
+def _bind_sinks(problem: "AttentionProblem", rows: int, call: Call, device: torch.device) -> Bound:
+    """The launch that sums up what the rows of each sequence and head give.  rows: of all sequences of a packed batch, else of
+    each."""
+    from ...kernels.backward.attention_backward_terms import attention_backward_sinks
+
+    n, packed = problem, call.packed is not None
+    assert call.sinks is not None
+    values = {
+        "Sinks": attribute("call", "sinks", call.sinks),
+        "stride_sinks": call.sinks.stride(0),
+        "CuQ": attribute("call", "source.cu_q", call.packed),
+        "seq_q": n.seq_q,
+        "heads": n.heads,
+        "stride_lb": 0 if packed else n.heads * n.seq_q,
+        "stride_lh": rows,
+    }
+    return Bound.of(attention_backward_sinks, n.heads * n.batch, OF_SINKS, values, {"BLOCK_M": ROWS_AT_ONCE}, device)

@@ -1,0 +1,78 @@
+"""The launches that make the gradients of sinks, biases and score_args beside kernels which keep delta for themselves."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import tilefold
+from cases import packed, qkv, rand
+from cases.gradient import gradients, upstream
+from tilefold.ops.backward.attention_backward import _terms_bound
+from tilefold.ops.backward.attention_backward_loads import elements_of, needed
+from tilefold.ops.call import Call
+from tilefold.ops.dense.attention import prepare
+from tilefold.ops.source import Packed
+from tilefold.plan.backward.attention_backward import plan_attention_backward
+
+
+@triton.jit
+def by_key(score, batch, head, q_index, kv_index, args):
+    return score + tl.load(args[0] + kv_index)
+
+
+def beside(tensors, given, call, wanted):
+    """Of the bias, the sinks and the tensors of score_args, as behind a Gluon kernel; given: dout, lse, dlse."""
+    dout, lse, dlse = given
+    loads = needed(call, wanted[2:])
+    bias = tuple(call.bias.shape[:3]) if call.bias is not None and wanted[0] else ()
+    prepared = prepare(*tensors[:3], call)
+    plan = plan_attention_backward(prepared.problem, prepared.planned.device, bias, loads=elements_of(call, loads))
+    bound = _terms_bound(prepared, plan, tensors, (dout, dlse), call, loads)
+    rows = bound.rows(tensors[3], dout, lse, dlse)
+    return bound.gradients((*tensors[:3], dout, *rows), call, wanted)
+
+
+@pytest.mark.parametrize("with_lse", [True, False])
+@pytest.mark.parametrize("case", ["dense", "bhsd", "packed"])
+def test_sinks_beside_another_kernel(device, case, with_lse):
+    """The same bits as beside the portable kernels, in any layout; rows that see no key, and sinks that weigh nothing or all."""
+    sinks, where, source = torch.tensor([0.3, -torch.inf, 20.0, -2.0], device=device), None, None
+    layout = "bhsd" if case == "bhsd" else "bshd"
+    if case == "packed":
+        (q, k, v), where = packed([33, 0, 5], [20, 4, 7], dtype=torch.float16, device=device)
+        source = Packed(*where)
+    else:
+        q, k, v = qkv(2, 33, 20, 4, 2, 32, dtype=torch.float16, device=device)
+    if case == "bhsd":
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    options = {"causal": True, **({} if where else {"layout": layout})}
+    dout, dlse = upstream(q, v, layout, with_lse)
+    *_, want = gradients((q, k, v), dout, dlse, where, sinks=sinks, **options)
+    attend = tilefold.attention if where is None else tilefold.attention_varlen
+    out, lse = attend(q, k, v, *(where or ()), sinks=sinks, return_lse=True, **options)
+    call = Call(causal=True, layout=layout, sinks=sinks, source=source)
+    _, got = beside((q, k, v, out), (dout, lse, dlse), call, [False, True])
+    assert torch.equal(got, want)
+    assert (want[[0, 3]] != 0).all() and want[1] == 0
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 33, 20), (2, 1, 33, 20), (2, 4, 1, 20)], ids=str)
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_bias_and_tables_beside_another_kernel(device, layout, shape):
+    """The same bits as beside the portable kernels: a bias shared by sequences, heads or queries, and a table that a score_mod
+    reads behind it."""
+    q, k, v = qkv(2, 33, 20, 4, 2, 32, dtype=torch.bfloat16, device=device)
+    if layout == "bhsd":
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    bias, table = rand(*shape, dtype=torch.bfloat16, device=device), rand(33, dtype=torch.float32, device=device)
+    table.requires_grad_()
+    options = {"causal": True, "layout": layout, "bias": bias, "score_mod": by_key, "score_args": (table,)}
+    dout, _ = upstream(q, v, layout, False)
+    *_, of_bias, of_table = gradients((q, k, v), dout, None, **options)
+    with torch.no_grad():
+        out, lse = tilefold.attention(q, k, v, return_lse=True, **options)
+    call = Call(causal=True, layout=layout, bias=bias, score_mod=by_key, score_args=(table,))
+    dbias, dsinks, dtable = beside((q, k, v, out), (dout, lse, None), call, [True, False, True])
+    assert torch.equal(dbias, of_bias) and torch.equal(dtable, of_table) and dsinks is None
+    assert dbias.any() and dtable.any()
