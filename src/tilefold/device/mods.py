@@ -130,6 +130,14 @@ def bias(score, batch, head, q_index, kv_index, args):
 
 
 @triton.jit
+def near_bias(score, batch, head, q_index, kv_index, args):
+    """`bias` of less than 2 ** 31 elements from a head's first to its last: half the registers for their places."""
+    pointer, stride_b, stride_h, stride_q, stride_k, _seq_q, _seq_k = args
+    base = pointer + tl.cast(batch, tl.int64) * stride_b + tl.cast(head, tl.int64) * stride_h
+    return score + tl.load(base + (q_index * stride_q + kv_index * stride_k)).to(tl.float32)
+
+
+@triton.jit
 def held_bias(score, batch, head, q_index, kv_index, args):
     """score + a tile in registers, or a row of it; args = (tile,)."""
     return score + args[0]

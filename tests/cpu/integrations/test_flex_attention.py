@@ -1,6 +1,7 @@
 """tilefold.compat.flex_attention against fp64: the gallery of cases.flex, forward and backward; what is compiled; refusals."""
 
 import inspect
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from tilefold.compat.flex_attention import and_masks, create_block_mask, flex_at
 from tilefold.compat.flex_attention.translate import translated
 from tilefold.ops.backward import attention_backward
 from tilefold.ops.dense.attention_parts import problem_of
+from tilefold.ops.dense.attention_tiles import tiles_of
 from tilefold.ops.sparse import classify, listed
 from tilefold.plan import AttentionPlan, SparsePlan, device_named, plan_attention
 
@@ -214,6 +216,36 @@ def test_calls_that_are_refused():
         flex_attention(q, k, v, enable_gqa=True, return_aux=ours.AuxRequest(max_scores=True))
     with pytest.raises(Unsupported, match="AuxRequest"):
         flex_attention(q, k, v, enable_gqa=True, return_lse=True, return_aux=ours.AuxRequest(lse=True))
+
+
+ADDED = {  # a table's shape, with rows of 16 bytes, and how it is read
+    "each": ((BATCH, HEADS, SEQ, SEQ + 3), lambda t, s, b, h, i, j: s + t[b, h, i, j]),
+    "of one sequence, longer": ((3, HEADS, SEQ + 16, SEQ + 11), lambda t, s, b, h, i, j: t[2, h, i, j] + s),
+    "of one head": ((BATCH, SEQ, SEQ + 3), lambda t, s, b, h, i, j: s + t[b, i, j]),
+    "of keys": ((HEADS, BATCH, SEQ + 3), lambda t, s, b, h, i, j: s + t[h, b, j]),
+    "of all": ((SEQ, SEQ + 3), lambda t, s, b, h, i, j: s + t[i, j]),
+}
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_a_table_that_is_added_is_a_bias(name):
+    """Its kernels read tiles, and make its gradient without a search for places."""
+    shape, read = ADDED[name]
+    checked(lambda t: partial(read, t), (torch.randn(shape),))
+    read = partial(read, torch.randn(shape))
+    assert translated(read, EXTENTS, CPU, "score_mod").bias is not None
+    q = torch.randn(BATCH, HEADS, SEQ, 16)
+    assert ours.flex_attention_plan(q, q, q, score_mod=read).problem.score_mods == ("bias",)
+
+
+@pytest.mark.parametrize("read", [
+    lambda t, s, b, h, i, j: s + t[:, :SEQ][j, i], lambda t, s, b, h, i, j: 2 * s + t[i, j], lambda t, s, b, h, i, j: s - t[i, j],
+    lambda t, s, b, h, i, j: s + t[i, i], lambda t, s, b, h, i, j: s + t[i, (j - i).abs()], lambda t, s, b, h, i, j: s + t[i, 3],
+    lambda t, s, b, h, i, j: s + 2 * t[i, j],
+])  # fmt: skip
+def test_what_else_is_added_is_no_bias(read):
+    made = translated(partial(read, torch.randn(SEQ, SEQ + 3)), EXTENTS, CPU, "score_mod")
+    assert made.bias is None or tiles_of(made.bias) == ""
 
 
 def test_blocks_by_hand_beside_a_table_that_is_learned():

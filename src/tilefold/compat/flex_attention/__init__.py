@@ -26,6 +26,7 @@ from torch.nn.attention.flex_attention import create_block_mask as _create_block
 from ... import attention, attention_plan, masks, sparse_attention, sparse_plan
 from ...errors import DtypeError, ShapeError, Unsupported
 from ...ops.call import Call
+from ...ops.dense.attention_tiles import tiles_of
 from ...ops.device import interpreting
 from ...ops.masking import named_terms
 from ...ops.reads import reads
@@ -187,7 +188,10 @@ def _planned(
         options["layout"] = "bshd"
     if score_mod is not None:
         made = translated(score_mod, extents, query.device, "score_mod")
-        options |= {"score_mod": made.function, "score_args": made.args}
+        if block_mask is None and tiles_of(made.bias):  # which boxes read; it also has a kernel for its gradient
+            options["bias"] = made.bias
+        else:
+            options |= {"score_mod": made.function, "score_args": made.args}
     if block_mask is None:
         return _Planned((q, k, v), options)
     return _with_blocks((q, k, v), block_mask, extents, options)

@@ -34,10 +34,12 @@ NAMES = {
 
 
 class Translated(NamedTuple):
-    """function: what `attention` takes as score_mod or mask_mod; args: its score_args or mask_args."""
+    """function: what `attention` takes as score_mod or mask_mod; args: its score_args or mask_args.  bias: what a score_mod adds,
+    if it does nothing else."""
 
     function: Any
     args: tuple[Any, ...]
+    bias: torch.Tensor | None = None
 
 
 def translated(
@@ -52,7 +54,7 @@ def translated(
     score = [trace.value("score", torch.float32)] if kind == "score_mod" else []
     with _Indexing(trace):
         found = mod(*score, *indices)
-    return Translated(_compiled(trace.text(found), kind), tuple(trace.args))
+    return Translated(_compiled(trace.text(found), kind), tuple(trace.args), trace.bias(found))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -115,6 +117,7 @@ class _Trace:
         self.names: list[str] = []
         self.pointers: dict[int, str] = {}
         self.strides: dict[tuple[str, int], str] = {}
+        self.elements: dict[str, tuple[torch.Tensor, tuple[Any, ...]]] = {}
 
     def refuse(self, what: str) -> NoReturn:
         raise Unsupported(
@@ -246,7 +249,9 @@ class _Trace:
             loaded = f"({loaded} != 0)"
         else:
             loaded = f"{loaded}.to(tl.{NAMES[tensor.dtype]})"
-        return self.value(self.named(loaded), tensor.dtype, natural=tensor.dtype == torch.uint8)
+        name = self.named(loaded)
+        self.elements[name] = tensor, index
+        return self.value(name, tensor.dtype, natural=tensor.dtype == torch.uint8)
 
     def stride(self, pointer: str, stride: int) -> str:
         """The arg that holds a stride."""
@@ -332,6 +337,25 @@ class _Trace:
         head = f"def {self.kind}(score, batch, head, q_index, kv_index, args):\n"
         taken = [f"{', '.join([*self.names, 'seq_q', 'seq_k'])} = args"] if self.names else []
         return head + "".join(f"    {line}\n" for line in (*taken, *self.lines, f"return {result}"))
+
+    def bias(self, found: Any) -> torch.Tensor | None:
+        """What is added to the score, [batch or 1, heads or 1, queries or 1, keys], if that is an element by the four indices as
+        they are, or some of them, and nothing else is done."""
+        expression = next((text for text, name in self.known.items() if name == getattr(found, "text", "")), "")
+        added = re.fullmatch(r"score \+ (\w+)|(\w+) \+ score", expression)
+        tensor, index = self.elements.get(added[1] or added[2], (None, ())) if added else (None, ())
+        if tensor is None or not tensor.dtype.is_floating_point or tensor.dtype == torch.float64:
+            return None
+        fixed = [one.literal if isinstance(one, _Number) else one for one in index]
+        names = [one.text for one, number in zip(index, fixed, strict=True) if number is None]
+        if "kv_index" not in names or len({*names} & {*INDICES}) < len(names):
+            return None
+        read = tensor[tuple(slice(None) if number is None else number for number in fixed)]
+        order = [name for name in INDICES if name in names]
+        read = read.permute([names.index(name) for name in order])
+        for dim, name in enumerate(order):
+            read = read.narrow(dim, 0, self.extents[INDICES.index(name)])
+        return read[tuple(slice(None) if name in names else None for name in INDICES)]
 
     def _reads_score(self, result: str) -> bool:
         """Whether a variable has the shape of the score: it was made from it, by statements in this order."""

@@ -238,7 +238,9 @@ def score_mods_of(mods: Any, softcap: float, call: Call, exact: bool) -> tuple[A
         slopes = call.alibi_slopes
         score.append((mods.alibi, (slopes, slopes.stride(0) if slopes.dim() == 2 else 0, slopes.stride(-1))))
     if call.bias is not None:
-        score.append((mods.bias, (call.bias, *element_strides(call.bias))))
+        t = call.bias
+        near = (t.shape[2] - 1) * t.stride(2) + (t.shape[3] - 1) * t.stride(3) < 1 << 31
+        score.append((mods.near_bias if near else mods.bias, (t, *element_strides(t))))
     if call.score_mod is not None:
         score.append((call.score_mod, runtime_ints(call.score_args)))
     return tuple(score)
