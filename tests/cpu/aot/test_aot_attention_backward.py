@@ -20,6 +20,9 @@ PROBLEMS = {
     "d128 every mod": problem(
         128, causal=True, score_mods=("softcap", "alibi", "bias", "user"), mask_mods=("mask", "user"), sinks=True
     ),
+    "d128 bias": problem(128, score_mods=("bias",)),
+    "d64 causal bias and mask": problem(64, causal=True, score_mods=("softcap", "bias"), mask_mods=("mask",)),
+    "d32 bias": problem(32, score_mods=("bias",)),
     "d128 dropout": problem(128, dropout=True, causal=True),
     "d128 prefix rules": problem(128, mask_mods=("prefix", "user")),
     "d64 fp32 every mod": problem(
@@ -30,12 +33,15 @@ PARTS = {
     "d128 causal": ("queries", "keys"),
     "varlen d128 causal fp16": ("queries", "keys"),
     "d128 every mod": ("queries", "keys", "bias", "sinks"),
+    "d128 bias": ("bias",),
+    "d64 causal bias and mask": ("bias",),
+    "d32 bias": ("bias",),
     "d128 dropout": ("queries", "keys"),
     "d128 prefix rules": ("queries", "keys"),
     "d64 fp32 every mod": ("weights",),
 }  # of the others the keys, which hold the most
-EVERYWHERE = ("keys d128 causal", "queries d128 every mod")
-NEWEST = ("queries d128 every mod", "keys d256")  # compiled under the newest Triton, too, for sm_90
+EVERYWHERE = ("keys d128 causal", "queries d128 every mod", "bias d128 bias")
+NEWEST = ("queries d128 every mod", "keys d256", "bias d128 bias")  # compiled under the newest Triton, too, for sm_90
 
 
 def job(name: str, target: str, part: str) -> Job:

@@ -58,6 +58,23 @@ def test_rows_come_in_parts_and_by_name(tmp_path):
     assert "not reached: causal, (64, 16)" in run("--budget", "-1", "--only", "causal", "--pass", "forward")
 
 
+def test_biases_are_told_as_they_were_measured():
+    rows = [json.loads(line) for line in (FOLDER / "results" / "bias.jsonl").read_text().splitlines()]
+    page = (FOLDER.parent / "docs" / "performance" / "attention_backward_hopper.md").read_text(encoding="utf-8")
+    measured = [row for row in rows if row["pass"] == "backward"]
+    assert len(measured) == 6
+    for row in measured:
+        assert row["failed"] == {}
+        assert row["error"]["ours"] < gallery.LIMITS["backward"]
+        start = "| {tokens} x {batch}, {heads}, {dim} | ".format(**row)
+        told = page.split(start)[1].splitlines()[0].split(" | ")
+        times = [row["ms"][name] for name in ("ours", "portable", "flex", "sdpa")]
+        at = row["mod"] == "bias, learned"
+        assert [float(cell.split("; ")[at].split()[0]) for cell in told] == pytest.approx(times, abs=0.006)
+        if at:
+            assert f"({times[2] / times[0]:.2f}x)" in told[2]
+
+
 def test_the_mods_are_their_sources():
     """Buckets as T5's code counts them."""
     apart = torch.arange(-300, 301)

@@ -23,10 +23,7 @@ KEYS = 128  # of a program
 REGISTERS = (168, 240)  # of a thread at launch, of a folding thread
 COLUMNS = (64, 80, 96, 128)
 CHANGES = ("softcap", "alibi", "bias", "mask", "user")  # of scores
-LEAST_DIM, LEAST_DIM_CHANGED = (
-    16,
-    32,
-)  # head dims below 64 are padded to it; with changes of scores fewer were not measured
+LEAST_DIM, LEAST_DIM_CHANGED = 16, 32  # below 64 they are padded; without, with changes of scores
 LEAST_CHANGED = {32: (512, 1024), 64: (256, 512), 80: (512, 512), 96: (512, 512), 128: (512, 512)}
 """By columns, or 32 below a head dim of 64, without and with a causal mask: queries and keys from which on it is taken with
 changes of scores, which of these kernels it alone has; of more than 64 columns fewer were not measured."""
