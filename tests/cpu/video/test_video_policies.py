@@ -294,6 +294,7 @@ class Mine(video.Adapter):
         return layer.out(out.flatten(2)), layer.out(beside.flatten(2))
 
 
+@pytest.mark.usefixtures("torch_cpu")
 @pytest.mark.parametrize("text", [0, 5, 17])
 @pytest.mark.parametrize("policy", [video.Pooled(sparsity=0.0), video.Dense()], ids=["lists", "dense"])
 def test_a_model_with_an_adapter_of_its_own(text, policy):
@@ -320,6 +321,7 @@ def test_a_model_with_an_adapter_of_its_own(text, policy):
     assert not any("forward" in layer.__dict__ for layer in model.layers)
 
 
+@pytest.mark.usefixtures("torch_cpu")
 def test_text_of_each_row_has_its_own_length():
     """Keys past a row's text change nothing, those before do."""
     model = Model()
