@@ -483,7 +483,7 @@ FAULTS = [
 def test_what_is_not_broken_is_right(name):
     """Of the launches whose faults are to be found: else any of them would be."""
     run, missing = LAUNCHES[name]
-    for seed in range(3):
+    for seed in range(2):
         run(seed, missing[seed % len(missing)])
 
 
