@@ -20,10 +20,12 @@ from tilefold.plan.sparse import coarse as plans
 from tilefold.plan.sparse.coarse import CoarseProblem, plan_coarse
 
 KINDS = ("block", "dense", "pooled")
+HALVES = (torch.bfloat16, torch.float16, torch.bfloat16)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [*((kind, torch.float32) for kind in KINDS), *zip(KINDS, HALVES, strict=True)]
+)
 def test_kinds(kind, dtype, device):
     """Batch, a group of 2, V of another width, learned weights per head, lengths off the block and unequal."""
     q, k, v = qkv(2, 37, 54, 4, 2, 32, 24, dtype=dtype, device=device)
