@@ -149,7 +149,7 @@ def sparse_video(family):
     from tilefold import video
 
     torch.manual_seed(3)
-    model, inputs = small.FAMILIES[family]()
+    model, inputs = small.FAMILIES[family](small.FLAT, batch=1)
     video.sparsify(model, video.Pooled(sparsity=0.5), cube=small.CUBE, trainable=True)
     with torch.no_grad():
         for one in video.trainable_parameters(model).values():

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from _pytest.mark.structures import ParameterSet
 
 import cases.decode
 import cases.select
+from cases import DEEP
 from tilefold.ops import records
 from tilefold.ops.matrix import lowbit_launch
 from tilefold.plan import TorchPlan, device_named
@@ -85,8 +87,30 @@ def _unnamed(test: Callable[..., None]) -> Callable[..., None]:
     def made(*args: Any, **given: Any) -> None:
         test(*args, **given)
 
-    made.pytestmark = [_none_alone(mark) for mark in getattr(test, "pytestmark", [])]  # type: ignore[attr-defined]
+    marks = [_none_alone(mark) for mark in getattr(test, "pytestmark", [])]
+    given = [mark for mark in marks if mark.name == "parametrize" and not mark.kwargs.get("indirect")]
+    if len(given) > 1 and not DEEP:
+        marks = [mark for mark in marks if mark not in given] + [_each_value_once(given)]
+    made.pytestmark = marks  # type: ignore[attr-defined]
     return made
+
+
+def _each_value_once(marks: list[pytest.Mark]) -> pytest.Mark:
+    """Products are the kernels': here each value of each parameter is in one test, with others of the others."""
+    names, columns = [], []
+    for mark in marks:
+        some = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        names += [name.strip() for name in some]
+        rows = [each if isinstance(each, ParameterSet) else pytest.param(*(each if len(some) > 1 else (each,)))
+                for each in mark.args[1]]  # fmt: skip
+        columns.append(rows)
+    most = max(map(len, columns))
+    picked = [[rows[i % len(rows)] for rows in columns] for i in range(most)]
+    values = [
+        pytest.param(*(value for each in row for value in each.values), marks=[m for each in row for m in each.marks])
+        for row in picked
+    ]
+    return pytest.mark.parametrize(names, values).mark
 
 
 def _none_alone(mark: pytest.Mark) -> pytest.Mark:

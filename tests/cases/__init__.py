@@ -1,5 +1,6 @@
 """Shared by the tests of attention: random inputs, small tiles, the comparison with the oracle, and mods in both languages."""
 
+import itertools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +20,22 @@ BOX = "attention_forward_box"
 WHERE = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 """Do tests take products of options, not pairs?"""
+
+
+def pairs(*options: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Combinations of the options, so few that each pair of values is in one; all of them by HYPOTHESIS_PROFILE=deep."""
+
+    def held(one):
+        return set(itertools.combinations(enumerate(one), 2))
+
+    every = list(itertools.product(*(range(len(values)) for values in options)))
+    if not DEEP:
+        left, chosen = set().union(*map(held, every)), []
+        while left:
+            chosen.append(max(every, key=lambda one: len(left & held(one))))
+            left -= held(chosen[-1])
+        every = sorted(chosen)
+    return [tuple(values[i] for values, i in zip(options, one, strict=True)) for one in every]
 
 
 def rand(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> torch.Tensor:

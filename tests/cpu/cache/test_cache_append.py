@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tilefold
-from cases import ints, judge, one_graph, rand
+from cases import ints, judge, one_graph, pairs, rand
 from cases.flash import angles, in_pages, turned
 
 CODED = [torch.float8_e4m3fn, torch.int8]
@@ -113,10 +113,9 @@ def test_every_rounding(device, dtype):
         assert torch.equal(bits(tilefold.quantize_kv(x, dtype, scale=scale)[0])[~both_nan], bits(want)[~both_nan])
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("page", [0, 7])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    ("dtype", "packed", "page", "interleaved"), pairs(FLOATS, [False, True], [0, 7], [False, True])
+)
 def test_rotary_turns_keys_and_queries(device, dtype, packed, page, interleaved):
     lengths, new = [3, 0, 19, 7], [4, 0, 1, 9] if packed else [5] * 4
     k_cache, v_cache, table = caches(device, dtype, page)

@@ -195,17 +195,19 @@ def test_dropout_is_the_same_in_both_passes(door, packing):
 @pytest.mark.no_poison
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled(door, backend):
-    """Fullgraph, both passes: what torch's fake kernels say is so.  A call for each layout in memory, all in one graph."""
+    """Fullgraph, both passes: what torch's fake kernels say is so.  A call for each layout in memory, all in one graph; inductor,
+    which compiles each, has those that are not as a result of torch would lie."""
+    memory = MEMORY.values() if backend == "aot_eager" else [MEMORY[n] for n in ("sequences inside", "a part of heads")]
 
     def loss(*tensors):
         calls = (tensors[i : i + 3] for i in range(0, len(tensors), 3))
         return sum((flash(q * 2, k, v, causal=True)[0] * 3).square().sum() for q, k, v in calls)
 
-    given = [lie(t) for lie in MEMORY.values() for t in qkv(2, 24, 24, 4, 2, 32, dtype=torch.bfloat16)]
+    given = [lie(t) for lie in memory for t in qkv(2, 24, 24, 4, 2, 32, dtype=torch.bfloat16)]
     eager, compiled = leaves(*given), leaves(*given)
     torch._dynamo.reset()
     torch.compile(loss, backend=backend, fullgraph=True)(*compiled).backward()
-    assert (CALLS.forward, CALLS.backward) == (len(MEMORY), len(MEMORY))
+    assert (CALLS.forward, CALLS.backward) == (len(memory), len(memory))
     loss(*eager).backward()
     assert all(a.grad.stride() == b.grad.stride() for a, b in zip(eager, compiled, strict=True))
     if backend == "aot_eager":

@@ -84,15 +84,18 @@ GROUPS = [("ring", 1), ("all_gather", 1), ("heads", 1), ("two_level", 2)]
 
 @pytest.mark.no_poison  # tensors without data
 @pytest.mark.parametrize(
-    ("needs", "deterministic"),
-    [(False, True), (True, True), (True, False)],
-    ids=["forward", "backward", "non-deterministic"],
+    ("group", "shards", "heads", "passes"),
+    [
+        (*chosen[:2], heads, chosen[2])
+        for i, chosen in enumerate(itertools.product(GROUPS, SHARDS, [(False, True), (True, True), (True, False)]))
+        for heads in ([(32, 8), (32, 32)] if DEEP else [((32, 8), (32, 32))[i % 2]])
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("heads", [(32, 8), (32, 32)], ids=["grouped", "each"])
-@pytest.mark.parametrize(("window", "kind"), SHARDS, ids=["zigzag", "contiguous", "full"])
-@pytest.mark.parametrize(("scheme", "levels"), GROUPS, ids=[name for name, _ in GROUPS])
-def test_within_5_percent(scheme, levels, window, kind, heads, needs, deterministic):
-    """Each number of ranks at each length, half of them with each choice of heads: with all by HYPOTHESIS_PROFILE=deep."""
+def test_within_5_percent(group, shards, heads, passes):
+    """Forward, backward and without determinism, each with one choice of heads, half of the numbers of ranks at each length:
+    with all by HYPOTHESIS_PROFILE=deep."""
+    (scheme, levels), (window, kind), (needs, deterministic) = group, shards, passes
     turn = (heads[0] == heads[1]) + needs + deterministic
     for i, (size, tokens) in enumerate(itertools.product((2, 3, 4, 8, 16), (32768, 131072, 1048576))):
         if not DEEP and (i + turn) % 2:

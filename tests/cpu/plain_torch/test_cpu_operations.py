@@ -40,7 +40,7 @@ AGAIN = {
         logits the_record_goes_on_to_attention""",
     "test_fuse": """gates gates_in_the_branches_dtype heads_first one_branch strides in_place nothing_to_compute
         only_what_is_wanted refusals""",
-    "test_video_module": """output_and_gradients_against_fp64 lists_that_are_given one_module_on_several_grids""",
+    "test_video_module": """lists_that_are_given one_module_on_several_grids""",
     "test_matmul": """layouts bias_and_activation batches a_bias_of_the_batch batch_strides sizes empty out_dtype
         eight_bits specials refusals refusals_of_batches""",
     "test_matmul_gradient": """matmul batches gradients_of_any_strides only_what_is_asked_for empty
@@ -86,7 +86,7 @@ def test_masks_of_a_users_rule_are_refused(device):  # noqa: F811
         test_masks.test_forward("nested", device)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_bits(way, seed, device):  # noqa: F811
     """torch's products follow shapes; those of numerics="invariant" do not."""

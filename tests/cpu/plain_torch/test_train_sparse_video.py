@@ -8,7 +8,7 @@ import train_sparse_video as example
 from torch_cpu import torch_cpu  # noqa: F401
 
 pytestmark = [pytest.mark.long, pytest.mark.no_poison, pytest.mark.usefixtures("torch_cpu")]
-SMALL = replace(example.SIZES["tiny"], dense=120, sparse=40, videos=32)
+SMALL = replace(example.SIZES["tiny"], grid=(4, 8, 8), dense=120, sparse=40, videos=32)
 
 
 def test_a_small_run(monkeypatch, capsys):

@@ -19,7 +19,7 @@ from tilefold.plan.base import Plan
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@examples(150)
+@examples(100)
 @given(data=st.data())
 def test_reasons_say_what_their_numbers_say(kind, data):
     try:

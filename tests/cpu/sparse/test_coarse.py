@@ -20,14 +20,16 @@ from tilefold.plan.sparse import coarse as plans
 from tilefold.plan.sparse.coarse import CoarseProblem, plan_coarse
 
 KINDS = ("block", "dense", "pooled")
+HALVES = (torch.bfloat16, torch.float16, torch.bfloat16)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [*((kind, torch.float32) for kind in KINDS), *zip(KINDS, HALVES, strict=True)]
+)
 def test_kinds(kind, dtype, device):
     """Batch, a group of 2, V of another width, learned weights per head, lengths off the block and unequal."""
-    q, k, v = qkv(2, 53, 70, 4, 2, 32, 24, dtype=dtype, device=device)
-    w = weights(kind, 2, 70, 16, dtype=dtype, device=device)
+    q, k, v = qkv(2, 37, 54, 4, 2, 32, 24, dtype=dtype, device=device)
+    w = weights(kind, 2, 54, 16, dtype=dtype, device=device)
     held(q, k, v, *w, kind=kind, block=16)
 
 
@@ -191,11 +193,10 @@ def planned(monkeypatch):
 def test_boxes(kind, planned, device):
     """Rows, queries and gradients by tensor descriptors: tails, dead rows, dead queries, groups, heads first."""
     planned(boxes=(True, True, True))
-    q, k, v = qkv(2, 53, 86, 4, 2, 32, 48, dtype=torch.float16, device=device)
-    w = weights(kind, None, 86, 16, dtype=torch.float16, device=device)
-    given = torch.randint(0, 17, (6,), dtype=torch.int32, device=device)
-    held(q, k, v, *w, kind=kind, block=16)
-    held(q, k, v, *w, kind=kind, block=16, block_sizes=given, query_sizes=sized([16, 0, 3, 5], device=device))
+    q, k, v = qkv(2, 37, 54, 4, 2, 32, 48, dtype=torch.float16, device=device)
+    w = weights(kind, None, 54, 16, dtype=torch.float16, device=device)
+    sizes = {"block_sizes": sized([16, 0, 7, 3], device=device), "query_sizes": sized([16, 0, 3], device=device)}
+    held(q, k, v, *w, kind=kind, block=16, **sizes)
     held(*(t.transpose(1, 2) for t in (q, k, v)), *w, kind=kind, block=16, layout="bhsd")
 
 
@@ -204,10 +205,9 @@ def test_tiles_and_shares(planned, device):
     q, k, v = qkv(1, 70, 500, 2, 1, 16, device=device)
     given = torch.randint(0, 17, (32,), dtype=torch.int32, device=device)
     small = Tile(16, 32, 4, 1)
-    for shares in (1, 3, 9):
+    for shares, block, dim in ((1, 64, 8), (3, 16, 16), (9, 64, 8)):
         planned(forward=small, queries=small, keys=Tile(16, 32, 4, 1), shares=shares)
-        held(q, k, v, block=16, block_sizes=given)
-        held(q, k, v[:, :, :, :8], block=64, block_sizes=given[:8])
+        held(q, k, v[:, :, :, :dim], block=block, block_sizes=given[: -(-500 // block)])
 
 
 # ---------------------------------------------------------------- parts

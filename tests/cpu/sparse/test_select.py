@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 
+from cases import pairs
 from cases.select import KINDS, bounds, held, kept, rows
 from tilefold import reference, sparse
 from tilefold.errors import DtypeError, LayoutError, ShapeError, ValueRangeError
@@ -140,9 +141,9 @@ FORCED = {
 }
 
 
-@pytest.mark.parametrize("kind", ["random", "tied", "infinite", "nan"])
-@pytest.mark.parametrize("name", FORCED)
-@pytest.mark.parametrize("method", ["gini", "top_p", "top_k"])
+@pytest.mark.parametrize(
+    ("kind", "name", "method"), pairs(["random", "tied", "infinite", "nan"], [*FORCED], ["gini", "top_p", "top_k"])
+)
 def test_forced(kind, name, method, device):
     held(rows(kind, 1, 2, 9, 20).to(device), **METHODS[method], **FORCED[name])
 

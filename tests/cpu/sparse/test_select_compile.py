@@ -45,7 +45,9 @@ def path(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    ("name", "path"), [("gini", "long"), *zip(CALLS, ("kernel", "long") * len(CALLS), strict=False)], indirect=["path"]
+)
 def test_compile_fullgraph(name, path, device):
     scores, heads = inputs(device)
 

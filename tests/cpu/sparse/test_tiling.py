@@ -115,7 +115,7 @@ def test_compile_fullgraph_over_grids(device):
         return tiled, tiling.untile(tiled), tiling.block_sizes(x.device), tiling.positions(x.device)
 
     compiled = one_graph(both)
-    for grid, cube in GRIDS[:3]:
+    for grid, cube in GRIDS[:2]:
         x = torch.randn(2, grid[0] * grid[1] * grid[2], 3, device=device, requires_grad=True)
         results = []
         for fn in (both, compiled):

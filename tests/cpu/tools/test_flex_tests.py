@@ -31,14 +31,14 @@ def causal(b, h, m, n):
 
 class TestFlex(InductorTestCase):
     def compared(self, device, dtype=torch.float32, compiled=torch.compile, **options):
-        q, k, v = (torch.randn(1, 2, 40, 16, dtype=dtype, device=device) for _ in range(3))
+        q, k, v = (torch.randn(1, 1, 24, 16, dtype=dtype, device=device) for _ in range(3))
         attention = functools.partial(flex_attention, **options)
         gold, found = attention(q.double(), k.double(), v.double()), compiled(attention)(q, k, v)
         error = (gold - found).abs().mean()
         if error > 1e-2:
             self.assertTrue(False, f"Out Compiled error {error} is greater than ref error 0 by more than 1X.")
 
-    @common_utils.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+    @common_utils.parametrize("dtype", [torch.float16, torch.float32])
     @common_utils.parametrize("score_mod", [None, doubled])
     def test_scores(self, device, dtype, score_mod):
         self.compared(device, dtype, score_mod=score_mod)
@@ -57,7 +57,7 @@ class TestFlex(InductorTestCase):
 
     @common_utils.parametrize("size", [16, 32])
     def test_blocks(self, device, size):
-        self.compared(device, block_mask=create_block_mask(causal, 1, 1, 40, 40, device=device, BLOCK_SIZE=size))
+        self.compared(device, block_mask=create_block_mask(causal, 1, 1, 24, 24, device=device, BLOCK_SIZE=size))
 
     def test_eager_alone(self, device):
         self.compared(device, compiled=lambda attention: attention)
@@ -115,10 +115,10 @@ def test_every_outcome_is_counted(tmp_path):
         "test_skipped": {"skipped by the file"},
         "test_expected_text": {"passed, without a call of tilefold"},
     }, done.stdout[-3000:] + done.stderr[-2000:]
-    assert len(lines) == 15
+    assert len(lines) == 13
     assert done.returncode == 1
-    assert "15 cases in the file, 9 tests" in done.stdout
-    assert "| passed | 9 | 3 |" in done.stdout
+    assert "13 cases in the file, 9 tests" in done.stdout
+    assert "| passed | 7 | 3 |" in done.stdout
     assert "digamma has no translation" in done.stdout
     again = [*command, "--shard", "2/3", "--sample", "9", "--seconds", "0"]
     subprocess.run(again, env=environment, capture_output=True, text=True, timeout=500, check=False)

@@ -56,7 +56,7 @@ def test_additive_and_padding_masks(name, device):
     q, k, v = qkv(2, 18, 21, 2, 1, 16, device=device)
     there = torch.ones(2, 21, dtype=torch.bool, device=device)
     there[0, :9], there[1] = False, False  # left padding, and a sequence without any key
-    for shape in ((2, 2, 18, 21), (1, 2, 1, 21), (2, 18, 21), (1, 18, 21), (2, 1, 21), (18, 21), (1, 21)):
+    for shape in ((2, 2, 18, 21), (1, 2, 1, 21), (1, 18, 21), (1, 21)):
         bias = rand(*shape, device=device)
         got = held(name, q, k, v, True, {"causal": True, "bias": bias, "mask": there[:, None, None]}, tile=SMALL, bias=bias,
                    padding_mask=there)  # fmt: skip

@@ -50,8 +50,11 @@ def matches(index, wanted, tiling):
     assert torch.equal(index.to_map().cpu().expand(wanted.shape), wanted)
 
 
-@odd_and_even
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("tiling", "dtype"),
+    [(TILINGS[0], torch.float32), (TILINGS[0], torch.bfloat16), (TILINGS[1], torch.float16)],
+    ids=["cut", "cut, bfloat16", "whole, float16"],
+)
 def test_pooled(tiling, dtype, device):
     """Softmax of products of means, grouped heads; the tokens that count are those of each block."""
     q, k = tokens(tiling, kv_heads=2, dtype=dtype, device=device)
@@ -103,8 +106,7 @@ def test_antidiagonal_in_pieces(monkeypatch, device):
     assert torch.allclose(video.Antidiagonal(top_p=0.5).scores(q, k, site_of(tiling)), whole, atol=1e-6)
 
 
-@odd_and_even
-@pytest.mark.parametrize("kind", ["block", "pooled"])
+@pytest.mark.parametrize(("tiling", "kind"), [(TILINGS[0], "pooled"), (TILINGS[1], "block")], ids=["cut", "whole"])
 def test_gini(tiling, kind, device):
     """More concentrated rows keep fewer blocks; tau of 1 keeps all, of 0 one."""
     q, k = tokens(tiling, device=device)
@@ -294,6 +296,7 @@ class Mine(video.Adapter):
         return layer.out(out.flatten(2)), layer.out(beside.flatten(2))
 
 
+@pytest.mark.usefixtures("torch_cpu")
 @pytest.mark.parametrize("text", [0, 5, 17])
 @pytest.mark.parametrize("policy", [video.Pooled(sparsity=0.0), video.Dense()], ids=["lists", "dense"])
 def test_a_model_with_an_adapter_of_its_own(text, policy):
@@ -320,6 +323,7 @@ def test_a_model_with_an_adapter_of_its_own(text, policy):
     assert not any("forward" in layer.__dict__ for layer in model.layers)
 
 
+@pytest.mark.usefixtures("torch_cpu")
 def test_text_of_each_row_has_its_own_length():
     """Keys past a row's text change nothing, those before do."""
     model = Model()

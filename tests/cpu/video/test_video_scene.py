@@ -91,7 +91,7 @@ def test_block_mass_is_dense_attention_summed_over_blocks(frames):
 @pytest.mark.parametrize("kind", ["block", "pooled"])
 def test_selected_blocks_hold_more_than_their_share(kind):
     """Mass falls and error rises with sparsity; what the coarse stage selects lies between blind choice and the best there is."""
-    (q, k, v), tiling = scene_qkv(Scene(frames=4, height=48, width=64), (1, 4, 4), 4, 32, CUBE)
+    (q, k, v), tiling = scene_qkv(Scene(frames=4, height=32, width=48), (1, 4, 4), 4, 32, CUBE)
     counts = [tiling.block_count - round(tiling.block_count * s) for s in (0.0, 0.3, 0.6, 0.8, 0.9)]
     rows = reconstruct(
         q, k, v, tiling, [SelectOptions("top_k", top_k=n) for n in counts], CoarseOptions(kind), by_reference

@@ -82,6 +82,7 @@ def test_against_fp64(family, monkeypatch):
     small.held(twin, given, weight, got)
 
 
+@pytest.mark.usefixtures("torch_cpu")
 def test_saved_and_loaded_apart(tmp_path):
     pytest.importorskip("safetensors")
     model, inputs = opened("hunyuan")
@@ -104,6 +105,7 @@ def test_saved_and_loaded_apart(tmp_path):
     refuses(DtypeError, "source must be tensors by name or a path, got int", video.load_trained, other, 3)
 
 
+@pytest.mark.usefixtures("torch_cpu")
 def test_gates_of_fastvideo(tmp_path):
     save_file = pytest.importorskip("safetensors.torch").save_file
     model, inputs = opened("wan", layers=2)
@@ -125,6 +127,7 @@ def test_gates_of_fastvideo(tmp_path):
     refuses(ValueRangeError, "source holds no blocks.N.to_gate_compress", video.load_fastvideo_gates, model, beside)
 
 
+@pytest.mark.usefixtures("torch_cpu")
 @pytest.mark.parametrize("family", ["wan", "hunyuan"])
 def test_gradient_checkpointing(family):
     model, inputs = opened(family)
