@@ -100,7 +100,9 @@ def build(problem: Any, plan: Any, backward_plan: Any, which: str) -> Any:
     rows, columns = (torch.empty(problem.seq_q, dtype=kind, device="meta") for kind in (torch.float32, torch.int32))
     tensors = torch.empty(problem.heads, dtype=q.dtype, device="meta"), rows
     call = call._replace(score_mod=mixed, score_grad=None, score_args=(*tensors, columns, problem.seq_k))
-    loads = attention_backward._bind(1.0, (q, k, v, out), out, call, backward_plan, (0, 1)).loads
+    sides = q, k, v, out
+    made = attention_backward._portable_parts(1.0, sides, out, call, backward_plan)
+    loads = attention_backward.TermsBound.of(problem, backward_plan, sides, out, call, made, (0, 1)).loads
     facts = torch.empty(2, dtype=torch.float64, device="meta")
     sums = torch.empty(4, dtype=torch.float32 if backward_plan.load_passes == 1 else torch.int64, device="meta")
     sites = tuple((each.function, tensors[each.arg], facts, sums) for each in loads.loads)

@@ -319,20 +319,23 @@ def example_launch(
     the last) or "last".  reads: the user's functions load from their arguments."""
     (q, k, v), call, _, out, lse = attention.example_call(problem, plan, reads=reads)
     tensors = q, k, v, out
-    if backward_plan.kernel in (HOPPER, REDUCE):
-        bound = _gluon(call, backward_plan).bound_launches(1.0, tensors, out, call, backward_plan)
-        made = bound.scratch("meta")
-        given = (*tensors, out, lse, None if problem.varlen else lse, call, *made)
-        if part == "main" and backward_plan.queries_at_once:
-            one = bound.launches[-1]
-            return one.main.example(bound.given(one, tensors, out, call, made))  # type: ignore[no-any-return]
-        return getattr(bound, part).example(given)  # type: ignore[no-any-return]
-    bound = _bind(1.0, tensors, out, call, backward_plan)
-    own = {
+    of_terms = {
         "delta": (out, out, lse, lse, lse, lse),
-        "weights": (q, k, lse, lse, call),
         "sinks": (lse, lse, lse, call),
         "bias": (q, k, v, out, lse, lse, call.bias, call),
-    }.get(part)
-    chosen: Bound = getattr(bound, part, None) or getattr(bound.terms, part)
-    return chosen.example(own or (q, k, v, out, lse, lse, q, k, v, call))
+    }
+    if part in of_terms:
+        made = _portable_parts(1.0, tensors, out, call, backward_plan)
+        chosen = getattr(TermsBound.of(problem, backward_plan, tensors, out, call, made), part)
+        return chosen.example(of_terms[part])  # type: ignore[no-any-return]
+    if backward_plan.kernel in (HOPPER, REDUCE):
+        gluon = _gluon(call, backward_plan).bound_launches(1.0, tensors, out, call, backward_plan)
+        scratch = gluon.scratch("meta")
+        if part == "main" and backward_plan.queries_at_once:
+            one = gluon.launches[-1]
+            return one.main.example(gluon.given(one, tensors, out, call, scratch))  # type: ignore[no-any-return]
+        given = (*tensors, out, lse, None if problem.varlen else lse, call, *scratch)
+        return getattr(gluon, part).example(given)  # type: ignore[no-any-return]
+    bound = _bind(1.0, tensors, out, call, backward_plan)
+    own = (q, k, lse, lse, call) if part == "weights" else (q, k, v, out, lse, lse, q, k, v, call)
+    return getattr(bound, part).example(own)  # type: ignore[no-any-return]

@@ -364,8 +364,10 @@ def _scores_tile(problem: AttentionProblem, device: Device, kernel: str, terms: 
     n, width = problem, max(problem.block_qk, problem.block_v)
     if not (terms.bias and terms.bias[2] > 1 and kernel == BOX and device.architecture is SM_90):
         return _portable_tile(n, device, kernel, "scores")
-    streams = not (terms.loads or n.varlen or n.dropout) and min(n.seq_q, n.seq_k) >= 128 and width in BIAS_TILES
-    return _portable_tile(n, device, kernel, "scores", (BIAS_TILES[width],) if streams else ())
+    crowded = width > 32 and bool(n.mask_mods or "user" in n.score_mods)  # numbers of a score would spill in the loop
+    streams = not (terms.loads or n.varlen or n.dropout or crowded) and min(n.seq_q, n.seq_k) >= 128
+    best = BIAS_TILES.get(width) if streams else None
+    return _portable_tile(n, device, kernel, "scores", () if best is None else (best,))
 
 
 def _tiles(problem: AttentionProblem, device: Device, kernel: str, own: str) -> tuple[Tile, ...]:
