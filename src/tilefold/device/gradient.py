@@ -165,21 +165,22 @@ def fold_score_gradient(acc, k, v, live_k, lo, hi, head, kv_index, scale, source
         do = fetch_rows(do_side, rows, live, True, EMULATE, BLOCK_M, DIM_V, BLOCK_V)
         lse, delta = load_statistics(Lse2, Delta, cols, live, True)
         place = (batch, head, tl.minimum(cols, extent[0] - 1)[:, None], extent)
-        acc = add_score_gradient(acc, (q, do, lse, delta), k, v, live_k, place, kv_index, scale, score_mods, slopes, mask_mods,
-                                 band, KIND, dropout)  # fmt: skip
+        acc = add_score_gradient(acc, (q, do, lse, delta), k, v, live[:, None] & live_k[None, :], place, kv_index, scale,
+                                 score_mods, slopes, mask_mods, band, KIND, dropout)  # fmt: skip
     return acc
 
 
 @triton.jit
-def add_score_gradient(acc, rows, k, v, live_k, place, kv_index, scale, score_mods, slopes, mask_mods, band, KIND: tl.constexpr,
+def add_score_gradient(acc, rows, k, v, live, place, kv_index, scale, score_mods, slopes, mask_mods, band, KIND: tl.constexpr,
                        dropout):  # fmt: skip
-    """acc [M, N] and the gradients of the scores of one tile; rows: its queries' q, dout, lse in base 2 and delta."""
+    """acc [M, N] and the gradients of the scores of one tile; rows: its queries' q, dout, lse in base 2 and delta; live
+    [M or 1, N]: what counts."""
     q, do, lse, delta = rows
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     dp = tl.dot(do, tl.trans(v), input_precision="ieee")
     _p, ds = score_gradient(s, dp, lse[:, None], delta[:, None], place, kv_index, scale, score_mods, slopes, mask_mods, band,
                             KIND, dropout)  # fmt: skip
-    return acc + tl.where(live_k[None, :], ds, 0.0)
+    return acc + tl.where(live, ds, 0.0)
 
 
 @triton.jit

@@ -23,6 +23,7 @@ PROBLEMS = {
     "d128 bias": problem(128, score_mods=("bias",)),
     "d64 causal bias and mask": problem(64, causal=True, score_mods=("softcap", "bias"), mask_mods=("mask",)),
     "d32 bias": problem(32, score_mods=("bias",)),
+    "d128 bias and prefix": problem(128, score_mods=("bias",), mask_mods=("prefix",)),
     "d128 dropout": problem(128, dropout=True, causal=True),
     "d128 prefix rules": problem(128, mask_mods=("prefix", "user")),
     "d64 fp32 every mod": problem(
@@ -36,6 +37,7 @@ PARTS = {
     "d128 bias": ("bias",),
     "d64 causal bias and mask": ("bias",),
     "d32 bias": ("bias",),
+    "d128 bias and prefix": ("bias",),
     "d128 dropout": ("queries", "keys"),
     "d128 prefix rules": ("queries", "keys"),
     "d64 fp32 every mod": ("weights",),

@@ -1,5 +1,7 @@
 """Gradients of dense attention against fp64 autograd: bands, lengths, dims, dtypes, groups, strides, lse, empty inputs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -223,4 +225,8 @@ def test_plan(device):
     assert (rows.bias_shares, rows.scores, rows.keys) == (1, Tile(128, 64, 8, 2), Tile(64, 128, 4, 2))
     with pytest.raises(tilefold.PlanError, match="scores.shared_bytes: needs"):
         rows.with_tiles(scores=Tile(256, 128, 8, 2))
+    with pytest.raises(tilefold.PlanError, match="scores.block_m: must be a power of two from 16 to 256, got 512"):
+        rows.with_tiles(scores=Tile(512, 16, 8, 1))  # no box has so many rows
+    with pytest.raises(tilefold.PlanError, match="bias: its gradient of .* is asked for, and the problem has no bias"):
+        plan_attention_backward(replace(problem, score_mods=()), device_named("h200"), (2, 16, 4096))
     assert plan_attention_backward(problem, device_named("a100")).kernel == "attention_backward"

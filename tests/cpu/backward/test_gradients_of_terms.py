@@ -76,3 +76,27 @@ def test_bias_and_tables_beside_another_kernel(device, layout, shape):
     dbias, dsinks, dtable = beside((q, k, v, out), (dout, lse, None), call, [True, False, True])
     assert torch.equal(dbias, of_bias) and torch.equal(dtable, of_table) and dsinks is None
     assert dbias.any() and dtable.any()
+
+
+def test_what_pads_a_bias_stays_out_of_its_gradient(device):
+    """Rows and keys behind a packed sequence's end, whatever lies there, get 0."""
+    (q, k, v), where = packed([20, 9], [20, 9], dtype=torch.float16, device=device)
+    bias = rand(2, 4, 20, 20, dtype=torch.float16, device=device)
+    dout, _ = upstream(q, v, "bshd", False)
+    *_, clean = gradients((q, k, v), dout, None, where, bias=bias)
+    bias[1, :, 9:] = torch.nan
+    bias[1, :, :, 9:] = torch.nan
+    *_, padded = gradients((q, k, v), dout, None, where, bias=bias)
+    assert torch.equal(padded, clean)
+    assert not padded[1, :, 9:].any() and not padded[1, :, :, 9:].any()
+
+
+def test_heads_that_lie_far_apart(device):
+    """The third KV head begins more than 2 ** 31 elements behind the first."""
+    q, k, v = qkv(1, 16, 16, 3, 3, 16, dtype=torch.float16, device=device)
+    bias, (dout, _) = rand(1, 3, 16, 16, dtype=torch.float16, device=device), upstream(q, v, "bshd", False)
+    stride = (1 << 30) + 64
+    far = torch.empty(2 * stride + 256, dtype=torch.float16, device=device).as_strided(k.shape, (0, 16, stride, 1))
+    far.copy_(k)
+    near, apart = (gradients((q, each, v), dout, None, bias=bias) for each in (k, far))
+    assert all(torch.equal(a, b) for a, b in zip(near, apart, strict=True))

@@ -350,12 +350,20 @@ class _Trace:
         names = [one.text for one, number in zip(index, fixed, strict=True) if number is None]
         if "kv_index" not in names or len({*names} & {*INDICES}) < len(names):
             return None
-        read = tensor[tuple(slice(None) if number is None else number for number in fixed)]
+        read = tensor
+        for dim, number in reversed([*enumerate(fixed)]):
+            if type(number) is int:  # of one element squeezed: its gradient is a view
+                read = read.squeeze(dim) if read.shape[dim] == 1 else read.select(dim, number)
+            elif number is not None:  # a tensor's number would be waited for
+                return None
         order = [name for name in INDICES if name in names]
         read = read.permute([names.index(name) for name in order])
-        for dim, name in enumerate(order):
-            read = read.narrow(dim, 0, self.extents[INDICES.index(name)])
-        return read[tuple(slice(None) if name in names else None for name in INDICES)]
+        for dim, name in enumerate(INDICES):
+            if name not in names:
+                read = read.unsqueeze(dim)
+            elif read.shape[dim] > self.extents[dim]:
+                read = read.narrow(dim, 0, self.extents[dim])
+        return read
 
     def _reads_score(self, result: str) -> bool:
         """Whether a variable has the shape of the score: it was made from it, by statements in this order."""

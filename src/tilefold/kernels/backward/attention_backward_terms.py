@@ -55,17 +55,18 @@ def attention_backward_bias(
     where = element_pointers(own_b, own_h, o_b[:, None], tl.minimum(o_n, seq_k - 1)[None, :], bias[1] + (seq_q, seq_k))
     held = tl.load(where).to(tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if (ROWS and CuQ is None) and KIND != PREFIX:  # one tile of each head and sequence: a loop that streams
-        band = (left, right)
-        begin, _, _, end = range_of_keys(i_n, seq_q, seq_k, left, right, KIND, BLOCK_M, BLOCK_N)
-        hi = tl.where((i_m >= begin) & (i_m < end), hi, lo)
+    if ROWS and CuQ is None:  # one tile of each head and sequence: a loop that streams
+        if KIND != PREFIX:  # else each sequence has a band of its own
+            begin, _, _, end = range_of_keys(i_n, seq_q, seq_k, left, right, KIND, BLOCK_M, BLOCK_N)
+            hi = tl.where((i_m >= begin) & (i_m < end), hi, lo)
         LOCATE: tl.constexpr = locate_box if BOX else locate_rows
         FETCH: tl.constexpr = fetch_box if BOX else fetch_rows
         rows_m, o_m, live_m = LOCATE(i_m, (seq_q,), BLOCK_M)
         rows_n, o_k, live_k = LOCATE(i_n, (seq_k,), BLOCK_N)
         for pair in tl.range(lo, hi):
             i_b, i_h = own_b + pair // per_batch, own_h + pair % per_batch
-            i_k = i_h.to(tl.int32) // group  # of int64 it would be a hundred instructions
+            i_k = (i_h.to(tl.int32) // group).to(tl.int64)  # of int64 the division would be a hundred instructions
+            band = band_of_sequence(left, right, i_b, KIND)
             q = FETCH(side_of(Q, i_b, i_h, 0, stride_qb, stride_qm, stride_qh, BOX), rows_m, live_m, True, EMULATE, BLOCK_M,
                       DIM_QK, BLOCK_QK)  # fmt: skip
             do = FETCH(side_of(DOut, i_b, i_h, 0, stride_db, stride_dm, stride_dh, BOX), rows_m, live_m, True, EMULATE, BLOCK_M,
@@ -78,22 +79,9 @@ def attention_backward_bias(
             lse, delta = load_statistics(Lse2 + row, Delta + row, o_m, live_m, True)
             place = (i_b.to(tl.int32), i_h.to(tl.int32), tl.minimum(o_m, seq_q - 1)[:, None], (seq_q, seq_k))
             index = tl.minimum(o_k, seq_k - 1)[None, :]
-            acc = add_score_gradient(
-                acc,
-                (q, do, lse, delta),
-                k,
-                v,
-                live_k,
-                place,
-                index,
-                scale,
-                score_mods + ((bias[0], (held,)),) + later_mods,
-                slopes,
-                mask_mods,
-                band,
-                KIND,
-                dropout,
-            )
+            acc = add_score_gradient(acc, (q, do, lse, delta), k, v, live_k[None, :], place, index, scale,
+                                     score_mods + ((bias[0], (held,)),) + later_mods, slopes, mask_mods, band, KIND,
+                                     dropout)  # fmt: skip
     else:
         for pair in range(lo, hi):
             i_b, i_h = own_b + pair // per_batch, own_h + pair % per_batch

@@ -27,9 +27,12 @@ KERNELS = (POINTERS, BOX, HOPPER, REDUCE)
 WAVES = 2  # programs for each SM that shares of a bias's sum aim at
 SMALL_WAVES = 6  # the same of the smallest of BIAS_TILES
 MAX_SHARES = 64
-BIAS_TILES = {16: Tile(64, 32, 4, 4), 32: Tile(64, 32, 4, 4), 64: Tile(64, 64, 4, 3), 128: Tile(128, 64, 8, 2)}
-"""By the padded head dim.  A step is a pair of tiles of another head or sequence: L2 brings all of it, so larger ones are faster
-until registers or buffers end (docs/performance/attention_backward.md)."""
+BIAS_TILES = {
+    16: Tile(64, 32, 4, 4), 32: Tile(64, 32, 4, 4), 64: Tile(64, 64, 4, 3), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 2),
+    512: Tile(64, 32, 8, 1),
+}  # fmt: skip
+"""By the padded head dim; above 128 not measured.  A step is a pair of tiles of another head or sequence: L2 brings all of it, so
+larger ones are faster until registers or buffers end (docs/performance/attention_backward.md)."""
 GRID_Y = 65535
 
 
@@ -206,7 +209,8 @@ class AttentionBackwardPlan(Plan):
         queries_at_once: int | None = None,
     ) -> "AttentionBackwardPlan":
         """The plan with other tiles, another kernel (and the tiles that go with it), another number of shares, or of heads, keys
-        or queries at a time, or another version of attention_backward_reduce; PlanError names the field that does not fit."""
+        or queries at a time, or another version of attention_backward_reduce; PlanError names the field that does not fit.
+        Another kernel or version has its own tile of scores and shares."""
         base = self
         makers = {HOPPER: _hopper, REDUCE: _reduce}
         made = makers.get(kernel or self.kernel, _portable)
@@ -266,6 +270,8 @@ def plan_attention_backward(
     a gradient.  Unsupported if no tile fits."""
     require_supported(problem, device)
     terms = Terms(bias, loads, (2 if deterministic else 1) if loads else 0)
+    if bias and "bias" not in problem.score_mods:
+        raise PlanError(f"bias: its gradient of {bias} is asked for, and the problem has no bias")
     if portable:
         return _portable(problem, device, terms)
     options = reduced.options_for(problem, device, deterministic)
@@ -364,7 +370,9 @@ def _scores_tile(problem: AttentionProblem, device: Device, kernel: str, terms: 
     n, width = problem, max(problem.block_qk, problem.block_v)
     if not (terms.bias and terms.bias[2] > 1 and kernel == BOX and device.architecture is SM_90):
         return _portable_tile(n, device, kernel, "scores")
-    crowded = width > 32 and bool(n.mask_mods or "user" in n.score_mods)  # numbers of a score would spill in the loop
+    crowded = 32 < width <= 128 and bool(
+        n.mask_mods or "user" in n.score_mods
+    )  # numbers of a score would spill in the loop
     streams = not (terms.loads or n.varlen or n.dropout or crowded) and min(n.seq_q, n.seq_k) >= 128
     best = BIAS_TILES.get(width) if streams else None
     return _portable_tile(n, device, kernel, "scores", () if best is None else (best,))
@@ -493,7 +501,8 @@ def _hopper_violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
 
 
 def _scores_violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
-    fault = _tile_violation(plan.problem, plan.device, plan.kernel, plan.scores, "scores")
+    kernel = BOX if plan.kernel == REDUCE else plan.kernel  # boxes read what a bias needs
+    fault = _tile_violation(plan.problem, plan.device, kernel, plan.scores, "scores")
     return fault and (f"scores.{fault[0]}", fault[1])
 
 

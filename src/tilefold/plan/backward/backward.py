@@ -1,5 +1,6 @@
 """What every plan of a backward pass asks of a tile: shared memory, registers, warps; estimated before anything is compiled."""
 
+from tilefold.plan.architecture import SM_90
 from tilefold.plan.device import Device
 from tilefold.plan.limits import MOD_BYTES, Tile, box_refusal, shared_fault
 from tilefold.plan.problem import AttentionProblem
@@ -15,10 +16,13 @@ def backward_shared_bytes(problem: AttentionProblem, device: Device, tile: Tile,
     width = (problem.block_qk + problem.block_v) * problem.itemsize
     loads = sum(MOD_BYTES.get(mod, 0) for mod in problem.score_mods + problem.mask_mods)
     scores = tile.block_m * tile.block_n
-    if own == "scores":  # the bias's own tile stays in registers
-        loads -= MOD_BYTES["bias"] * ("bias" in problem.score_mods)
-        return tile.num_stages * ((rows + other) * width + scores * loads)
-    return (rows + tile.num_stages * other) * width + scores * (2 * problem.itemsize + tile.num_stages * loads)
+    owned = (rows + tile.num_stages * other) * width + scores * (2 * problem.itemsize + tile.num_stages * loads)
+    if own != "scores":
+        return owned
+    loads -= MOD_BYTES["bias"] * ("bias" in problem.score_mods)  # its own tile stays in registers
+    streams = (rows - tile.block_n + tile.num_stages * (tile.block_m + tile.block_n)) * width
+    streams += tile.num_stages * scores * loads
+    return streams if device.architecture is SM_90 else max(owned, streams)  # elsewhere nothing was measured
 
 
 def backward_tile_violation(
