@@ -26,7 +26,8 @@ CHANGES = ("softcap", "alibi", "bias", "mask", "user")  # of scores
 LEAST_DIM, LEAST_DIM_CHANGED = 16, 32  # below 64 they are padded; without, with changes of scores
 LEAST_CHANGED = {32: (512, 1024), 64: (256, 512), 80: (512, 512), 96: (512, 512), 128: (512, 512)}
 """By columns, or 32 below a head dim of 64, without and with a causal mask: queries and keys from which on it is taken with
-changes of scores, which of these kernels it alone has; of more than 64 columns fewer were not measured."""
+changes of scores, which of these kernels it alone has (benchmarks/results/changed_scores.jsonl); of more than 64 columns fewer
+were not measured.  Half of it, to 64 columns and without a causal mask, where softcap or a mask alone changes them."""
 LEAST_NARROW = (512, 1024)
 """Queries and keys from which on it was faster than keeping dS at D=64, without and with a causal mask."""
 LEAST_WINDOW = {(1, True): 512, (1, False): 0, (2, True): 2048, (2, False): 1024}
@@ -142,7 +143,10 @@ def options_for(problem: AttentionProblem, device: Device, deterministic: bool) 
     if n.varlen:
         return _packed_options(n, device, deterministic)
     if not n.unchanged:
-        least = LEAST_CHANGED[columns_of(n) if max(n.dim_qk, n.dim_v) >= 64 else 32][max(n.sides) >= 0]
+        diagonal = max(n.sides) >= 0
+        least = LEAST_CHANGED[columns_of(n) if max(n.dim_qk, n.dim_v) >= 64 else 32][diagonal]
+        if columns_of(n) == 64 and not diagonal and {*n.score_mods, *n.mask_mods} <= {"softcap", "mask"}:
+            least //= 2
         if min(n.seq_q, n.seq_k) < least:
             return f"with fewer than {least} queries or keys and changes of scores it was not faster, or not measured"
         lists = n.mask_by_place and n.seq_q * n.seq_k >= LISTS_FROM

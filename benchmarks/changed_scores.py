@@ -1,0 +1,109 @@
+"""Changes of scores at short lengths and narrow heads: the kernels for sm_90 beside portable ones, both passes, in turns.
+
+    PYTHONPATH=src python benchmarks/changed_scores.py [--dims 32,64] [--rounds 3] [--jsonl FILE]
+
+bf16; milliseconds.  Results are held to the portable kernels' first.  results/changed_scores.jsonl has what was measured (a bias
+before its places had 32 bits); a test holds the plans to it."""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+import tilefold
+from tilefold.bench import timers
+from tilefold.plan import plan_attention
+from tilefold.plan.backward import attention_backward
+from tilefold.plan.backward.attention_backward_reduce import ReduceOptions, is_late
+from tilefold.plan.dense.attention_hopper import KERNEL
+
+SIZES = ((256, 128), (128, 256), (96, 384), (64, 512), (16, 1024), (4, 2048))  # sequences, tokens
+HEADS = {32: 4, 64: 8}
+PROBLEMS: dict[str, dict[str, Any]] = {
+    "bias": {"score_mods": ("bias",), "bias_descriptors": "tiles"},
+    "mask": {"mask_mods": ("mask",), "mask_descriptors": "tiles"},
+    "alibi": {"score_mods": ("alibi",)},
+    "user": {"score_mods": ("user",)},
+    "softcap": {"score_mods": ("softcap",)},
+}
+MOST = 1e-2  # relative L2 error beside portable kernels
+
+
+@triton.jit
+def distance(score, batch, head, q_index, kv_index, args):
+    return score + tl.exp2(-0.5 * (head + 1)) * (kv_index - q_index)
+
+
+def problem_of(change: str) -> dict[str, Any]:
+    """Fields of an AttentionProblem."""
+    return PROBLEMS[change]
+
+
+def options_of(change: str, batch: int, tokens: int, heads: int) -> dict[str, Any]:
+    """Keywords of `attention`."""
+    if change == "bias":
+        return {"bias": torch.randn(1, heads, tokens, tokens, device="cuda", dtype=torch.bfloat16)}
+    if change == "mask":
+        return {"mask": torch.rand(batch, 1, tokens, tokens, device="cuda") < 0.5}
+    if change == "alibi":
+        return {"alibi_slopes": torch.rand(heads, device="cuda"), "causal": True}
+    return {"user": {"score_mod": distance}, "softcap": {"softcap": 20.0}}[change]
+
+
+def measure(batch: int, tokens: int, dim: int, change: str, rounds: int) -> dict[str, Any]:
+    """A record; AssertionError if kernels disagree."""
+    torch.manual_seed(1)
+    heads = HEADS[dim]
+    q, k, v = (
+        torch.randn(batch, tokens, heads, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    )
+    options, dout = options_of(change, batch, tokens, heads), torch.randn_like(q)
+    plan: Any = tilefold.attention_plan(q, k, v, **options)
+    problem, device = plan.problem, plan.device
+    assert plan.kernel == KERNEL, plan
+    forward = {"portable": plan_attention(problem, device, portable=True), "sm_90": plan}
+    backward = {
+        "portable": attention_backward.plan_attention_backward(problem, device, portable=True),
+        "sm_90": attention_backward._reduce(
+            problem, device, options=ReduceOptions(ordered=True, late=is_late(problem))
+        ),
+    }
+    calls: dict[str, dict[str, Callable[[], Any]]] = {"forward": {}, "backward": {}}
+    for name in forward:
+        calls["forward"][name] = partial(tilefold.attention, q, k, v, plan=forward[name], **options)
+        out = tilefold.attention(q, k, v, backward_plan=backward[name], **options)
+        calls["backward"][name] = partial(torch.autograd.grad, out, (q, k, v), dout, retain_graph=True)
+    record = {"change": change, "batch": batch, "tokens": tokens, "heads": heads, "dim": dim}
+    for kind, both in calls.items():
+        want, got = (torch.cat([t.float().flatten() for t in both[name]()]) for name in ("portable", "sm_90"))
+        assert (got - want).norm() < MOST * want.norm(), (record, kind)
+        samplers = {name: partial(timers.queued_samples, call, samples=4) for name, call in both.items()}
+        record[kind] = {name: round(one.ms, 4) for name, one in timers.time_alternating(samplers, rounds).items()}
+    return record | {"device": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dims", default="32,64")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--jsonl", default="")
+    asked = parser.parse_args()
+    for dim in map(int, asked.dims.split(",")):
+        for change in PROBLEMS:
+            for batch, tokens in SIZES:
+                record = measure(batch, tokens, dim, change, asked.rounds)
+                print(record, flush=True)
+                if asked.jsonl:
+                    with open(asked.jsonl, "a", encoding="utf-8") as file:
+                        file.write(json.dumps(record) + "\n")
+
+
+if __name__ == "__main__":
+    main()
