@@ -193,6 +193,19 @@ def test_biases_that_are_shared(options, shape, dim):
     assert near(got, gradients((q, k, v), dout, dlse, backward_plan=other, **options))
 
 
+@pytest.mark.parametrize("dim", [32, 128])
+def test_a_bias_beside_a_prefix(dim):
+    """Each sequence has a band of its own; portable kernels by boxes, beside those by pointers."""
+    q, k, v = qkv(3, 300, 328, 4, 2, dim, dtype=BF, device=DEVICE)
+    lengths = torch.tensor([0, 70, 328], dtype=torch.int32, device=DEVICE)
+    options = {"mask": masks.prefix(lengths), "bias": rand(1, 4, 300, 328, dtype=BF, device=DEVICE).requires_grad_()}
+    dout, dlse = upstream(q, v)
+    plan = tilefold.attention_backward_plan(q, k, v, **options)
+    assert plan.kernel == BOX_BACKWARD
+    pointers = gradients((q, k, v), dout, dlse, backward_plan=plan.with_tiles(kernel="attention_backward"), **options)
+    assert near(gradients((q, k, v), dout, dlse, **options), pointers)
+
+
 def test_rows_without_keys():
     """Queries that see nothing get 0, and give nothing."""
     q, k, v = qkv(1, 600, 600, 2, 2, 128, dtype=BF, device=DEVICE)

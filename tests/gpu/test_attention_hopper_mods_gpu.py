@@ -34,7 +34,7 @@ def some(*shape, share=0.5):
     return torch.rand(*shape).to(DEVICE) < share
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [40, 64, 128])
 @pytest.mark.parametrize("options", MASKS, ids=str)
 def test_bias(options, dim):
     for sq, sk in LENGTHS:
@@ -87,7 +87,7 @@ def test_strides_and_lengths_that_boxes_overhang():
 
 
 @pytest.mark.parametrize("options", [*MASKS, {"window": (0, -1)}], ids=str)
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [40, 64, 128])
 def test_alibi(dim, options):
     slopes = torch.tensor([2.0 ** -(i + 1) for i in range(8)], device=DEVICE)
     for sq, sk in ((1, 1), (127, 129), (333, 1001), (1001, 333), (64, 2000)):
@@ -96,7 +96,7 @@ def test_alibi(dim, options):
         held(q, k, v, {"options": ("pack",)}, alibi_slopes=torch.stack((slopes, -slopes / 100)), **options)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [40, 64, 128])
 @pytest.mark.parametrize("options", MASKS, ids=str)
 def test_mask(options, dim):
     for sq, sk in ((1, 16), (127, 144), (333, 1008), (1008, 336)):
@@ -265,7 +265,7 @@ MASK_MODS = ["numbered", "dilated", "sliding", "alone", "by_head"]
 
 
 @pytest.mark.parametrize("name", MASK_MODS)
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [40, 64, 128])
 def test_lists_first(name, dim):
     """Over lists of tiles, in which every kind of tile is: hidden, partial, whole; one program an SM and two."""
     for tile in (
@@ -436,7 +436,7 @@ def test_user_is_taken_and_compiled_once_for_all_numbers():
         judge(out[:, -64:], twin[0], plain[0], f"out {reach}")
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [40, 64, 128])
 def test_tanh_by_one_instruction(dim):
     """As the softcap that is built in, forward and backward, in the kernels for sm_90."""
     tensors = qkv(2, 333, 1001, 4, 2, dim, dtype=BF, device=DEVICE)
