@@ -7,7 +7,8 @@ import triton.language as tl
 
 import tilefold
 from cases import packed, qkv, rand
-from cases.gradient import gradients, upstream
+from cases.gradient import BOX_BACKWARD, gradients, small_backward, upstream
+from tilefold import masks
 from tilefold.ops.backward.attention_backward import _terms_bound
 from tilefold.ops.backward.attention_backward_loads import elements_of, needed
 from tilefold.ops.call import Call
@@ -76,6 +77,24 @@ def test_bias_and_tables_beside_another_kernel(device, layout, shape):
     dbias, dsinks, dtable = beside((q, k, v, out), (dout, lse, None), call, [True, False, True])
     assert torch.equal(dbias, of_bias) and torch.equal(dtable, of_table) and dsinks is None
     assert dbias.any() and dtable.any()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"mask": masks.prefix(21)}], ids=["full", "causal", "prefix"]
+)
+@pytest.mark.parametrize("shape", [(2, 1), (1, 4)], ids=str)
+def test_by_boxes(device, options, shape):
+    """What boxes bring is what pointers do; each sequence of a prefix has a band of its own."""
+    q, k, v = qkv(2, 40, 56, 4, 2, 32, dtype=torch.float16, device=device)
+    options = options | {"bias": rand(*shape, 40, 56, dtype=torch.float16, device=device)}
+    dout, _ = upstream(q, v, "bshd", False)
+    tiles = [
+        small_backward((q, k, v), (16, 16), kernel, None, None, options)
+        for kernel in ("attention_backward", BOX_BACKWARD)
+    ]
+    pointers, boxes = (gradients((q, k, v), dout, None, backward_plan=plan, **options) for plan in tiles)
+    assert all(torch.equal(a, b) for a, b in zip(pointers, boxes, strict=True))
+    assert pointers[3].any()
 
 
 def test_what_pads_a_bias_stays_out_of_its_gradient(device):
