@@ -19,13 +19,14 @@ import triton.language as tl
 import tilefold
 from tilefold.bench import timers
 from tilefold.plan import plan_attention
-from tilefold.plan.backward import attention_backward
+from tilefold.plan.backward.attention_backward import plan_attention_backward
+from tilefold.plan.backward.attention_backward_reduce import KERNEL as REDUCE
 from tilefold.plan.backward.attention_backward_reduce import ReduceOptions, is_late
 from tilefold.plan.dense.attention_hopper import KERNEL
 
 SIZES = ((256, 128), (128, 256), (96, 384), (64, 512), (16, 1024), (4, 2048))  # sequences, tokens
 HEADS = {32: 4, 64: 8}
-PROBLEMS: dict[str, dict[str, Any]] = {
+PROBLEMS: dict[str, dict[str, Any]] = {  # fields of an AttentionProblem
     "bias": {"score_mods": ("bias",), "bias_descriptors": "tiles"},
     "mask": {"mask_mods": ("mask",), "mask_descriptors": "tiles"},
     "alibi": {"score_mods": ("alibi",)},
@@ -38,11 +39,6 @@ MOST = 1e-2  # relative L2 error beside portable kernels
 @triton.jit
 def distance(score, batch, head, q_index, kv_index, args):
     return score + tl.exp2(-0.5 * (head + 1)) * (kv_index - q_index)
-
-
-def problem_of(change: str) -> dict[str, Any]:
-    """Fields of an AttentionProblem."""
-    return PROBLEMS[change]
 
 
 def options_of(change: str, batch: int, tokens: int, heads: int) -> dict[str, Any]:
@@ -69,12 +65,9 @@ def measure(batch: int, tokens: int, dim: int, change: str, rounds: int) -> dict
     problem, device = plan.problem, plan.device
     assert plan.kernel == KERNEL, plan
     forward = {"portable": plan_attention(problem, device, portable=True), "sm_90": plan}
-    backward = {
-        "portable": attention_backward.plan_attention_backward(problem, device, portable=True),
-        "sm_90": attention_backward._reduce(
-            problem, device, options=ReduceOptions(ordered=True, late=is_late(problem))
-        ),
-    }
+    portable = plan_attention_backward(problem, device, portable=True)
+    options_of_sm_90 = ReduceOptions(ordered=True, late=is_late(problem))
+    backward = {"portable": portable, "sm_90": portable.with_tiles(kernel=REDUCE, options=options_of_sm_90)}
     calls: dict[str, dict[str, Callable[[], Any]]] = {"forward": {}, "backward": {}}
     for name in forward:
         calls["forward"][name] = partial(tilefold.attention, q, k, v, plan=forward[name], **options)

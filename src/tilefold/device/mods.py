@@ -132,9 +132,8 @@ def bias(score, batch, head, q_index, kv_index, args):
 @triton.jit
 def near_bias(score, batch, head, q_index, kv_index, args):
     """`bias` of less than 2 ** 31 elements from a head's first to its last: half the registers for their places."""
-    pointer, stride_b, stride_h, stride_q, stride_k, _seq_q, _seq_k = args
-    base = pointer + tl.cast(batch, tl.int64) * stride_b + tl.cast(head, tl.int64) * stride_h
-    return score + tl.load(base + (q_index * stride_q + kv_index * stride_k)).to(tl.float32)
+    p = element_pointers(batch, head, q_index, kv_index, args, True)
+    return score + tl.load(p).to(tl.float32)
 
 
 @triton.jit
@@ -241,10 +240,13 @@ def holds(rule, score, batch, head, q_index, kv_index, args):
 
 
 @triton.jit
-def element_pointers(batch, head, q_index, kv_index, args):
-    """Addresses of tensor[batch, head, q, kv] for a tensor given as (pointer, four strides, seq_q, seq_k)."""
+def element_pointers(batch, head, q_index, kv_index, args, NEAR: tl.constexpr = False):
+    """Addresses of tensor[batch, head, q, kv] for a tensor given as (pointer, four strides, seq_q, seq_k).  NEAR: less than
+    2 ** 31 elements from a head's first to its last."""
     pointer, stride_b, stride_h, stride_q, stride_k, seq_q, seq_k = args
     base = pointer + tl.cast(batch, tl.int64) * stride_b + tl.cast(head, tl.int64) * stride_h
+    if NEAR:
+        return base + (q_index * stride_q + kv_index * stride_k)
     return base + q_index.to(tl.int64) * stride_q + kv_index.to(tl.int64) * stride_k
 
 

@@ -19,7 +19,7 @@ from tilefold.errors import DtypeError, PlanError
 from tilefold.plan import AttentionProblem, device_named, plan_attention
 from tilefold.plan.backward import attention_backward_hopper as dense
 from tilefold.plan.backward import attention_backward_reduce as rules
-from tilefold.plan.backward.attention_backward import AttentionBackwardPlan, Terms, plan_attention_backward
+from tilefold.plan.backward.attention_backward import AttentionBackwardPlan, OtherGradients, plan_attention_backward
 from tilefold.plan.limits import Tile
 
 H200 = device_named("h200")
@@ -396,7 +396,7 @@ def test_where_changes_of_scores_take_it_was_measured() -> None:
         causal = case["change"] == "alibi"
         problem = AttentionProblem(
             case["batch"], case["tokens"], case["tokens"], case["heads"], case["heads"], case["dim"], case["dim"],
-            causal=causal, **changed_scores.problem_of(case["change"]),
+            causal=causal, **changed_scores.PROBLEMS[case["change"]],
         )  # fmt: skip
         for plan, taken in (
             (plan_attention(problem, H200), "forward"),
@@ -426,14 +426,14 @@ def test_changes_of_scores() -> None:
     refuses(PlanError, "KiB of shared memory", masked.with_tiles, tile, tile, tile)
     biased = replace(LONG, score_mods=("bias",))
     assert plan_attention_backward(biased, H200).options == LATE
-    for terms in (Terms((1, 1, 1)), Terms(loads=(16,), load_passes=2)):
+    for terms in (OtherGradients((1, 1, 1)), OtherGradients(loads=(16,), load_passes=2)):
         problem = biased if terms.bias else replace(LONG, score_mods=("user",))
         learned = plan_attention_backward(problem, H200, terms.bias, loads=terms.loads)
-        assert (learned.kernel, learned.options, learned.terms) == (rules.KERNEL, LATE, terms)
+        assert (learned.kernel, learned.options, learned._others) == (rules.KERNEL, LATE, terms)
         assert learned.scratch_bytes > plan_attention_backward(problem, H200).scratch_bytes
         portable = learned.with_tiles(kernel="attention_backward_box")
-        assert portable.terms == terms
-        assert portable.with_tiles(kernel=rules.KERNEL).terms == terms
+        assert portable._others == terms
+        assert portable.with_tiles(kernel=rules.KERNEL)._others == terms
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ larger ones are faster until registers or buffers end (docs/performance/attentio
 GRID_Y = 65535
 
 
-class Terms(NamedTuple):
+class OtherGradients(NamedTuple):
     """What else gets a gradient, by portable kernels behind those of dq, dk and dv: the fields of the plan."""
 
     bias: tuple[int, ...] = ()
@@ -44,7 +44,7 @@ class Terms(NamedTuple):
     load_passes: int = 0
 
 
-NO_TERMS = Terms()
+NO_OTHERS = OtherGradients()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,17 +113,17 @@ class AttentionBackwardPlan(Plan):
         n = self.problem
         rows = n.batch * n.heads * n.seq_q
         if self.kernel == REDUCE:
-            beside = 8 * rows + self._terms_bytes if self.terms != NO_TERMS else 0
+            beside = 8 * rows + self._others_bytes if self._others != NO_OTHERS else 0
             return reduced.scratch_bytes(n, self.options) + beside
         if self.kernel == HOPPER:
             at_once = self.heads_at_once, self.keys_at_once
             if n.varlen:
                 return packed.scratch_bytes(n, self.device, *at_once)
             return spans.scratch_bytes(n, self.device, self.queries_at_once, *at_once)
-        return 4 * (4 + n.dim_v if n.dtype == "float32" else 2) * rows + self._terms_bytes
+        return 4 * (4 + n.dim_v if n.dtype == "float32" else 2) * rows + self._others_bytes
 
     @property
-    def _terms_bytes(self) -> int:
+    def _others_bytes(self) -> int:
         shares = self.bias_shares if self.bias_shares > 1 else 0
         entries = self.bias[0] * self.bias[1] * self.bias[2] * self.problem.seq_k if self.bias else 0
         loads = 4 * self.load_passes * sum(self.loads)
@@ -132,8 +132,8 @@ class AttentionBackwardPlan(Plan):
         return 4 * shares * entries + loads
 
     @property
-    def terms(self) -> Terms:
-        return Terms(self.bias, self.loads, self.load_passes)
+    def _others(self) -> OtherGradients:
+        return OtherGradients(self.bias, self.loads, self.load_passes)
 
     @property
     def seconds(self) -> float | None:
@@ -215,9 +215,9 @@ class AttentionBackwardPlan(Plan):
         makers = {HOPPER: _hopper, REDUCE: _reduce}
         made = makers.get(kernel or self.kernel, _portable)
         if made is not makers.get(self.kernel, _portable):
-            base = made(self.problem, self.device, self.terms)
+            base = made(self.problem, self.device, self._others)
         if made is _reduce and isinstance(options, ReduceOptions):  # heads of a group that are apart are more at once
-            base = _reduce(self.problem, self.device, self.terms, options)
+            base = _reduce(self.problem, self.device, self._others, options)
         if queries_at_once is not None and made is _hopper and not spans.span_violation(self.problem, queries_at_once):
             batch = spans.batches_at_once(self.problem, self.device, queries_at_once)
             base = replace(base, heads_at_once=batch[0], keys_at_once=batch[1], queries_at_once=queries_at_once)
@@ -269,17 +269,17 @@ def plan_attention_backward(
     deterministic: leave those alone that add in memory in any order.  loads: the elements of each tensor of score_args that gets
     a gradient.  Unsupported if no tile fits."""
     require_supported(problem, device)
-    terms = Terms(bias, loads, (2 if deterministic else 1) if loads else 0)
+    others = OtherGradients(bias, loads, (2 if deterministic else 1) if loads else 0)
     if bias and "bias" not in problem.score_mods:
         raise PlanError(f"bias: its gradient of {bias} is asked for, and the problem has no bias")
     if portable:
-        return _portable(problem, device, terms)
+        return _portable(problem, device, others)
     options = reduced.options_for(problem, device, deterministic)
     if isinstance(options, ReduceOptions):
-        return _reduce(problem, device, terms, options)
+        return _reduce(problem, device, others, options)
     changed = problem.score_mods or problem.mask_mods
-    if changed and (terms != NO_TERMS or dense.width_of(problem) <= NARROW):
-        return _refusing(_portable(problem, device, terms), REDUCE, options)
+    if changed and (others != NO_OTHERS or dense.width_of(problem) <= NARROW):
+        return _refusing(_portable(problem, device, others), REDUCE, options)
     if not deterministic:
         plan = plan_attention_backward(problem, device)
         return replace(plan, reason=f"{plan.reason} {REDUCE} is not taken: {options}.")
@@ -296,22 +296,22 @@ def _refusing(plan: AttentionBackwardPlan, kernel: str, why: str) -> AttentionBa
     return replace(plan, reason=f"{plan.reason} {kernel} is not taken: {why}.")
 
 
-def _portable(problem: AttentionProblem, device: Device, terms: Terms = NO_TERMS) -> AttentionBackwardPlan:
+def _portable(problem: AttentionProblem, device: Device, others: OtherGradients = NO_OTHERS) -> AttentionBackwardPlan:
     kernel = POINTERS if device.backend == "interpreter" or backward_box_refusal(problem, device) else BOX
     queries, keys = (_portable_tile(problem, device, kernel, own) for own in ("block_m", "block_n"))
-    scores = _scores_tile(problem, device, kernel, terms)
+    scores = _scores_tile(problem, device, kernel, others)
     reason = "Each program owns its rows and adds nothing in memory: the same bits every run."
-    if terms.loads:
+    if others.loads:
         reason = "Each program owns its rows; what a score_mod loads gets fp32 sums in memory, in any order."
-    if terms.load_passes == 2:
+    if others.load_passes == 2:
         reason = "Each program owns its rows; what a score_mod loads gets sums of integers: the same bits every run."
-    shares = _shares(problem, device, scores, terms.bias)
+    shares = _shares(problem, device, scores, others.bias)
     return AttentionBackwardPlan(
-        problem, device, kernel, queries, keys, scores, bias_shares=shares, rule="owned-rows", reason=reason, **terms._asdict()
+        problem, device, kernel, queries, keys, scores, bias_shares=shares, rule="owned-rows", reason=reason, **others._asdict()
     )  # fmt: skip
 
 
-def _hopper(problem: AttentionProblem, device: Device, terms: Terms = NO_TERMS) -> AttentionBackwardPlan:
+def _hopper(problem: AttentionProblem, device: Device, others: OtherGradients = NO_OTHERS) -> AttentionBackwardPlan:
     tile = dense.hopper_backward_tile(problem)
     require_fit(_hopper_fault(problem, device, tile))
     reason = "A loading warp, wgmma, five products a pair of tiles; the order of every sum is that of the keys or the queries."
@@ -321,11 +321,11 @@ def _hopper(problem: AttentionProblem, device: Device, terms: Terms = NO_TERMS) 
         reason += f" Queries come in spans: of all at once, {spans.why(problem, device)}."
     else:
         at_once = (packed.kept_at_once if problem.varlen else dense.kept_at_once)(problem, device)
-    return _gluon(problem, device, HOPPER, tile, terms, "hopper-ranges", reason, at_once, queries=queries)
+    return _gluon(problem, device, HOPPER, tile, others, "hopper-ranges", reason, at_once, queries=queries)
 
 
 def _reduce(
-    problem: AttentionProblem, device: Device, terms: Terms = NO_TERMS, options: ReduceOptions | None = None
+    problem: AttentionProblem, device: Device, others: OtherGradients = NO_OTHERS, options: ReduceOptions | None = None
 ) -> AttentionBackwardPlan:
     options = options or ReduceOptions(late=reduced.is_late(problem))
     if refusal := reduced.reduce_refusal(problem, device):
@@ -338,23 +338,23 @@ def _reduce(
         else "so its last bits change from run to run"
     )
     reason = f"Five products a pair of tiles; dq is added in memory, {order}."
-    return _gluon(problem, device, REDUCE, tile, terms, "hopper-reduce", reason, (heads, 0), options)
+    return _gluon(problem, device, REDUCE, tile, others, "hopper-reduce", reason, (heads, 0), options)
 
 
 def _gluon(
-    problem: AttentionProblem, device: Device, kernel: str, tile: Tile, terms: Terms, rule: str, reason: str,
+    problem: AttentionProblem, device: Device, kernel: str, tile: Tile, others: OtherGradients, rule: str, reason: str,
     at_once: tuple[int, int], options: ReduceOptions | None = None, queries: int = 0,
 ) -> AttentionBackwardPlan:  # fmt: skip
     """The plan of a Gluon kernel that breaks no limit."""
     scores, shares = tile, 0
-    if terms != NO_TERMS:
-        scores = _scores_tile(problem, device, BOX, terms)
-        shares = _shares(problem, device, scores, terms.bias)
+    if others != NO_OTHERS:
+        scores = _scores_tile(problem, device, BOX, others)
+        shares = _shares(problem, device, scores, others.bias)
         reason += " Other gradients have portable kernels of their own."
     return AttentionBackwardPlan.decided(
         dict, problem=problem, device=device, kernel=kernel, queries=tile, keys=tile, scores=scores, bias_shares=shares,
         rule=rule, reason=reason, heads_at_once=at_once[0], keys_at_once=at_once[1], options=options, queries_at_once=queries,
-        **terms._asdict(),
+        **others._asdict(),
     )  # fmt: skip
 
 
@@ -365,15 +365,14 @@ def _portable_tile(
     return first_fit((*best, *_tiles(problem, device, kernel, own)), device, fits, PASS)
 
 
-def _scores_tile(problem: AttentionProblem, device: Device, kernel: str, terms: Terms) -> Tile:
+def _scores_tile(problem: AttentionProblem, device: Device, kernel: str, others: OtherGradients) -> Tile:
     """Of a bias whose rows have gradients, dense, by boxes, sm_90 has tiles of its own, which were measured (see BIAS_TILES)."""
     n, width = problem, max(problem.block_qk, problem.block_v)
-    if not (terms.bias and terms.bias[2] > 1 and kernel == BOX and device.architecture is SM_90):
+    if not (others.bias and others.bias[2] > 1 and kernel == BOX and device.architecture is SM_90):
         return _portable_tile(n, device, kernel, "scores")
-    crowded = 32 < width <= 128 and bool(
-        n.mask_mods or "user" in n.score_mods
-    )  # numbers of a score would spill in the loop
-    streams = not (terms.loads or n.varlen or n.dropout or crowded) and min(n.seq_q, n.seq_k) >= 128
+    changed = bool(n.mask_mods) or "user" in n.score_mods
+    crowded = changed and 32 < width <= 128  # what they load would spill in the loop
+    streams = not (others.loads or n.varlen or n.dropout or crowded) and min(n.seq_q, n.seq_k) >= 128
     best = BIAS_TILES.get(width) if streams else None
     return _portable_tile(n, device, kernel, "scores", () if best is None else (best,))
 
@@ -478,7 +477,7 @@ def _violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
 
 
 def _hopper_violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
-    beside = plan.kernel == REDUCE and plan.terms != NO_TERMS
+    beside = plan.kernel == REDUCE and plan._others != NO_OTHERS
     for name in ("queries",) if beside else ("queries", "scores"):
         if getattr(plan, name) != plan.keys:
             return name, f"must be the tile of keys ({plan.keys}) with {plan.kernel}, got {getattr(plan, name)}"
