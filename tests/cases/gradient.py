@@ -8,6 +8,7 @@ import tilefold
 from cases import WHERE, judge, rand
 from tilefold import reference
 from tilefold.plan.limits import Tile
+from tilefold.reference.rounding import binade
 
 BOX_BACKWARD = "attention_backward_box"
 OURS = ("score_grad", "backward_plan", "plan")  # what the reference has no use for
@@ -57,6 +58,21 @@ def oracle(tensors, dout, dlse, dtype, varlen=None, fixed=(), of=None, **options
     if dlse is not None:
         loss = loss + (torch.where(lse.isfinite(), lse, 0.0) * dlse.to(lse.dtype)).sum()
     return torch.autograd.grad(loss, leaves)
+
+
+def with_kept_scores(plain, tensors, dout, dlse, **options):
+    """plain, of a call whose plan keeps dS: where the bias is shared its gradient is a sum of numbers of q's dtype, each off by
+    up to half a unit in its last place, evenly."""
+    q, bias = tensors[0], options["bias"]
+    batch, *sides = q.shape[:-1]
+    shape = batch, sides[0 if options.get("layout") == "bhsd" else 1], *bias.shape[2:]
+    if shape == bias.shape:
+        return plain
+    each = oracle(tensors, dout, dlse, torch.float64, **options | {"bias": bias.expand(shape)})[3]
+    variances = (binade(each.abs()) * torch.finfo(q.dtype).eps / 2).square() / 3
+    exact = each.sum_to_size(bias.shape)
+    off = torch.hypot(plain[3] - exact, variances.sum_to_size(bias.shape).sqrt())
+    return *plain[:3], exact + off, *plain[4:]
 
 
 def upstream(q, v, layout="bshd", lse=True):

@@ -1,5 +1,7 @@
 """The launches that make the gradients of sinks, biases and score_args beside kernels which keep delta for themselves."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import triton
@@ -11,10 +13,13 @@ from cases.gradient import BOX_BACKWARD, gradients, small_backward, upstream
 from tilefold import masks
 from tilefold.ops.backward.attention_backward import _terms_bound
 from tilefold.ops.backward.attention_backward_loads import elements_of, needed
+from tilefold.ops.backward.attention_backward_terms import TermsBound
 from tilefold.ops.call import Call
 from tilefold.ops.dense.attention import prepare
 from tilefold.ops.source import Packed
+from tilefold.plan import device_named
 from tilefold.plan.backward.attention_backward import plan_attention_backward
+from tilefold.plan.backward.attention_backward_reduce import KERNEL, ReduceOptions
 
 
 @triton.jit
@@ -95,6 +100,33 @@ def test_by_boxes(device, options, shape):
     pointers, boxes = (gradients((q, k, v), dout, None, backward_plan=plan, **options) for plan in tiles)
     assert all(torch.equal(a, b) for a, b in zip(pointers, boxes, strict=True))
     assert pointers[3].any()
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (50, 20)}], ids=str)
+@pytest.mark.parametrize("shape", [(1, 4), (2, 1), (1, 1), (2, 4)], ids=str)
+def test_scores_that_are_kept(device, options, shape):
+    """dS [B, H, keys, queries] in whole tiles, summed up over what shares the bias, at once and in shares; what the band hides
+    was not written."""
+    bias = rand(*shape, 200, 150, dtype=torch.float16, device=device)
+    tensors = qkv(2, 200, 150, 4, 2, 64, dtype=torch.float16, device=device)
+    q, k, v = tensors
+    call = Call(bias=bias, **options)
+    problem = replace(prepare(*tensors, call).problem, bias_descriptors="tiles", descriptors=True)
+    late = ReduceOptions(ordered=True, late=True)
+    plan = plan_attention_backward(problem, device_named("h200"), tuple(bias.shape[:3]), portable=True)
+    plan = plan.with_tiles(kernel=KERNEL, options=replace(late, kept=True))
+    kept = torch.full((2 * 4, 256, 256), torch.nan, dtype=torch.float16, device=device)
+    kept[:, :150, :200] = rand(8, 150, 200, dtype=torch.float16, device=device)
+    where = torch.arange(150, device=device) - torch.arange(200, device=device)[:, None] - (150 - 200)
+    left, right = options.get("window", (200, 0 if options else 200))
+    seen = (where <= right) & (where >= -left)
+    want = kept[:, :150, :200].double().mT.where(seen, 0.0).view(2, 4, 200, 150).sum_to_size(bias.shape)
+    kept[:, :150, :200] = kept[:, :150, :200].where(seen.T, torch.nan)
+    for shares in {1, min(3, 8 // bias.shape[:2].numel())}:
+        bound = TermsBound.of(problem, plan.with_tiles(bias_shares=shares), (q, k, v, q), q, call)
+        got, _ = bound.gradients((q, k, v, q), call, [True, False], kept.view(-1, 256))
+        assert (got.double() - want).abs().max() <= 2e-3 * want.abs().max()
+        assert not got[..., ~seen].any()
 
 
 def test_what_pads_a_bias_stays_out_of_its_gradient(device):

@@ -2,6 +2,7 @@
 
     attention_backward_bias    one program makes the sum, over the heads, sequences and query tiles that share it, of the
                                gradients of the scores at one tile of the bias; or one share of that sum
+    attention_backward_kept    the same sum, of gradients of the scores that another kernel has left in memory
     attention_backward_sinks   one program makes what the rows of one sequence and head give
 
 Both add up in a fixed order, and nothing in memory: the same bits every run.  Shares are added by the host, in order.
@@ -12,7 +13,7 @@ import triton.language as tl
 
 from ...device.gradient import add_score_gradient, fold_score_gradient, load_statistics
 from ...device.grid import rows_of_sequence
-from ...device.mods import element_pointers
+from ...device.mods import element_pointers, mask_band
 from ...device.ranges import PREFIX, band_of_sequence, range_of_keys, range_share
 from ...device.source import fetch_box, fetch_rows, locate_box, locate_rows, side_of
 from ...device.state import LOG2E
@@ -119,6 +120,39 @@ def attention_backward_bias(
     else:
         total = narrow(tl.sum(acc, 0), DBias.dtype.element_ty, ROUND)
         tl.store(DBias + entry * seq_k + o_n, total, mask=o_n < seq_k)
+
+
+@triton.jit(do_not_specialize=["seq_q", "seq_k", "batch", "heads", "left", "right", "bias_batch", "bias_heads"])
+def attention_backward_kept(
+    Kept, DBias, seq_q, seq_k, batch, heads, rows, pitch, left, right, bias_batch, bias_heads,
+    KIND: tl.constexpr, ROUND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Kept [B, H, rows, pitch]: dS of keys and queries, in whole tiles; those that the band hides are not read.  DBias and the
+    grid: as of attention_backward_bias with ROWS."""
+    tiles_n, tiles_m = tl.cdiv(seq_k, BLOCK_N), tl.cdiv(seq_q, BLOCK_M)
+    pid = tl.program_id(0)
+    i_m, i_n, own = pid % tiles_m, (pid // tiles_m) % tiles_n, (pid // (tiles_n * tiles_m)).to(tl.int64)
+    own_b, own_h = own // bias_heads, own % bias_heads
+    share, shares = tl.program_id(1), tl.num_programs(1)
+    per_batch = heads // bias_heads
+    lo, hi = range_share(tl.zeros([], tl.int32) + per_batch * (batch // bias_batch), share, shares)
+    o_m, o_n = i_m * BLOCK_M + tl.arange(0, BLOCK_M), i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin, _, _, end = range_of_keys(i_n, seq_q, seq_k, left, right, KIND, BLOCK_M, BLOCK_N)
+    hi = tl.where((i_m >= begin) & (i_m < end), hi, lo)
+    place = o_n.to(tl.int64)[:, None] * pitch + o_m[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for pair in range(lo, hi):
+        head = (own_b + pair // per_batch) * heads + own_h + pair % per_batch
+        acc += tl.load(Kept + head * rows * pitch + place).to(tl.float32)
+    seen = mask_band(tl.zeros_like(acc), (0, 0, o_m[None, :], (seq_q, seq_k)), o_n[:, None], (left, right), KIND) == 0.0
+    acc = tl.where(seen, acc, 0.0)
+    p = (
+        DBias
+        + (((share * bias_batch + own_b) * bias_heads + own_h) * seq_q + o_m.to(tl.int64))[:, None] * seq_k
+        + o_n[None, :]
+    )
+    inside = (o_m < seq_q)[:, None] & (o_n < seq_k)[None, :]
+    tl.store(p, narrow(tl.trans(acc), DBias.dtype.element_ty, ROUND), mask=inside)
 
 
 @triton.jit(do_not_specialize=["seq_q", "heads", "stride_sinks", "stride_lb", "stride_lh"])

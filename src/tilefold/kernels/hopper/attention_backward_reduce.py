@@ -60,6 +60,16 @@ def add(ADDER: gl.constexpr, scheduler, sums):
 
 
 @jit
+def keep(scheduler, pipe):
+    """Have dS of every visit stored."""
+    block = scheduler.block()
+    visit = scheduler.first_visit(block)
+    for i in range(block.visits):
+        pipe.kept.store(block, visit, i)
+        visit = scheduler.next_visit(visit, block)
+
+
+@jit
 def step(dk, dv, own, operands, block, visit, pipe, mods, recompute, sums, i, CID: gl.constexpr):
     """The i-th visit, of a query tile of a head, and this consumer's own 64 keys; operands: K and V of these.
     What is in flight behind each line:
@@ -115,9 +125,13 @@ def step(dk, dv, own, operands, block, visit, pipe, mods, recompute, sums, i, CI
     ds16 = narrowed(recompute.gradient(p, dp, statistics), config.DTYPE)
     if not SOON:
         p16 = gl.convert_layout(narrowed(p, config.DTYPE), config.LEFT)
+    if pipe.kept is not None:
+        pipe.kept.await_room(i)
     ds.slice(CID * UNIT, UNIT, dim=0).store(ds16)
     dv_flying = pipe.issue_sums(p16, pipe.dout(stage), dv)
     fence_async_shared()
+    if pipe.kept is not None:
+        pipe.kept.publish(i)
     left = gl.convert_layout(ds16, config.LEFT)
     pair_barrier(CID, i)
     dq_flying = pipe.issue_dq(ds, CID)
@@ -163,7 +177,7 @@ def attention_backward_reduce(
     scale, seq_q, seq_k, heads, group, q_units, kv_units, members, q_tiles, blocks, left, right, heads_at_once, no_tile,
     stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh,
     cap, Slopes, slope_b, slope_h, score_mods, score_grads, mask_desc, mask_b, mask_h, mask_mods,
-    Lists, lists_b, lists_h, Blocks, tail_desc, sequences,
+    Lists, lists_b, lists_h, Blocks, tail_desc, sequences, kept_desc,
     SOFTCAP: gl.constexpr, MASK: gl.constexpr, KIND: gl.constexpr, D: gl.constexpr, COLUMNS_QK: gl.constexpr,
     COLUMNS_V: gl.constexpr, QUERIES: gl.constexpr, SLOTS: gl.constexpr,
     ORDERED: gl.constexpr, LATE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -195,7 +209,7 @@ def attention_backward_reduce(
     Grid: B * H / members * blocks, heads_at_once of the heads' programs at a time."""
     config = ReduceConfig(q_desc.dtype, D, QUERIES, SLOTS, LATE)
     tails = Tails(tail_desc, sequences, heads, heads // group, QUERIES, config.HELD)
-    pipe = make_reduce_pipeline(q_desc, do_desc, k_desc, v_desc, stat_desc, tails, config)
+    pipe = make_reduce_pipeline(q_desc, do_desc, k_desc, v_desc, stat_desc, tails, kept_desc, heads, blocks, config)
     ADDERS: gl.constexpr = 2 if ORDERED and D > 64 else 1
     sums = make_dq_sums(sum_desc, Progress, config, ORDERED, ADDERS)
     group_sums = make_group_sums(Progress + no_tile + 1, KeySums, blocks, heads, group, members, config)
@@ -225,26 +239,29 @@ def attention_backward_reduce(
     )
     dk = Gradient(DK, stride_xb, stride_xn, stride_xh, config.DTYPE, COLUMNS_QK)
     dv = Gradient(DV, stride_yb, stride_yn, stride_yh, config.DTYPE, COLUMNS_V)
+    KEPT: gl.constexpr = kept_desc is not None
     if ADDERS == 2:
         gl.warp_specialize(
-            [
+            (
                 (consume, (0, scheduler, pipe, mods, sums, group_sums, dk, dv)),
                 (consume, (1, scheduler, pipe, mods, sums, group_sums, dk, dv)),
                 (produce, (scheduler, pipe, mods, group_sums)),
                 (add, (0, scheduler, sums)),
                 (add, (1, scheduler, sums)),
-            ],
-            [4, 1, 1, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+            )
+            + (((keep, (scheduler, pipe)),) if KEPT else ()),
+            (4, 1, 1, 1) + (1,) * KEPT,
+            (CONSUMER_REGISTERS,) + (PRODUCER_REGISTERS,) * (3 + KEPT),
         )
     else:
         gl.warp_specialize(
-            [
+            (
                 (consume, (0, scheduler, pipe, mods, sums, group_sums, dk, dv)),
                 (consume, (1, scheduler, pipe, mods, sums, group_sums, dk, dv)),
                 (produce, (scheduler, pipe, mods, group_sums)),
                 (add, (0, scheduler, sums)),
-            ],
-            [4, 1, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+            )
+            + (((keep, (scheduler, pipe)),) if KEPT else ()),
+            (4, 1, 1) + (1,) * KEPT,
+            (CONSUMER_REGISTERS,) + (PRODUCER_REGISTERS,) * (2 + KEPT),
         )

@@ -92,12 +92,15 @@ def backward(
     bound = _bound(prepared, (q, k, v, out), (dout, lse, dlse), call, wanted[3], loads)
     if not isinstance(bound, DenseBound):
         run = bound.run if whole or not bound.plan.queries_at_once else bound.sums  # type: ignore[union-attr]
-        dq, dk, dv = run((q, k, v, out), dout, lse, dlse, call) if wanted[0] or keys else (None, None, None)
+        of_bias, of_sinks = wanted[3] and call.bias is not None, wanted[4] and call.sinks is not None
+        needs = wanted[0] or keys or (of_bias and bound.plan.keeps_scores)
+        dq, dk, dv, *kept = run((q, k, v, out), dout, lse, dlse, call) if needs else (None, None, None)
         three = dq if wanted[0] else None, dk if keys else None, dv if keys else None
-        if not (loads or (wanted[3] and call.bias is not None) or (wanted[4] and call.sinks is not None)):
+        if not (loads or of_bias or of_sinks):
             return *three, None, None, *no_gradients(call, wanted[5:])
         terms = _terms_bound(prepared, bound.plan, (q, k, v, out), (dout, dlse), call, loads)
-        return *three, *terms.gradients((q, k, v, dout, *terms.rows(out, dout, lse, dlse)), call, wanted[3:])
+        beside = terms.rows(out, dout, lse, dlse) if loads or of_sinks or not kept else ()
+        return *three, *terms.gradients((q, k, v, dout, *beside), call, wanted[3:], *kept)
     lse2, delta = bound.terms.rows(out, dout, lse, dlse)
     if bound.weights is not None and whole:
         dout, delta = weighted(bound.weights, (q, k, lse2), dout, delta, call)
@@ -131,7 +134,8 @@ def backward_plan_of(
         return own  # type: ignore[no-any-return]
     if call.backward_plan is None:
         elements = elements_of(call, loads)
-        return plan_attention_backward(problem, device, bias, disabled(), call.deterministic, elements)
+        exact = bool(bias) and call.bias.dtype != q.dtype  # type: ignore[union-attr]
+        return plan_attention_backward(problem, device, bias, disabled(), call.deterministic, elements, exact)
     given = call.backward_plan
     if not isinstance(given, AttentionBackwardPlan):
         raise DtypeError(f"backward_plan must be an AttentionBackwardPlan or None, got {type(given).__name__}")
@@ -322,7 +326,7 @@ def example_launch(
     of_terms = {
         "delta": (out, out, lse, lse, lse, lse),
         "sinks": (lse, lse, lse, call),
-        "bias": (q, k, v, out, lse, lse, call.bias, call),
+        "bias": (q, call.bias) if backward_plan.keeps_scores else (q, k, v, out, lse, lse, call, call.bias),
     }
     if part in of_terms:
         made = _portable_parts(1.0, tensors, out, call, backward_plan)

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from ...plan.problem import AttentionProblem
 
 CHUNK = 128  # blocks of packed keys whose entries one program writes
-GIVEN = (*SIDES, "Statistics", "Progress", "Sums", "KeySums", "Blocks", "Tails", "DQ", "DK", "DV")
+GIVEN = (*SIDES, "Statistics", "Progress", "Sums", "KeySums", "Blocks", "Tails", "DQ", "DK", "DV", "Kept")
 """What a call gives to the launches: scratch is statistics, counters, zeroed sums of dq, and those of dk and dv over a group; of
-packed sequences their blocks of keys, and their last tiles."""
+packed sequences their blocks of keys, and their last tiles; dS for the gradient of a bias."""
 Tensors = tuple[torch.Tensor, ...]
 
 
@@ -60,6 +60,7 @@ def bound_launches(
         **sides_named(window_of(call.window, call.causal)),
         "heads_at_once": plan.heads_at_once,
         **_mod_values(call, n, _lists_of(call, plan, q.device)),
+        "kept_desc": Slot("Kept", _kept_box(rules.kept(n), q.dtype).over) if options.kept else None,
         **(_packed_values(tensors, dout, call, plan) if tokens else _dense_values(tensors, call, n)),
     }
     constants = {"QUERIES": queries, "D": sizes.columns, "COLUMNS": n.dim_qk}
@@ -69,8 +70,11 @@ def bound_launches(
         first = _prepare(plan, _first_grid(plan, sizes, tokens), tensors, dout, values)
     main = _main(plan, call, sizes.programs, values, q.device)
     last = Bound.of(backward_reduced, sizes.last_grid, GIVEN, values, constants, q.device)
+    buffers = _buffers(sizes, tensors)
+    if options.kept:  # what no program comes to is read only where lists say so
+        buffers = (*buffers, Scratch(rules.kept(n), q.dtype, options.lists))
     made = ReduceBound if tokens else GluonBound
-    return made(plan, _buffers(sizes, tensors), first, main, last)
+    return made(plan, buffers, first, main, last, 3 + options.kept)
 
 
 @dataclass(slots=True)
@@ -281,6 +285,14 @@ def _sum_box(numbers: int, columns: int) -> Any:
     """Of the sums [.., 32], a warpgroup's part of a tile at a time, or the smaller part."""
     floats, box = torch.float32, [2 * (columns % 64) or 128, 32]
     return Box(stand_in(floats), [numbers // 32, 32], [32, 1], box, *descriptor(tuple(box), floats))
+
+
+def _kept_box(shape: tuple[int, int], dtype: torch.dtype) -> Any:
+    """Of dS in memory, a panel of a tile at a time."""
+    from ...plan.backward.attention_backward_reduce import KEYS
+
+    box = KEYS, UNIT
+    return Box(stand_in(dtype), list(shape), [shape[1], 1], list(box), *descriptor(box, dtype))
 
 
 def _main(

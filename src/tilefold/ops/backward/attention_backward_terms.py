@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..bound import Bound, Slot, attribute
-from ..call import Call
-from ..dense.attention_parts import score_mods_of
+from ..call import Call, window_of
+from ..dense.attention_parts import kind_of, lengths_of, score_mods_of, sides_named
 from ..device import interpreting
 from .attention_backward_loads import LoadsBound, bind_loads, gradients_of_loads, no_gradients
 from .backward_parts import ROWS, boxes, delta_bound, side_strides, slopes_of, tiled
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from ...plan.problem import AttentionProblem
 
 ROWS_AT_ONCE = 1024  # of a program of sinks
-OF_BIAS = ("Q", "K", "V", "DOut", "Lse2", "Delta", "DBias", "call")
+OF_BIAS = ("Q", "K", "V", "DOut", "Lse2", "Delta", "call", "DBias")
+OF_KEPT = ("Kept", "DBias")
 OF_SINKS = ("Lse2", "Delta", "DSinks", "call")
 """What a call gives to the kernels."""
 Made = tuple[dict[str, Any], dict[str, Any]]
@@ -49,7 +50,11 @@ class TermsBound(NamedTuple):
         wide = max(strides["stride_om"], strides["stride_dm"]) * ROWS >= 1 << 31
         return cls(
             delta_bound(n, rows * sequences, rows, wide, strides, out.device),
-            _bind_bias(plan, (*sides, dout), made, call) if made and plan.bias else None,
+            _bind_kept(plan, call, out.device)
+            if plan.keeps_scores
+            else _bind_bias(plan, (*sides, dout), made, call)
+            if made and plan.bias
+            else None,
             plan.bias_shares,
             None if call.sinks is None else _bind_sinks(n, rows, call, out.device),
             bind_loads(plan, *made, out.device, call, loads) if made else None,
@@ -66,21 +71,23 @@ class TermsBound(NamedTuple):
         return lse2, delta
 
     def gradients(
-        self, tensors: tuple[torch.Tensor, ...], call: Call, wanted: Sequence[bool]
+        self, tensors: tuple[torch.Tensor, ...], call: Call, wanted: Sequence[bool], kept: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, ...]:
-        """Of the bias, the sinks and the tensors of score_args, None where not wanted; tensors: q, k, v, dout, and `rows`."""
-        dbias = self._of_bias(tensors, call, call.bias) if wanted[0] and call.bias is not None else None
+        """Of the bias, the sinks and the tensors of score_args, None where not wanted; tensors: q, k, v, dout, and `rows`; kept:
+        dS, where the plan keeps it."""
+        given = (kept,) if kept is not None else (*tensors, call)
+        dbias = self._of_bias(given, call.bias) if wanted[0] and call.bias is not None else None
         dsinks = self._of_sinks(tensors, call, call.sinks) if wanted[1] and call.sinks is not None else None
         if self.loads is None:
             return dbias, dsinks, *no_gradients(call, wanted[2:])
         return dbias, dsinks, *gradients_of_loads(self.loads, tensors, call, wanted[2:])
 
-    def _of_bias(self, tensors: tuple[torch.Tensor, ...], call: Call, bias: torch.Tensor) -> torch.Tensor:
+    def _of_bias(self, given: tuple[Any, ...], bias: torch.Tensor) -> torch.Tensor:
         if self.bias is None:  # there are no keys
             return torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device)
         dtype = bias.dtype if self.shares == 1 else torch.float32
         parts = torch.empty((self.shares, *bias.shape), dtype=dtype, device=bias.device)
-        self.bias((*tensors, parts, call))
+        self.bias((*given, parts))
         return parts[0] if self.shares == 1 else parts.sum(0).to(bias.dtype)  # added in order
 
     def _of_sinks(self, tensors: tuple[torch.Tensor, ...], call: Call, sinks: torch.Tensor) -> torch.Tensor:
@@ -120,6 +127,26 @@ def _bind_bias(plan: "AttentionBackwardPlan", tensors: tuple[torch.Tensor, ...],
         values |= boxes(call.layout, tile.block_m, Q=(q, n.block_qk), DOut=(dout, n.block_v))
         values |= boxes(call.layout, tile.block_n, K=(k, n.block_qk), V=(v, n.block_v))
     return tiled(attention_backward_bias, plan.scores, plan.grids[2], OF_BIAS, values, constants, q.device)
+
+
+def _bind_kept(plan: "AttentionBackwardPlan", call: Call, device: torch.device) -> Any:
+    """The launch that sums up dS that is kept."""
+    from ...kernels.backward.attention_backward_terms import attention_backward_kept
+    from ...plan.backward import attention_backward_reduce as rules
+
+    n, window = plan.problem, window_of(call.window, call.causal)
+    rows, pitch = rules.kept(n)
+    values = {
+        **lengths_of(n),
+        **sides_named(window),
+        "batch": n.batch,
+        "rows": rows // (n.batch * n.heads),
+        "pitch": pitch,
+        "bias_batch": plan.bias[0],
+        "bias_heads": plan.bias[1],
+    }
+    constants = {"KIND": kind_of(window), "ROUND": interpreting()}
+    return tiled(attention_backward_kept, plan.scores, plan.grids[2], OF_KEPT, values, constants, device)
 
 
 def _bind_sinks(problem: "AttentionProblem", rows: int, call: Call, device: torch.device) -> Bound:

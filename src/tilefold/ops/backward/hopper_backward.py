@@ -43,10 +43,11 @@ class GluonBound:
     """The launches of a backward pass, one behind the other."""
 
     plan: Any  # of the call, or of one that makes the same tiles
-    buffers: tuple[Scratch, ...]  # scratch, then dq, dk and dv
+    buffers: tuple[Scratch, ...]  # scratch, then dq, dk and dv, then what `run` gives besides
     first: Bound
     main: Bound
     last: Bound | None = None
+    results: int = 3  # of the buffers
 
     def of_lengths(self, tensors: Tensors, dout: torch.Tensor, call: Call) -> "GluonBound | None":
         """The launches of a call that differs in its lengths, which make the same tiles; None if they are others."""
@@ -61,14 +62,14 @@ class GluonBound:
     def run(
         self, tensors: Tensors, dout: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None, call: Call
     ) -> Tensors:
-        """(dq, dk, dv), contiguous; tensors: q, k, v, out; dlse like lse or None."""
+        """(dq, dk, dv), contiguous, and dS if it is kept; tensors: q, k, v, out; dlse like lse or None."""
         made = self.scratch(dout.device)
         given = (*tensors, dout, lse, dlse, call, *made)
         self.first(given)
         self.main(given)
         if self.last is not None:
             self.last(given)
-        return made[-3:]
+        return made[-self.results :]
 
     def compile(
         self, tensors: Tensors, dout: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None, call: Call

@@ -26,6 +26,9 @@ POINTERS, BOX = "attention_backward", "attention_backward_box"
 KERNELS = (POINTERS, BOX, HOPPER, REDUCE)
 WAVES = 2  # programs for each SM that shares of a bias's sum aim at
 SMALL_WAVES = 6  # the same of the smallest of BIAS_TILES
+KEPT_WAVES = 4  # the same where dS is kept
+KEPT_TILE = Tile(64, 32, 4, 1)
+"""Of the sum of dS that is kept: the fastest of four up to 64 x 64, which stand 1 to 9 % apart (H200)."""
 MAX_SHARES = 64
 BIAS_TILES = {
     16: Tile(64, 32, 4, 4), 32: Tile(64, 32, 4, 4), 64: Tile(64, 64, 4, 3), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 2),
@@ -88,6 +91,11 @@ class AttentionBackwardPlan(Plan):
         require_fit(_violation(self))
 
     @property
+    def keeps_scores(self) -> bool:
+        """Is the gradient of a bias summed up from dS that the kernel for q, k and v keeps?"""
+        return self.options is not None and self.options.kept
+
+    @property
     def spans(self) -> tuple[spans.Span, ...]:
         """Which queries meet which keys in each launch of the Hopper kernel: one of all but for long sequences."""
         return spans.spans_of(self.problem, self.queries_at_once)
@@ -113,7 +121,8 @@ class AttentionBackwardPlan(Plan):
         n = self.problem
         rows = n.batch * n.heads * n.seq_q
         if self.kernel == REDUCE:
-            beside = 8 * rows + self._others_bytes if self._others != NO_OTHERS else 0
+            made = self.loads or (self.bias and not self.keeps_scores)
+            beside = 8 * rows * bool(made) + self._others_bytes
             return reduced.scratch_bytes(n, self.options) + beside
         if self.kernel == HOPPER:
             at_once = self.heads_at_once, self.keys_at_once
@@ -162,8 +171,9 @@ class AttentionBackwardPlan(Plan):
         if self.bias:
             shares = f" in {self.bias_shares} shares, added in order" if self.bias_shares > 1 else ""
             batch, heads, rows = self.bias
+            how = "the sum of dS that is kept" if self.keeps_scores else "two more products a pair"
             lines.append(
-                f"  bias      [{batch}, {heads}, {rows}, {n.seq_k}] by tiles of {self.scores}, two more products a pair: "
+                f"  bias      [{batch}, {heads}, {rows}, {n.seq_k}] by tiles of {self.scores}, {how}: "
                 f"{self.grids[2][0]} programs{shares}"
             )
         if self.loads:
@@ -262,19 +272,21 @@ def plan_attention_backward(
     portable: bool = False,
     deterministic: bool = True,
     loads: tuple[int, ...] = (),
+    exact_bias: bool = False,
 ) -> AttentionBackwardPlan:
     """The backward plan for a problem on a device: pure, the same every time, no GPU needed.
 
     bias: (batch, heads, rows) of a bias that gets a gradient.  portable: leave the kernels written for one architecture alone.
     deterministic: leave those alone that add in memory in any order.  loads: the elements of each tensor of score_args that gets
-    a gradient.  Unsupported if no tile fits."""
+    a gradient.  exact_bias: dS of the bias's gradient has more bits than q.  Unsupported if no tile fits."""
     require_supported(problem, device)
     others = OtherGradients(bias, loads, (2 if deterministic else 1) if loads else 0)
     if bias and "bias" not in problem.score_mods:
         raise PlanError(f"bias: its gradient of {bias} is asked for, and the problem has no bias")
     if portable:
         return _portable(problem, device, others)
-    options = reduced.options_for(problem, device, deterministic)
+    kept = bias[2:] == (problem.seq_q,) and not (exact_bias or reduced.keeping_refusal(problem))
+    options = reduced.options_for(problem, device, deterministic, kept)
     if isinstance(options, ReduceOptions):
         return _reduce(problem, device, others, options)
     changed = problem.score_mods or problem.mask_mods
@@ -347,10 +359,12 @@ def _gluon(
 ) -> AttentionBackwardPlan:  # fmt: skip
     """The plan of a Gluon kernel that breaks no limit."""
     scores, shares = tile, 0
+    kept = options is not None and options.kept
     if others != NO_OTHERS:
-        scores = _scores_tile(problem, device, BOX, others)
+        scores = KEPT_TILE if kept else _scores_tile(problem, device, BOX, others)
         shares = _shares(problem, device, scores, others.bias)
-        reason += " Other gradients have portable kernels of their own."
+        reason += " dS is kept, and summed up for the bias." if kept else ""
+        reason += "" if kept and not others.loads else " Other gradients have portable kernels of their own."
     return AttentionBackwardPlan.decided(
         dict, problem=problem, device=device, kernel=kernel, queries=tile, keys=tile, scores=scores, bias_shares=shares,
         rule=rule, reason=reason, heads_at_once=at_once[0], keys_at_once=at_once[1], options=options, queries_at_once=queries,
@@ -426,7 +440,8 @@ def _shares(problem: AttentionProblem, device: Device, tile: Tile, bias: tuple[i
         return 0
     batch, heads, rows = bias
     parts = problem.batch // batch * (problem.heads // heads) if rows > 1 else -(-problem.seq_q // tile.block_m)
-    programs = (SMALL_WAVES if tile == BIAS_TILES[32] else WAVES) * max(1, device.sms)
+    waves = {KEPT_TILE: KEPT_WAVES, BIAS_TILES[32]: SMALL_WAVES}.get(tile, WAVES)
+    programs = waves * max(1, device.sms)
     wanted = -(-programs // max(1, _bias_programs(problem, tile, bias)))
     return max(1, min(wanted, parts, MAX_SHARES))
 
@@ -483,7 +498,7 @@ def _hopper_violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
             return name, f"must be the tile of keys ({plan.keys}) with {plan.kernel}, got {getattr(plan, name)}"
     n, device, at_once = plan.problem, plan.device, (plan.heads_at_once, plan.keys_at_once)
     if plan.kernel == REDUCE:
-        fault = reduced.reduce_violation(n, device, plan.keys, plan.options, *at_once)
+        fault = reduced.reduce_violation(n, device, plan.keys, plan.options, *at_once) or _kept_violation(plan)
     elif n.varlen:
         fault = _hopper_fault(n, device, plan.keys) or packed.kept_violation(n, device, *at_once)
     else:
@@ -503,6 +518,16 @@ def _scores_violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
     kernel = BOX if plan.kernel == REDUCE else plan.kernel  # boxes read what a bias needs
     fault = _tile_violation(plan.problem, plan.device, kernel, plan.scores, "scores")
     return fault and (f"scores.{fault[0]}", fault[1])
+
+
+def _kept_violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
+    if not plan.keeps_scores:
+        return None
+    if plan.bias[2:] != (plan.problem.seq_q,):
+        return "options.kept", f"is a version of gradients of a bias with a row for each query, got {plan.bias or None}"
+    if plan.scores.block_m > 64 or plan.scores.block_n > 128:
+        return "scores", f"must be at most 64 x 128 where dS is kept, got {plan.scores}"
+    return None
 
 
 def _hopper_fault(problem: AttentionProblem, device: Device, tile: Tile) -> tuple[str, str] | None:
