@@ -60,8 +60,8 @@ def oracle(tensors, dout, dlse, dtype, varlen=None, fixed=(), of=None, **options
     return torch.autograd.grad(loss, leaves)
 
 
-def with_kept_scores(plain, tensors, dout, dlse, **options):
-    """plain, of a call whose plan keeps dS: where the bias is shared its gradient is a sum of numbers of q's dtype, each off by
+def with_stored_ds(plain, tensors, dout, dlse, **options):
+    """plain, of a call whose plan stores dS: where the bias is shared its gradient is a sum of numbers of q's dtype, each off by
     up to half a unit in its last place, evenly."""
     q, bias = tensors[0], options["bias"]
     batch, *sides = q.shape[:-1]

@@ -11,7 +11,7 @@ import torch
 import tilefold
 from cases import qkv, rand, same
 from cases.device import DEVICE, SM_90, compiled_once, followed, near
-from cases.gradient import BOX_BACKWARD, gradients, judged, oracle, upstream, with_kept_scores
+from cases.gradient import BOX_BACKWARD, gradients, judged, oracle, upstream, with_stored_ds
 from cases.mods import alone, filled, sliding, sliding_twin, users
 from tilefold import masks
 from tilefold.plan.backward.attention_backward_reduce import KERNEL, ReduceOptions
@@ -21,7 +21,7 @@ BF = torch.bfloat16
 MASKS = [{}, {"causal": True}, {"window": (200, 50)}]
 LENGTHS = ((1, 1), (127, 129), (128, 128), (333, 1001), (1001, 333), (64, 2000), (2000, 63))
 LATE, EARLY = ReduceOptions(ordered=True, late=True), ReduceOptions(ordered=True)
-KEPT = replace(LATE, kept=True)
+STORED = replace(LATE, stored=True)
 USERS = ("slanted", "relative", "squashed", "numbered", "dilated", "sliding")
 BUILT_IN = ("softcap", "alibi", "bias", "bias of keys", "mask", "mask of heads", "mask of keys", "odd mask")
 EACH = [(name,) for name in (*BUILT_IN, *USERS)]
@@ -78,8 +78,8 @@ def held(names, tensors, version=LATE, **options):
     python = options | twins
     want = oracle(tensors, dout, dlse, torch.float64, fixed=fixed, **python)
     plain = oracle(tensors, dout, dlse, tensors[0].dtype, fixed=fixed, **python)
-    if version.kept:
-        plain = with_kept_scores(plain, tensors, dout, dlse, **python)
+    if version.stored:
+        plain = with_stored_ds(plain, tensors, dout, dlse, **python)
     got = gradients(tensors, dout, dlse, fixed=fixed, backward_plan=plan_of(tensors, version, **options), **options)
     note = f"{names} {[tuple(t.shape) for t in tensors]} {tensors[0].dtype} {version} {sorted(options)}"
     learned = [f"d{name}" for name in ("bias", "sinks") if name in options and name not in fixed]
@@ -176,7 +176,7 @@ def test_many_runs_and_the_portable_kernel(names, options, dim):
 @pytest.mark.parametrize("dim", [32, 64, 128])
 @pytest.mark.parametrize("shape", [(1, 4), (6, 1), (1, 1), (6, 4)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"layout": "bhsd"}], ids=str)
-@pytest.mark.parametrize("version", [LATE, KEPT], ids=str)
+@pytest.mark.parametrize("version", [LATE, STORED], ids=str)
 def test_biases_that_are_shared(options, shape, dim, version):
     """By sequences and by heads, each in shares or in one sum; with the mask of keys that pair biases come with; lengths that
     end inside of tiles; the tiles that the plan takes, and the same bits every run."""
@@ -191,8 +191,8 @@ def test_biases_that_are_shared(options, shape, dim, version):
     got = gradients((q, k, v), dout, dlse, backward_plan=plan, **options)
     want = oracle((q, k, v), dout, dlse, torch.float64, **options)
     plain = oracle((q, k, v), dout, dlse, BF, **options)
-    if version.kept:
-        plain = with_kept_scores(plain, (q, k, v), dout, dlse, **options)
+    if version.stored:
+        plain = with_stored_ds(plain, (q, k, v), dout, dlse, **options)
     judged(got, want, plain, f"{shape} {dim} {sorted(options)}", ("dq", "dk", "dv", "dbias"))
     assert all(same(got, gradients((q, k, v), dout, dlse, backward_plan=plan, **options)) for _ in range(3))
     other = plan.with_tiles(bias_shares=1)
@@ -201,33 +201,39 @@ def test_biases_that_are_shared(options, shape, dim, version):
 
 @pytest.mark.parametrize("dim", [32, 64, 80, 128])
 @pytest.mark.parametrize("options", MASKS, ids=str)
-def test_kept_scores(options, dim):
+def test_stored_ds(options, dim):
     """dS in memory for the bias: behind ALiBi and before a function, in every version; what lists leave out is 0."""
-    any_order, lists = replace(KEPT, ordered=False), replace(KEPT, lists=True)
-    versions = [KEPT, any_order, replace(KEPT, late=False), replace(KEPT, apart=True), replace(any_order, apart=True)]
+    any_order, lists = replace(STORED, ordered=False), replace(STORED, lists=True)
+    versions = [
+        STORED,
+        any_order,
+        replace(STORED, late=False),
+        replace(STORED, apart=True),
+        replace(any_order, apart=True),
+    ]
     for sq, sk in ((333, 1001), (64, 640)):
         for version in versions:
             held(("alibi", "bias", "squashed"), qkv(2, sq, sk, 4, 2, dim, dtype=BF, device=DEVICE), version, **options)
-    for version in (KEPT, lists, replace(lists, ordered=False)):
+    for version in (STORED, lists, replace(lists, ordered=False)):
         held(("bias", "sliding"), qkv(2, 1001, 333, 4, 2, dim, dtype=torch.float16, device=DEVICE), version, **options)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("options", MASKS[:2], ids=str)
-def test_kept_scores_are_planned(options, dim):
+def test_stored_ds_is_planned(options, dim):
     """Beside sinks and the gradient of what a function reads; the same bits every run; a bias of more bits than q is summed up
     from fp32."""
     tensors = qkv(2, 1024, 1100, 8, 4, dim, dtype=BF, device=DEVICE)
     options = options | {"bias": rand(1, 8, 1024, 1100, dtype=BF, device=DEVICE).requires_grad_()}
     options["sinks"] = torch.randn(8, device=DEVICE).requires_grad_()
     plan = tilefold.attention_backward_plan(*tensors, **options)
-    assert plan.keeps_scores
+    assert plan.stores_ds
     dout, dlse = upstream(tensors[0], tensors[2])
     first = gradients(tensors, dout, dlse, **options)
     assert all(same(first, gradients(tensors, dout, dlse, **options)) for _ in range(20))
     assert near(first, gradients(tensors, dout, dlse, backward_plan=plan.with_tiles(kernel=BOX_BACKWARD), **options))
     wide = options | {"bias": options["bias"].detach().float().requires_grad_()}
-    assert not tilefold.attention_backward_plan(*tensors, **wide).keeps_scores
+    assert not tilefold.attention_backward_plan(*tensors, **wide).stores_ds
 
 
 @pytest.mark.parametrize("dim", [32, 128])

@@ -19,12 +19,12 @@ from tilefold.kernels.hopper import (
     config,
     dq_sums,
     group_sums,
-    kept_scores,
     parts,
     pipeline,
     recompute,
     reduce_pipeline,
     reduce_scheduler,
+    stored_ds,
     tails,
 )
 
@@ -103,7 +103,7 @@ class Both(Operand):
         return Half([self.panels[int(begin) // size]]) if dim == 0 else Operand(self.panels, f"c{int(begin) // size}")
 
 
-class Kept:
+class Stored:
     """A panel of both warpgroups' dS, on its way to memory."""
 
     def __init__(self, halves):
@@ -145,8 +145,8 @@ class Sequence(NamedTuple):
 class Run(Backward):
     """sizes: queries, keys, heads of queries, how many share a KV head; dim 64, 80, 96 or 128.  late: dP behind P.  mask: rows of
     a tile of the mask that all heads share, 0 for none.  lists: a third of the tiles is hidden, at random, from some block.
-    apart: each head of a group has programs of its own.  kept: dS goes to memory.  packed: queries and keys of each sequence, of
-    which sizes has the sums; the order of their blocks is drawn, but that of a sequence's."""
+    apart: each head of a group has programs of its own.  stored: dS goes to memory.  packed: queries and keys of each sequence,
+    of which sizes has the sums; the order of their blocks is drawn, but that of a sequence's."""
 
     functions = (
         (parts, ("load_panels",)),
@@ -154,7 +154,7 @@ class Run(Backward):
         (reduce_scheduler, ("own_keys",)),
         (config, ("wide_of",)),
         (reduce_pipeline, ("zero_sums", "wait_sums")),
-        (attention_backward_reduce, ("produce", "add", "keep", "step", "consume")),
+        (attention_backward_reduce, ("produce", "add", "store_ds", "step", "consume")),
     )
     classes = (
         (pipeline, ("Stage",)),
@@ -163,7 +163,7 @@ class Run(Backward):
         (reduce_pipeline, ("ReduceConfig", "ReducePipeline")),
         (dq_sums, ("DqSums",)),
         (group_sums, ("GroupSums",)),
-        (kept_scores, ("KeptScores",)),
+        (stored_ds, ("StoredDs",)),
         (recompute, ("Recompute",)),
         (backward_mods, ("ModTiles",)),
         (tails, ("Tails",)),
@@ -173,7 +173,7 @@ class Run(Backward):
 
     def __init__(
         self, seed, kind, sizes, dim=128, ordered=False, heads_at_once=1, slots=2, late=False, mask=0, lists=False,
-        apart=False, packed=None, kept=False,
+        apart=False, packed=None, stored=False,
     ):  # fmt: skip
         super().__init__(seed)
         self.kind, self.dim, self.ordered, self.late_dp, self.mask = kind, dim, ordered, late, mask
@@ -186,7 +186,7 @@ class Run(Backward):
             self.pack(packed)
         self.no_tile = self.heads * self.q_tiles
         self.sums, self.adding, self.adders = {}, 0, {}
-        self.kept = kept
+        self.stored = stored
         self.members, self.group_sums = 1 if apart else self.group, {}
         self.programs = self.blocks * self.heads // self.members
         self.progress = [0] * (self.no_tile + 1 + 2 * self.programs)
@@ -231,7 +231,7 @@ class Run(Backward):
             "KEYS": KEYS, "ROWS": 128, "STAGGER": 2, "narrowed": lambda x, dtype: x,
             "pair_barrier": self.pair_barrier,
             "tma_reduce_add": self.add_copy, "tma_store_wait": self.wait_reads, "await_counter": self.await_counter,
-            "tma_store": self.keep_copy, "PANEL": 64,
+            "tma_store": self.store_copy, "PANEL": 64,
             "count": self.count, "places_of_tile": lambda *shape: 1,
         }  # fmt: skip
 
@@ -308,7 +308,7 @@ class Run(Backward):
 
         self.later(read)
 
-    def keep_copy(self, desc, place, panel):
+    def store_copy(self, desc, place, panel):
         """A copy that reads both halves of a tile of dS some time."""
         state, row, column = {"read": False, "written": False}, int(place[0]), int(place[1])
         self.copies().append(state)
@@ -318,7 +318,7 @@ class Run(Backward):
 
         def read():
             if column < self.q_tiles * self.queries:
-                self.record(("kept", row, column), tuple(half.content for half in panel.halves))
+                self.record(("stored", row, column), tuple(half.content for half in panel.halves))
             for half in panel.halves:
                 half.readers -= 1
             self.adding, state["read"], state["written"] = self.adding - 1, True, True
@@ -410,8 +410,8 @@ class Run(Backward):
                 for tile in tiles or nobody:
                     row = h * self.q_tiles + sequence.place + tile if tiles else self.no_tile
                     both = [self.pair(h, tile, block, half, row, sequence) for half in (0, 1)]
-                    if self.kept and tiles:
-                        place = "kept", (h * self.blocks + block) * KEYS
+                    if self.stored and tiles:
+                        place = "stored", (h * self.blocks + block) * KEYS
                         columns = range(tile * self.queries, (tile + 1) * self.queries, 64)
                         made |= {(*place, column): (both[0][1], both[1][1]) for column in columns}
                     for half, (p, ds) in enumerate(both):
@@ -455,14 +455,14 @@ class Run(Backward):
         tail = None if self.entries is None else "tail"
         kv_heads = self.heads // self.group
         tails = names["Tails"](tail, len(self.sequences), self.heads, kv_heads, self.queries, each * 64)
-        kept = None
-        if self.kept:
+        stored = None
+        if self.stored:
             wide = self.queries // 64
-            panels = Ring((Kept(one.panels) for one in ds.items for _ in range(wide)), Anything())
-            rooms = barriers(memory, kept_full=(2, 2), kept_empty=(2, 1))
-            kept = names["KeptScores"]("kept", panels, *rooms, self.heads, self.blocks, self.queries)
+            panels = Ring((Stored(one.panels) for one in ds.items for _ in range(wide)), Anything())
+            rooms = barriers(memory, stored_full=(2, 2), stored_empty=(2, 1))
+            stored = names["StoredDs"]("stored", panels, *rooms, self.heads, self.blocks, self.queries)
         pipe = names["ReducePipeline"](
-            "q", "do", "k", "v", "stat", tails, q, do, k, v, ds, statistics, *bars, kept, config
+            "q", "do", "k", "v", "stat", tails, q, do, k, v, ds, statistics, *bars, stored, config
         )
         lengths = names["Lengths"](self.seq_q, self.seq_k, -(-self.seq_q // 64), -(-self.seq_k // 64))
         mask = names["BackwardMask"](*BAND, self.kind)
@@ -489,9 +489,9 @@ class Run(Backward):
             begin()
             names["add"](own, scheduler, sums)
 
-        def keep():
+        def store_ds():
             begin()
-            names["keep"](scheduler, pipe)
+            names["store_ds"](scheduler, pipe)
 
         def consume(half):
             begin()
@@ -499,11 +499,11 @@ class Run(Backward):
             self.local.place = int(block.head), int(block.number), half
             names["consume"](half, scheduler, pipe, mods, sums, groups, *gradients)
 
-        keepers = [] if kept is None else [keep]
+        storers = [] if stored is None else [store_ds]
         return [
             produce,
             *(partial(add, own) for own in range(adders)),
-            *keepers,
+            *storers,
             *(partial(consume, half) for half in (0, 1)),
         ]
 

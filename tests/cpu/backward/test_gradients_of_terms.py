@@ -11,7 +11,8 @@ import tilefold
 from cases import packed, qkv, rand
 from cases.gradient import BOX_BACKWARD, gradients, small_backward, upstream
 from tilefold import masks
-from tilefold.ops.backward.attention_backward import _terms_bound
+from tilefold.errors import PlanError
+from tilefold.ops.backward.attention_backward import _terms_bound, backward_plan_of
 from tilefold.ops.backward.attention_backward_loads import elements_of, needed
 from tilefold.ops.backward.attention_backward_terms import TermsBound
 from tilefold.ops.call import Call
@@ -104,7 +105,7 @@ def test_by_boxes(device, options, shape):
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (50, 20)}], ids=str)
 @pytest.mark.parametrize("shape", [(1, 4), (2, 1), (1, 1), (2, 4)], ids=str)
-def test_scores_that_are_kept(device, options, shape):
+def test_ds_that_is_stored(device, options, shape):
     """dS [B, H, keys, queries] in whole tiles, summed up over what shares the bias, at once and in shares; what the band hides
     was not written."""
     bias = rand(*shape, 200, 150, dtype=torch.float16, device=device)
@@ -114,19 +115,36 @@ def test_scores_that_are_kept(device, options, shape):
     problem = replace(prepare(*tensors, call).problem, bias_descriptors="tiles", descriptors=True)
     late = ReduceOptions(ordered=True, late=True)
     plan = plan_attention_backward(problem, device_named("h200"), tuple(bias.shape[:3]), portable=True)
-    plan = plan.with_tiles(kernel=KERNEL, options=replace(late, kept=True))
-    kept = torch.full((2 * 4, 256, 256), torch.nan, dtype=torch.float16, device=device)
-    kept[:, :150, :200] = rand(8, 150, 200, dtype=torch.float16, device=device)
+    plan = plan.with_tiles(kernel=KERNEL, options=replace(late, stored=True))
+    stored = torch.full((2 * 4, 256, 256), torch.nan, dtype=torch.float16, device=device)
+    stored[:, :150, :200] = rand(8, 150, 200, dtype=torch.float16, device=device)
     where = torch.arange(150, device=device) - torch.arange(200, device=device)[:, None] - (150 - 200)
     left, right = options.get("window", (200, 0 if options else 200))
     seen = (where <= right) & (where >= -left)
-    want = kept[:, :150, :200].double().mT.where(seen, 0.0).view(2, 4, 200, 150).sum_to_size(bias.shape)
-    kept[:, :150, :200] = kept[:, :150, :200].where(seen.T, torch.nan)
+    want = stored[:, :150, :200].double().mT.where(seen, 0.0).view(2, 4, 200, 150).sum_to_size(bias.shape)
+    stored[:, :150, :200] = stored[:, :150, :200].where(seen.T, torch.nan)
     for shares in {1, min(3, 8 // bias.shape[:2].numel())}:
         bound = TermsBound.of(problem, plan.with_tiles(bias_shares=shares), (q, k, v, q), q, call)
-        got, _ = bound.gradients((q, k, v, q), call, [True, False], kept.view(-1, 256))
+        got, _ = bound.gradients((q, k, v, q), call, [True, False], stored.view(-1, 256))
         assert (got.double() - want).abs().max() <= 2e-3 * want.abs().max()
         assert not got[..., ~seen].any()
+
+
+def test_a_plan_that_stores_ds_is_given(device):
+    """Of training, when the bias is learned no more; and a bias of another dtype."""
+    q, k, v = qkv(1, 512, 512, 2, 2, 64, dtype=torch.bfloat16, device=device)
+    bias, h200 = rand(1, 2, 512, 512, dtype=torch.bfloat16, device=device), device_named("h200")
+    call = Call(bias=bias)
+    problem = replace(prepare(q, k, v, call).problem, descriptors=True, query_descriptors=True)
+    plan = backward_plan_of(problem, call, q, True, on=h200)
+    assert plan.stores_ds and backward_plan_of(problem, call._replace(backward_plan=plan), q, True, on=h200) is plan
+    assert not backward_plan_of(problem, call._replace(backward_plan=plan), q, False, on=h200).stores_ds
+    wide = Call(bias=bias.float(), backward_plan=plan)
+    assert not backward_plan_of(problem, wide._replace(backward_plan=None), q, True, on=h200).stores_ds
+    with pytest.raises(
+        PlanError, match="stores dS in torch.bfloat16 for the gradient of the bias, which is torch.float32"
+    ):
+        backward_plan_of(problem, wide, q, True, on=h200)
 
 
 def test_what_pads_a_bias_stays_out_of_its_gradient(device):

@@ -321,7 +321,7 @@ def test_reducing_backward(name, kind, ordered, dim, places):
         Reduce(places, kind, sizes, dim, ordered, late=mask != 1, mask=mask)(places)
     for seed in range(3):
         Reduce(seed, kind, sizes, dim, ordered, late=seed > 1, lists=True)(places)
-        Reduce(seed, kind, sizes, dim, ordered, late=True, lists=seed > 1, apart=seed == 1 < sizes[3], kept=True)(
+        Reduce(seed, kind, sizes, dim, ordered, late=True, lists=seed > 1, apart=seed == 1 < sizes[3], stored=True)(
             places
         )
 
@@ -465,9 +465,9 @@ LAUNCHES = {  # what runs with a seed, and what is left out: a barrier, a turn, 
         lambda seed, missing: Reduce(seed, FULL, (500, 256, 1, 1), ordered=True)(2),
         ["kv_full", "q_full", "do_full", "empty", "sum_full", "sum_empty", "meeting", *ORDER],
     ),
-    "reducing backward that keeps dS": (
-        lambda seed, missing: Reduce(seed, FULL, (500, 256, 1, 1), ordered=True, kept=True)(2),
-        ["kept_full", "kept_empty"],
+    "reducing backward that stores dS": (
+        lambda seed, missing: Reduce(seed, FULL, (500, 256, 1, 1), ordered=True, stored=True)(2),
+        ["stored_full", "stored_empty"],
     ),
     "products": (lambda seed, missing: matmul.Run(seed, (3, 2, 6), slots=2)(1), ["full", "empty"]),
     "products of 8 bits": (lambda seed, missing: matmul.Large(seed, (3, 2, 6), slots=2)(1), ["full", "empty"]),
@@ -506,8 +506,8 @@ def test_a_missing_wait_is_found(monkeypatch, name, missing):
     run, _ = LAUNCHES[name]
     if missing == "kv_full":  # else they have come, as a rule, when what was asked for after them has
         monkeypatch.setattr(backward_dense.Backward, "late", ("k", "v"))
-    if missing == "kept_empty":  # else dq's copies hold the writers back
-        monkeypatch.setattr(Reduce, "late", ("kept",))
+    if missing == "stored_empty":  # else dq's copies hold the writers back
+        monkeypatch.setattr(Reduce, "late", ("stored",))
     elif missing.endswith("empty"):  # readers that are slower than those who write
         monkeypatch.setattr(Memory, "pace", 10.0)
     if missing in ("turn", "meeting"):

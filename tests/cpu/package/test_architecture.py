@@ -68,7 +68,7 @@ ONLY_GLUON = ("kernels", "hopper")  # and there, in one file that hides its vers
 NOUNS = ("backward_config", "backward_consumer", "backward_epilogue", "backward_lists", "backward_mask",
          "backward_mods", "backward_pipeline", "backward_producer", "backward_scheduler", "backward_wide_consumer",
          "block_list", "config", "consumer", "dq_sums", "ds_ring", "epilogue", "fp8_parts", "mask", "ping_pong",
-         "pipeline", "producer", "products", "recompute", "group_sums", "kept_scores", "reduce_pipeline", "reduce_scheduler",
+         "pipeline", "producer", "products", "recompute", "group_sums", "stored_ds", "reduce_pipeline", "reduce_scheduler",
          "scheduler", "score_mods", "softmax", "structs", "tails", "ring", "matmul_scheduler", "matmul_epilogue",
          "split_k")  # fmt: skip
 # Gluon's front and the device helpers of its kernels: no kernels

@@ -143,7 +143,7 @@ FIRES = {
 
 def test_narrow_heads_with_a_bias_share_an_sm() -> None:
     """The portable kernel, whose buffers of a bias else leave room for one program."""
-    biased = replace(LONG, dim_qk=32, dim_v=32, score_mods=("bias",))
+    biased = replace(LONG, dim_qk=32, dim_v=32, score_mods=("bias",), bias_descriptors="tiles")
     for problem, tile in ((biased, Tile(64, 64, 4, 2)), (replace(biased, dim_v=64), Tile(128, 64, 8, 3))):
         assert plan_attention(problem, device_named("h200"), portable=True).tile == tile
 

@@ -20,7 +20,7 @@ from tilefold.plan import AttentionProblem, device_named, plan_attention
 from tilefold.plan.backward import attention_backward_hopper as dense
 from tilefold.plan.backward import attention_backward_reduce as rules
 from tilefold.plan.backward.attention_backward import (
-    KEPT_TILE,
+    STORED_TILE,
     AttentionBackwardPlan,
     OtherGradients,
     plan_attention_backward,
@@ -441,39 +441,52 @@ def test_changes_of_scores() -> None:
         assert portable.with_tiles(kernel=rules.KERNEL)._others == terms
 
 
-def test_scores_that_are_kept_for_a_bias() -> None:
+def test_ds_that_is_stored_for_a_bias() -> None:
     """Of a bias with a row for each query, in q's dtype, if there is room; from shorter lengths on than without."""
     problem = replace(LONG, batch=2, seq_q=1000, seq_k=1100, score_mods=("alibi", "bias"))
     own = problem.batch, problem.heads, problem.seq_q
     plan = plan_attention_backward(problem, H200, own)
-    kept = replace(LATE, kept=True)
-    assert (plan.options, plan.scores, plan.keeps_scores) == (kept, KEPT_TILE, True)
-    assert "dS kept for the bias" in str(plan) and "the sum of dS that is kept" in str(plan)
+    stored = replace(LATE, stored=True)
+    assert (plan.options, plan.scores, plan.stores_ds) == (stored, STORED_TILE, True)
+    assert "dS stored for the bias" in str(plan) and "the sum of dS that is stored" in str(plan)
     without = plan.with_tiles(options=LATE)
-    assert not without.keeps_scores and without.scores != KEPT_TILE
-    assert without.with_tiles(options=kept) == replace(plan, rule="override", reason="The caller chose these fields.")
+    assert not without.stores_ds and without.scores != STORED_TILE
+    assert without.with_tiles(options=stored) == replace(plan, rule="override", reason="The caller chose these fields.")
     bytes_of_scores = 2 * 16 * (9 * 128) * 1024 * 2  # heads of sequences, keys, queries, bytes
     rows = 8 * problem.batch * problem.heads * problem.seq_q
     assert plan.scratch_bytes == without.scratch_bytes - rows + bytes_of_scores
+    for more in ({"dtype": "float16"}, {"window": (200, 30)}):
+        assert plan_attention_backward(replace(problem, **more), H200, own).stores_ds
+    with_sinks = plan_attention_backward(replace(problem, sinks=True), H200, own)
+    assert with_sinks.scratch_bytes == plan.scratch_bytes + rows
+    assert plan.without_bias() == plan_attention_backward(problem, H200)
     shared = plan_attention_backward(problem, H200, (1, 1, problem.seq_q))
-    assert shared.bias_shares == 1 and shared.options == kept  # a program for each 64 x 32
+    assert shared.bias_shares == 1 and shared.options == stored  # a program for each 64 x 32
     assert plan_attention_backward(replace(problem, seq_q=300, seq_k=300), H200, (1, 1, 300)).bias_shares > 1
     for bias, exact, changed in (
         ((2, 16, 1), False, problem),
         (own, True, problem),
         (own, False, replace(problem, score_mods=("softcap", "bias"))),
+        (
+            (1, 1, 1000),
+            False,
+            replace(problem, dtype="float16"),
+        ),  # the least of its numbers are 0 before they are added
+        (own, False, replace(problem, window=(100, 30))),
         ((1, 16, 1 << 16), False, replace(problem, seq_q=1 << 16, seq_k=1 << 16)),
     ):
-        assert not plan_attention_backward(changed, H200, bias, exact_bias=exact).keeps_scores
+        assert not plan_attention_backward(changed, H200, bias, exact_bias=exact).stores_ds
     for dim, least in ((40, 512), (64, 128), (80, 128), (96, 128), (128, 128)):
         for tokens in (least - 1, least):
             short = replace(problem, seq_q=tokens, seq_k=tokens, dim_qk=dim, dim_v=dim)
-            assert plan_attention_backward(short, H200, (1, 16, tokens)).keeps_scores is (tokens == least)
-    refuses(PlanError, "options.kept: dS cannot be kept for a bias: the problem has none",
-            plan_attention_backward(replace(LONG, score_mods=("alibi",)), H200).with_tiles, options=kept)  # fmt: skip
-    refuses(PlanError, "options.kept: is a version of gradients of a bias with a row for each query, got None",
-            plan_attention_backward(problem, H200).with_tiles, options=kept)  # fmt: skip
-    refuses(PlanError, "scores: must be at most 64 x 128 where dS is kept", plan.with_tiles, scores=Tile(128, 32, 4, 1))
+            assert plan_attention_backward(short, H200, (1, 16, tokens)).stores_ds is (tokens == least)
+    refuses(PlanError, "options.stored: dS cannot be stored for a bias: the problem has none",
+            plan_attention_backward(replace(LONG, score_mods=("alibi",)), H200).with_tiles, options=stored)  # fmt: skip
+    refuses(PlanError, "options.stored: is a version of gradients of a bias with a row for each query, got None",
+            plan_attention_backward(problem, H200).with_tiles, options=stored)  # fmt: skip
+    refuses(
+        PlanError, "scores: must be at most 64 x 128 where dS is stored", plan.with_tiles, scores=Tile(128, 32, 4, 1)
+    )
 
 
 @pytest.mark.parametrize(

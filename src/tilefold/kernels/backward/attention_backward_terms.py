@@ -2,7 +2,7 @@
 
     attention_backward_bias    one program makes the sum, over the heads, sequences and query tiles that share it, of the
                                gradients of the scores at one tile of the bias; or one share of that sum
-    attention_backward_kept    the same sum, of gradients of the scores that another kernel has left in memory
+    attention_backward_stored    the same sum, of gradients of the scores that another kernel has left in memory
     attention_backward_sinks   one program makes what the rows of one sequence and head give
 
 Both add up in a fixed order, and nothing in memory: the same bits every run.  Shares are added by the host, in order.
@@ -123,11 +123,11 @@ def attention_backward_bias(
 
 
 @triton.jit(do_not_specialize=["seq_q", "seq_k", "batch", "heads", "left", "right", "bias_batch", "bias_heads"])
-def attention_backward_kept(
-    Kept, DBias, seq_q, seq_k, batch, heads, rows, pitch, left, right, bias_batch, bias_heads,
+def attention_backward_stored(
+    Stored, DBias, seq_q, seq_k, batch, heads, rows, pitch, left, right, bias_batch, bias_heads,
     KIND: tl.constexpr, ROUND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Kept [B, H, rows, pitch]: dS of keys and queries, in whole tiles; those that the band hides are not read.  DBias and the
+    """Stored [B, H, rows, pitch]: dS of keys and queries, in whole tiles; those that the band hides are not read.  DBias and the
     grid: as of attention_backward_bias with ROWS."""
     tiles_n, tiles_m = tl.cdiv(seq_k, BLOCK_N), tl.cdiv(seq_q, BLOCK_M)
     pid = tl.program_id(0)
@@ -143,7 +143,7 @@ def attention_backward_kept(
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for pair in range(lo, hi):
         head = (own_b + pair // per_batch) * heads + own_h + pair % per_batch
-        acc += tl.load(Kept + head * rows * pitch + place).to(tl.float32)
+        acc += tl.load(Stored + head * rows * pitch + place).to(tl.float32)
     seen = mask_band(tl.zeros_like(acc), (0, 0, o_m[None, :], (seq_q, seq_k)), o_n[:, None], (left, right), KIND) == 0.0
     acc = tl.where(seen, acc, 0.0)
     p = (

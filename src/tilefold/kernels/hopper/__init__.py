@@ -18,7 +18,7 @@
              the aggregates of the backward kernels that keep dS; with backward_producer, backward_consumer and
              backward_wide_consumer, the two of head dims above 128
     backward_lists      those of sparse_backward
-    reduce_scheduler, reduce_pipeline, dq_sums, group_sums, kept_scores, tails, backward_mods
+    reduce_scheduler, reduce_pipeline, dq_sums, group_sums, stored_ds, tails, backward_mods
              those of attention_backward_reduce: sums of dq, of grouped heads; dS for a bias; ends of packed sequences; changes
              of scores
     ring, matmul_scheduler, matmul_epilogue, split_k, lowbit_parts      those of matrix products, and weights of few bits

@@ -5,7 +5,8 @@ them.  Each consumer makes S, dP, dv and dk of its own keys; dS of both goes thr
 tile's share of dq over all 128 keys, which is added to fp32 sums in memory (`dq_sums`).
 
 Against `attention_backward`, which keeps dS: each tile of q and dout comes once for 128 keys, and nothing goes to memory and back
-but the sums, which stay in L2 while the programs of a few heads run (heads_at_once).
+but the sums, which stay in L2 while the programs of a few heads run (heads_at_once).  For the gradient of a bias dS goes there,
+too (`store_ds`), and does not come back.
 
 ORDERED: the blocks of keys add to a query tile in ascending order, which is that of their programs' numbers.  So whoever a
 program waits for was launched before it, and runs: nothing can lock up.  A warp or two (`add`, `DqSums`) issue the additions.
@@ -60,12 +61,12 @@ def add(ADDER: gl.constexpr, scheduler, sums):
 
 
 @jit
-def keep(scheduler, pipe):
+def store_ds(scheduler, pipe):
     """Have dS of every visit stored."""
     block = scheduler.block()
     visit = scheduler.first_visit(block)
     for i in range(block.visits):
-        pipe.kept.store(block, visit, i)
+        pipe.stored.store(block, visit, i)
         visit = scheduler.next_visit(visit, block)
 
 
@@ -80,6 +81,8 @@ def step(dk, dv, own, operands, block, visit, pipe, mods, recompute, sums, i, CI
         wait for dv; issue dk                      dq  dk
         wait for dq, hand it over                  dk
         wait for dk: the slot is free
+
+    Where dS is stored, the store of two visits before has read the buffer that dS is published in.
 
     LATE: dP is issued behind P, since changes of scores have no registers beside it.  BESIDE: lse is read while S is made, which
     is 2 to 7 % faster; at D=80 and 96 it is slower, and at D=64 or beside changed scores there are no registers.  SOON: P is
@@ -125,13 +128,13 @@ def step(dk, dv, own, operands, block, visit, pipe, mods, recompute, sums, i, CI
     ds16 = narrowed(recompute.gradient(p, dp, statistics), config.DTYPE)
     if not SOON:
         p16 = gl.convert_layout(narrowed(p, config.DTYPE), config.LEFT)
-    if pipe.kept is not None:
-        pipe.kept.await_room(i)
+    if pipe.stored is not None:
+        pipe.stored.await_room(i)
     ds.slice(CID * UNIT, UNIT, dim=0).store(ds16)
     dv_flying = pipe.issue_sums(p16, pipe.dout(stage), dv)
     fence_async_shared()
-    if pipe.kept is not None:
-        pipe.kept.publish(i)
+    if pipe.stored is not None:
+        pipe.stored.publish(i)
     left = gl.convert_layout(ds16, config.LEFT)
     pair_barrier(CID, i)
     dq_flying = pipe.issue_dq(ds, CID)
@@ -177,7 +180,7 @@ def attention_backward_reduce(
     scale, seq_q, seq_k, heads, group, q_units, kv_units, members, q_tiles, blocks, left, right, heads_at_once, no_tile,
     stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh,
     cap, Slopes, slope_b, slope_h, score_mods, score_grads, mask_desc, mask_b, mask_h, mask_mods,
-    Lists, lists_b, lists_h, Blocks, tail_desc, sequences, kept_desc,
+    Lists, lists_b, lists_h, Blocks, tail_desc, sequences, stored_desc,
     SOFTCAP: gl.constexpr, MASK: gl.constexpr, KIND: gl.constexpr, D: gl.constexpr, COLUMNS_QK: gl.constexpr,
     COLUMNS_V: gl.constexpr, QUERIES: gl.constexpr, SLOTS: gl.constexpr,
     ORDERED: gl.constexpr, LATE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -200,7 +203,7 @@ def attention_backward_reduce(
     MASK: rows of a tile of the mask: QUERIES, 1 where one row serves all queries, or 0.  mask_desc (8 bits, 0: not seen)
     [B or 1, H or 1, Sq or 1, Sk], boxes [1, 1, MASK, 64]; mask_b, mask_h: 1, or 0 where there is one for all.
 
-    Lists by their strides, or None: see `BlockScheduler`.
+    Lists by their strides, or None: see `BlockScheduler`.  stored_desc: where dS of all pairs goes (`StoredDs`), or None.
 
     Packed sequences (else Blocks and tail_desc are None): q, dout [1, H, total_q, D], k, v [1, H/group, total_k, D], gradients
     without a stride of the batch (None).  Blocks [blocks, 8]: see `BlockScheduler`; q_tiles: places of tiles of a head, no_tile =
@@ -209,7 +212,7 @@ def attention_backward_reduce(
     Grid: B * H / members * blocks, heads_at_once of the heads' programs at a time."""
     config = ReduceConfig(q_desc.dtype, D, QUERIES, SLOTS, LATE)
     tails = Tails(tail_desc, sequences, heads, heads // group, QUERIES, config.HELD)
-    pipe = make_reduce_pipeline(q_desc, do_desc, k_desc, v_desc, stat_desc, tails, kept_desc, heads, blocks, config)
+    pipe = make_reduce_pipeline(q_desc, do_desc, k_desc, v_desc, stat_desc, tails, stored_desc, heads, blocks, config)
     ADDERS: gl.constexpr = 2 if ORDERED and D > 64 else 1
     sums = make_dq_sums(sum_desc, Progress, config, ORDERED, ADDERS)
     group_sums = make_group_sums(Progress + no_tile + 1, KeySums, blocks, heads, group, members, config)
@@ -239,7 +242,7 @@ def attention_backward_reduce(
     )
     dk = Gradient(DK, stride_xb, stride_xn, stride_xh, config.DTYPE, COLUMNS_QK)
     dv = Gradient(DV, stride_yb, stride_yn, stride_yh, config.DTYPE, COLUMNS_V)
-    KEPT: gl.constexpr = kept_desc is not None
+    STORED: gl.constexpr = stored_desc is not None
     if ADDERS == 2:
         gl.warp_specialize(
             (
@@ -249,9 +252,9 @@ def attention_backward_reduce(
                 (add, (0, scheduler, sums)),
                 (add, (1, scheduler, sums)),
             )
-            + (((keep, (scheduler, pipe)),) if KEPT else ()),
-            (4, 1, 1, 1) + (1,) * KEPT,
-            (CONSUMER_REGISTERS,) + (PRODUCER_REGISTERS,) * (3 + KEPT),
+            + (((store_ds, (scheduler, pipe)),) if STORED else ()),
+            (4, 1, 1, 1) + (1,) * STORED,
+            (CONSUMER_REGISTERS,) + (PRODUCER_REGISTERS,) * (3 + STORED),
         )
     else:
         gl.warp_specialize(
@@ -261,7 +264,7 @@ def attention_backward_reduce(
                 (produce, (scheduler, pipe, mods, group_sums)),
                 (add, (0, scheduler, sums)),
             )
-            + (((keep, (scheduler, pipe)),) if KEPT else ()),
-            (4, 1, 1) + (1,) * KEPT,
-            (CONSUMER_REGISTERS,) + (PRODUCER_REGISTERS,) * (2 + KEPT),
+            + (((store_ds, (scheduler, pipe)),) if STORED else ()),
+            (4, 1, 1) + (1,) * STORED,
+            (CONSUMER_REGISTERS,) + (PRODUCER_REGISTERS,) * (2 + STORED),
         )

@@ -16,9 +16,9 @@ from .gluon import (
     wgmma,
     wgmma_wait,
 )
-from .kept_scores import KeptScores, make_kept_scores
 from .parts import PANEL, load_panels
 from .pipeline import Stage
+from .stored_ds import StoredDs, make_stored_ds
 from .structs import struct
 from .tails import KEYS, Tails
 
@@ -69,7 +69,7 @@ class ReducePipeline:
 
     Both consumers release q and dout of a slot together.
 
-    tails: of a packed batch.  kept: None where dS does not go to memory."""
+    tails: of a packed batch.  stored: None where dS does not go to memory."""
 
     q_desc: descriptor
     do_desc: descriptor
@@ -87,7 +87,7 @@ class ReducePipeline:
     q_full: gl.shared_memory_descriptor
     do_full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
-    kept: KeptScores | gl.constexpr
+    stored: StoredDs | gl.constexpr
     config: ReduceConfig
 
     @jit
@@ -262,7 +262,7 @@ def wait_sums(PENDING: gl.constexpr, flying, left):
 
 
 @jit
-def make_reduce_pipeline(q_desc, do_desc, k_desc, v_desc, stat_desc, tails, kept_desc, heads, blocks, config):
+def make_reduce_pipeline(q_desc, do_desc, k_desc, v_desc, stat_desc, tails, stored_desc, heads, blocks, config):
     """Its memory and its barriers."""
     DTYPE: gl.constexpr = config.DTYPE
     QUERIES: gl.constexpr = config.QUERIES
@@ -277,8 +277,8 @@ def make_reduce_pipeline(q_desc, do_desc, k_desc, v_desc, stat_desc, tails, kept
     v = gl.allocate_shared_memory(DTYPE, [PANELS, KEYS, PANEL], K_PANEL)
     ds = gl.allocate_shared_memory(DTYPE, [2, KEYS, QUERIES], DS)
     statistics = gl.allocate_shared_memory(gl.float32, [SLOTS, 2 * QUERIES], stat_desc.layout)
-    kept = None
-    if kept_desc is not None:
-        kept = make_kept_scores(kept_desc, ds, heads, blocks, QUERIES)
+    stored = None
+    if stored_desc is not None:
+        stored = make_stored_ds(stored_desc, ds, heads, blocks, QUERIES)
     return ReducePipeline(q_desc, do_desc, k_desc, v_desc, stat_desc, tails, q, do, k, v, ds, statistics, barriers(1, 1),
-                          barriers(SLOTS, 1), barriers(SLOTS, 1), barriers(SLOTS, 2), kept, config)  # fmt: skip
+                          barriers(SLOTS, 1), barriers(SLOTS, 1), barriers(SLOTS, 2), stored, config)  # fmt: skip

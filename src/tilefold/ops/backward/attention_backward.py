@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ...errors import DtypeError
+from ...errors import DtypeError, PlanError
 from ...plan.backward.kept_backward import kept_beside
 from ..bound import Bound, Example
 from ..cache.decode import dense_rules
@@ -93,14 +93,14 @@ def backward(
     if not isinstance(bound, DenseBound):
         run = bound.run if whole or not bound.plan.queries_at_once else bound.sums  # type: ignore[union-attr]
         of_bias, of_sinks = wanted[3] and call.bias is not None, wanted[4] and call.sinks is not None
-        needs = wanted[0] or keys or (of_bias and bound.plan.keeps_scores)
-        dq, dk, dv, *kept = run((q, k, v, out), dout, lse, dlse, call) if needs else (None, None, None)
+        needs = wanted[0] or keys or (of_bias and bound.plan.stores_ds)
+        dq, dk, dv, *stored = run((q, k, v, out), dout, lse, dlse, call) if needs else (None, None, None)
         three = dq if wanted[0] else None, dk if keys else None, dv if keys else None
         if not (loads or of_bias or of_sinks):
             return *three, None, None, *no_gradients(call, wanted[5:])
         terms = _terms_bound(prepared, bound.plan, (q, k, v, out), (dout, dlse), call, loads)
-        beside = terms.rows(out, dout, lse, dlse) if loads or of_sinks or not kept else ()
-        return *three, *terms.gradients((q, k, v, dout, *beside), call, wanted[3:], *kept)
+        beside = terms.rows(out, dout, lse, dlse) if loads or of_sinks or not stored else ()
+        return *three, *terms.gradients((q, k, v, dout, *beside), call, wanted[3:], *stored)
     lse2, delta = bound.terms.rows(out, dout, lse, dlse)
     if bound.weights is not None and whole:
         dout, delta = weighted(bound.weights, (q, k, lse2), dout, delta, call)
@@ -144,6 +144,10 @@ def backward_plan_of(
     elements = elements_of(call, loads)
     elements = given.loads if set(elements) <= set(given.loads) else elements
     given.check(problem, device, given.bias if spare and not with_bias else bias, elements)
+    if given.stores_ds and not with_bias:
+        return given.without_bias()
+    if given.stores_ds and call.bias is not None and call.bias.dtype != q.dtype:
+        raise PlanError(f"plan stores dS in {q.dtype} for the gradient of the bias, which is {call.bias.dtype}")
     return given
 
 
@@ -326,7 +330,7 @@ def example_launch(
     of_terms = {
         "delta": (out, out, lse, lse, lse, lse),
         "sinks": (lse, lse, lse, call),
-        "bias": (q, call.bias) if backward_plan.keeps_scores else (q, k, v, out, lse, lse, call, call.bias),
+        "bias": (q, call.bias) if backward_plan.stores_ds else (q, k, v, out, lse, lse, call, call.bias),
     }
     if part in of_terms:
         made = _portable_parts(1.0, tensors, out, call, backward_plan)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ...plan.problem import AttentionProblem
 
 CHUNK = 128  # blocks of packed keys whose entries one program writes
-GIVEN = (*SIDES, "Statistics", "Progress", "Sums", "KeySums", "Blocks", "Tails", "DQ", "DK", "DV", "Kept")
+GIVEN = (*SIDES, "Statistics", "Progress", "Sums", "KeySums", "Blocks", "Tails", "DQ", "DK", "DV", "Stored")
 """What a call gives to the launches: scratch is statistics, counters, zeroed sums of dq, and those of dk and dv over a group; of
 packed sequences their blocks of keys, and their last tiles; dS for the gradient of a bias."""
 Tensors = tuple[torch.Tensor, ...]
@@ -60,7 +60,7 @@ def bound_launches(
         **sides_named(window_of(call.window, call.causal)),
         "heads_at_once": plan.heads_at_once,
         **_mod_values(call, n, _lists_of(call, plan, q.device)),
-        "kept_desc": Slot("Kept", _kept_box(rules.kept(n), q.dtype).over) if options.kept else None,
+        "stored_desc": Slot("Stored", _ds_box(rules.ds_shape(n), q.dtype).over) if options.stored else None,
         **(_packed_values(tensors, dout, call, plan) if tokens else _dense_values(tensors, call, n)),
     }
     constants = {"QUERIES": queries, "D": sizes.columns, "COLUMNS": n.dim_qk}
@@ -71,10 +71,10 @@ def bound_launches(
     main = _main(plan, call, sizes.programs, values, q.device)
     last = Bound.of(backward_reduced, sizes.last_grid, GIVEN, values, constants, q.device)
     buffers = _buffers(sizes, tensors)
-    if options.kept:  # what no program comes to is read only where lists say so
-        buffers = (*buffers, Scratch(rules.kept(n), q.dtype, options.lists))
+    if options.stored:  # what no program comes to is read only where lists say so
+        buffers = (*buffers, Scratch(rules.ds_shape(n), q.dtype, options.lists))
     made = ReduceBound if tokens else GluonBound
-    return made(plan, buffers, first, main, last, 3 + options.kept)
+    return made(plan, buffers, first, main, last, 3 + options.stored)
 
 
 @dataclass(slots=True)
@@ -287,7 +287,7 @@ def _sum_box(numbers: int, columns: int) -> Any:
     return Box(stand_in(floats), [numbers // 32, 32], [32, 1], box, *descriptor(tuple(box), floats))
 
 
-def _kept_box(shape: tuple[int, int], dtype: torch.dtype) -> Any:
+def _ds_box(shape: tuple[int, int], dtype: torch.dtype) -> Any:
     """Of dS in memory, a panel of a tile at a time."""
     from ...plan.backward.attention_backward_reduce import KEYS
 

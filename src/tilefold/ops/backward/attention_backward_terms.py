@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ROWS_AT_ONCE = 1024  # of a program of sinks
 OF_BIAS = ("Q", "K", "V", "DOut", "Lse2", "Delta", "call", "DBias")
-OF_KEPT = ("Kept", "DBias")
+OF_STORED = ("Stored", "DBias")
 OF_SINKS = ("Lse2", "Delta", "DSinks", "call")
 """What a call gives to the kernels."""
 Made = tuple[dict[str, Any], dict[str, Any]]
@@ -50,11 +50,7 @@ class TermsBound(NamedTuple):
         wide = max(strides["stride_om"], strides["stride_dm"]) * ROWS >= 1 << 31
         return cls(
             delta_bound(n, rows * sequences, rows, wide, strides, out.device),
-            _bind_kept(plan, call, out.device)
-            if plan.keeps_scores
-            else _bind_bias(plan, (*sides, dout), made, call)
-            if made and plan.bias
-            else None,
+            _bias_bound(plan, (*sides, dout), made, call),
             plan.bias_shares,
             None if call.sinks is None else _bind_sinks(n, rows, call, out.device),
             bind_loads(plan, *made, out.device, call, loads) if made else None,
@@ -71,11 +67,11 @@ class TermsBound(NamedTuple):
         return lse2, delta
 
     def gradients(
-        self, tensors: tuple[torch.Tensor, ...], call: Call, wanted: Sequence[bool], kept: torch.Tensor | None = None
+        self, tensors: tuple[torch.Tensor, ...], call: Call, wanted: Sequence[bool], stored: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, ...]:
-        """Of the bias, the sinks and the tensors of score_args, None where not wanted; tensors: q, k, v, dout, and `rows`; kept:
-        dS, where the plan keeps it."""
-        given = (kept,) if kept is not None else (*tensors, call)
+        """Of the bias, the sinks and the tensors of score_args, None where not wanted; tensors: q, k, v, dout, and `rows`;
+        stored: dS, where the plan has it stored."""
+        given = (stored,) if stored is not None else (*tensors, call)
         dbias = self._of_bias(given, call.bias) if wanted[0] and call.bias is not None else None
         dsinks = self._of_sinks(tensors, call, call.sinks) if wanted[1] and call.sinks is not None else None
         if self.loads is None:
@@ -96,6 +92,13 @@ class TermsBound(NamedTuple):
         parts = torch.empty((self.batch, lse2.shape[-2]), dtype=torch.float32, device=lse2.device)
         self.sinks((lse2, delta, parts, call))
         return parts.sum(0).to(sinks.dtype)
+
+
+def _bias_bound(plan: "AttentionBackwardPlan", tensors: tuple[torch.Tensor, ...], made: Made | None, call: Call) -> Any:
+    """The launch of a bias's gradient, None if there is none; tensors: q, k, v, dout."""
+    if plan.stores_ds:
+        return _bind_stored(plan, call, tensors[0].device)
+    return _bind_bias(plan, tensors, made, call) if made and plan.bias else None
 
 
 def _bind_bias(plan: "AttentionBackwardPlan", tensors: tuple[torch.Tensor, ...], made: Made, call: Call) -> Any:
@@ -129,13 +132,13 @@ def _bind_bias(plan: "AttentionBackwardPlan", tensors: tuple[torch.Tensor, ...],
     return tiled(attention_backward_bias, plan.scores, plan.grids[2], OF_BIAS, values, constants, q.device)
 
 
-def _bind_kept(plan: "AttentionBackwardPlan", call: Call, device: torch.device) -> Any:
-    """The launch that sums up dS that is kept."""
-    from ...kernels.backward.attention_backward_terms import attention_backward_kept
+def _bind_stored(plan: "AttentionBackwardPlan", call: Call, device: torch.device) -> Any:
+    """The launch that sums up dS that is stored."""
+    from ...kernels.backward.attention_backward_terms import attention_backward_stored
     from ...plan.backward import attention_backward_reduce as rules
 
     n, window = plan.problem, window_of(call.window, call.causal)
-    rows, pitch = rules.kept(n)
+    rows, pitch = rules.ds_shape(n)
     values = {
         **lengths_of(n),
         **sides_named(window),
@@ -146,7 +149,7 @@ def _bind_kept(plan: "AttentionBackwardPlan", call: Call, device: torch.device) 
         "bias_heads": plan.bias[1],
     }
     constants = {"KIND": kind_of(window), "ROUND": interpreting()}
-    return tiled(attention_backward_kept, plan.scores, plan.grids[2], OF_KEPT, values, constants, device)
+    return tiled(attention_backward_stored, plan.scores, plan.grids[2], OF_STORED, values, constants, device)
 
 
 def _bind_sinks(problem: "AttentionProblem", rows: int, call: Call, device: torch.device) -> Bound:

@@ -62,7 +62,7 @@ class GluonBound:
     def run(
         self, tensors: Tensors, dout: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None, call: Call
     ) -> Tensors:
-        """(dq, dk, dv), contiguous, and dS if it is kept; tensors: q, k, v, out; dlse like lse or None."""
+        """(dq, dk, dv), contiguous, and dS if it is stored; tensors: q, k, v, out; dlse like lse or None."""
         made = self.scratch(dout.device)
         given = (*tensors, dout, lse, dlse, call, *made)
         self.first(given)

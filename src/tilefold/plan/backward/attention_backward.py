@@ -26,9 +26,9 @@ POINTERS, BOX = "attention_backward", "attention_backward_box"
 KERNELS = (POINTERS, BOX, HOPPER, REDUCE)
 WAVES = 2  # programs for each SM that shares of a bias's sum aim at
 SMALL_WAVES = 6  # the same of the smallest of BIAS_TILES
-KEPT_WAVES = 4  # the same where dS is kept
-KEPT_TILE = Tile(64, 32, 4, 1)
-"""Of the sum of dS that is kept: the fastest of four up to 64 x 64, which stand 1 to 9 % apart (H200)."""
+STORED_WAVES = 4  # the same where dS is stored
+STORED_TILE = Tile(64, 32, 4, 1)
+"""Of the sum of dS that is stored: the fastest of four up to 64 x 64, which stand 1 to 9 % apart (H200)."""
 MAX_SHARES = 64
 BIAS_TILES = {
     16: Tile(64, 32, 4, 4), 32: Tile(64, 32, 4, 4), 64: Tile(64, 64, 4, 3), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 2),
@@ -36,6 +36,7 @@ BIAS_TILES = {
 }  # fmt: skip
 """By the padded head dim; above 128 not measured.  A step is a pair of tiles of another head or sequence: L2 brings all of it, so
 larger ones are faster until registers or buffers end (docs/performance/attention_backward.md)."""
+STORED_REASON = " dS is stored, and summed up for the bias."
 GRID_Y = 65535
 
 
@@ -91,9 +92,16 @@ class AttentionBackwardPlan(Plan):
         require_fit(_violation(self))
 
     @property
-    def keeps_scores(self) -> bool:
-        """Is the gradient of a bias summed up from dS that the kernel for q, k and v keeps?"""
-        return self.options is not None and self.options.kept
+    def stores_ds(self) -> bool:
+        """Does the kernel for dq, dk and dv store dS, of which the gradient of a bias is the sum?"""
+        return self.options is not None and self.options.stored
+
+    def without_bias(self) -> "AttentionBackwardPlan":
+        """The plan of a call whose bias gets no gradient."""
+        options = self.options and replace(self.options, stored=False)
+        scores = self.scores if self.loads or self.kernel not in (HOPPER, REDUCE) else self.keys
+        reason = self.reason.replace(STORED_REASON, "")
+        return replace(self, bias=(), bias_shares=0, options=options, scores=scores, reason=reason)
 
     @property
     def spans(self) -> tuple[spans.Span, ...]:
@@ -115,13 +123,14 @@ class AttentionBackwardPlan(Plan):
         """Bytes beside the gradients: two fp32 numbers a query and head, and the shares of the gradient of the bias; of an fp32
         call also the weights of the rows, and dout and delta times them; for loads a sum an element, and in two passes a number a
         program and tensor, if each is loaded from once; with the Hopper kernel room for dS, and for sums of dq
-        where keys come in KV splits; for dk and dv in fp32 where queries come in spans; with the one that adds dq, sums of it.
+        where keys come in KV splits; for dk and dv in fp32 where queries come in spans; with the one that adds dq, sums of it,
+        and dS where it stores that for a bias.
 
         For a packed batch, whose tokens the plan does not know, an upper estimate."""
         n = self.problem
         rows = n.batch * n.heads * n.seq_q
         if self.kernel == REDUCE:
-            made = self.loads or (self.bias and not self.keeps_scores)
+            made = self.loads or n.sinks or (self.bias and not self.stores_ds)
             beside = 8 * rows * bool(made) + self._others_bytes
             return reduced.scratch_bytes(n, self.options) + beside
         if self.kernel == HOPPER:
@@ -171,7 +180,7 @@ class AttentionBackwardPlan(Plan):
         if self.bias:
             shares = f" in {self.bias_shares} shares, added in order" if self.bias_shares > 1 else ""
             batch, heads, rows = self.bias
-            how = "the sum of dS that is kept" if self.keeps_scores else "two more products a pair"
+            how = "the sum of dS that is stored" if self.stores_ds else "two more products a pair"
             lines.append(
                 f"  bias      [{batch}, {heads}, {rows}, {n.seq_k}] by tiles of {self.scores}, {how}: "
                 f"{self.grids[2][0]} programs{shares}"
@@ -285,8 +294,8 @@ def plan_attention_backward(
         raise PlanError(f"bias: its gradient of {bias} is asked for, and the problem has no bias")
     if portable:
         return _portable(problem, device, others)
-    kept = bias[2:] == (problem.seq_q,) and not (exact_bias or reduced.keeping_refusal(problem))
-    options = reduced.options_for(problem, device, deterministic, kept)
+    stored = not exact_bias and reduced.is_stored(problem, bias)
+    options = reduced.options_for(problem, device, deterministic, stored)
     if isinstance(options, ReduceOptions):
         return _reduce(problem, device, others, options)
     changed = problem.score_mods or problem.mask_mods
@@ -359,12 +368,12 @@ def _gluon(
 ) -> AttentionBackwardPlan:  # fmt: skip
     """The plan of a Gluon kernel that breaks no limit."""
     scores, shares = tile, 0
-    kept = options is not None and options.kept
+    stored = options is not None and options.stored
     if others != NO_OTHERS:
-        scores = KEPT_TILE if kept else _scores_tile(problem, device, BOX, others)
-        shares = _shares(problem, device, scores, others.bias)
-        reason += " dS is kept, and summed up for the bias." if kept else ""
-        reason += "" if kept and not others.loads else " Other gradients have portable kernels of their own."
+        scores = STORED_TILE if stored else _scores_tile(problem, device, BOX, others)
+        shares = _shares(problem, device, scores, others.bias, stored)
+        reason += STORED_REASON if stored else ""
+        reason += "" if stored and not others.loads else " Other gradients have portable kernels of their own."
     return AttentionBackwardPlan.decided(
         dict, problem=problem, device=device, kernel=kernel, queries=tile, keys=tile, scores=scores, bias_shares=shares,
         rule=rule, reason=reason, heads_at_once=at_once[0], keys_at_once=at_once[1], options=options, queries_at_once=queries,
@@ -434,13 +443,13 @@ def _bias_programs(problem: AttentionProblem, tile: Tile, bias: tuple[int, ...])
     return -(-problem.seq_k // tile.block_n) * tiles_m * batch * heads
 
 
-def _shares(problem: AttentionProblem, device: Device, tile: Tile, bias: tuple[int, ...]) -> int:
+def _shares(problem: AttentionProblem, device: Device, tile: Tile, bias: tuple[int, ...], stored: bool = False) -> int:
     """As many as fill the device, if what is shared can be cut so often."""
     if not bias:
         return 0
     batch, heads, rows = bias
     parts = problem.batch // batch * (problem.heads // heads) if rows > 1 else -(-problem.seq_q // tile.block_m)
-    waves = {KEPT_TILE: KEPT_WAVES, BIAS_TILES[32]: SMALL_WAVES}.get(tile, WAVES)
+    waves = STORED_WAVES if stored else SMALL_WAVES if tile == BIAS_TILES[32] else WAVES
     programs = waves * max(1, device.sms)
     wanted = -(-programs // max(1, _bias_programs(problem, tile, bias)))
     return max(1, min(wanted, parts, MAX_SHARES))
@@ -498,7 +507,7 @@ def _hopper_violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
             return name, f"must be the tile of keys ({plan.keys}) with {plan.kernel}, got {getattr(plan, name)}"
     n, device, at_once = plan.problem, plan.device, (plan.heads_at_once, plan.keys_at_once)
     if plan.kernel == REDUCE:
-        fault = reduced.reduce_violation(n, device, plan.keys, plan.options, *at_once) or _kept_violation(plan)
+        fault = reduced.reduce_violation(n, device, plan.keys, plan.options, *at_once) or _stored_violation(plan)
     elif n.varlen:
         fault = _hopper_fault(n, device, plan.keys) or packed.kept_violation(n, device, *at_once)
     else:
@@ -520,13 +529,16 @@ def _scores_violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
     return fault and (f"scores.{fault[0]}", fault[1])
 
 
-def _kept_violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
-    if not plan.keeps_scores:
+def _stored_violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
+    if not plan.stores_ds:
         return None
     if plan.bias[2:] != (plan.problem.seq_q,):
-        return "options.kept", f"is a version of gradients of a bias with a row for each query, got {plan.bias or None}"
+        return (
+            "options.stored",
+            f"is a version of gradients of a bias with a row for each query, got {plan.bias or None}",
+        )
     if plan.scores.block_m > 64 or plan.scores.block_n > 128:
-        return "scores", f"must be at most 64 x 128 where dS is kept, got {plan.scores}"
+        return "scores", f"must be at most 64 x 128 where dS is stored, got {plan.scores}"
     return None
 
 

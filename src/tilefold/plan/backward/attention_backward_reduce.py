@@ -28,8 +28,8 @@ LEAST_CHANGED = {32: (512, 1024), 64: (256, 512), 80: (512, 512), 96: (512, 512)
 """By columns, or 32 below a head dim of 64, without and with a causal mask: queries and keys from which on it is taken with
 changes of scores, which of these kernels it alone has (benchmarks/results/changed_scores.jsonl); of more than 64 columns fewer
 were not measured.  Half of it, to 64 columns and without a causal mask, where softcap or a mask alone changes them."""
-LEAST_KEPT = {32: (512, 512), 64: (128, 128), 80: (128, 128), 96: (128, 128), 128: (128, 128)}
-"""The same where dS is kept for the gradient of a bias, which else has a kernel of its own (one H200, 68 cases of 128 to 2048
+LEAST_STORED = {32: (512, 512), 64: (128, 128), 80: (128, 128), 96: (128, 128), 128: (128, 128)}
+"""The same where dS is stored for the gradient of a bias, which else has a kernel of its own (one H200, 68 cases of 128 to 2048
 tokens)."""
 LEAST_NARROW = (512, 1024)
 """Queries and keys from which on it was faster than keeping dS at D=64, without and with a causal mask."""
@@ -69,8 +69,9 @@ FEW_SUMS = 2048
 """Queries below which half of it is faster in any order, of wider tiles."""
 ONE_BATCH = 40 << 20
 """Bytes of sums of dq of one batch of all heads, which no second one shares L2 with."""
-MOST_KEPT = 4 << 30
-"""Bytes of dS that may be kept for the gradient of a bias."""
+MOST_STORED = 4 << 30
+"""Bytes of dS that may be stored for the gradient of a bias."""
+FEW_SEEN = 8  # a window of fewer than a FEW_SEEN-th of the keys leaves most of that empty
 ENTRY_BYTES = 32  # of a packed batch's block of keys
 SHARED = 768  # barriers, and what the compiler keeps to start the partitions
 
@@ -85,21 +86,21 @@ class ReduceOptions:
     lists: tiles that a mask_mod or a mask hides are left out, and the mod is not asked about those that it shows whole.
     anew: the lists are made in every call, not kept until the mask_mod's args change.
     apart: each query head of a group has programs of its own, which add to dk and dv in memory in the heads' order.
-    kept: dS of all pairs goes to memory, for the gradient of a bias."""
+    stored: dS of all pairs goes to memory, for the gradient of a bias."""
 
     ordered: bool = False
     late: bool = False
     lists: bool = False
     anew: bool = False
     apart: bool = False
-    kept: bool = False
+    stored: bool = False
 
     def __str__(self) -> str:
         late = ", dP behind the changes of scores" if self.late else ""
         late += ", over lists of the tiles that the mask shows" if self.lists else ""
         late += ", made in every call" if self.anew else ""
         late += ", each head of a group by itself" if self.apart else ""
-        late += ", dS kept for the bias" if self.kept else ""
+        late += ", dS stored for the bias" if self.stored else ""
         return "dq added in memory, " + ("in the order of the keys" if self.ordered else "in any order") + late
 
 
@@ -140,26 +141,39 @@ def reduce_refusal(problem: AttentionProblem, device: Device) -> str | None:
     return None
 
 
-def keeping_refusal(problem: AttentionProblem) -> str | None:
-    """Why dS cannot be kept for the gradient of a bias, as a sentence, or None if it can."""
+def storing_refusal(problem: AttentionProblem) -> str | None:
+    """Why dS cannot be stored for the gradient of a bias, as a sentence, or None if it can."""
     n = problem
     if "bias" not in n.score_mods:
         return "the problem has none"
     if "softcap" in n.score_mods:
         return "dS has the derivative of softcap, which lies before the bias"
-    rows, columns = kept(n)
+    rows, columns = ds_shape(n)
     if rows >= 1 << 31:
         return "it has more rows than a descriptor can count"
-    if rows * columns * n.itemsize > MOST_KEPT:
-        return f"it would take {rows * columns * n.itemsize / 2**30:.3g} GiB, more than {MOST_KEPT >> 30}"
+    if rows * columns * n.itemsize > MOST_STORED:
+        return f"it would take {rows * columns * n.itemsize / 2**30:.3g} GiB, more than {MOST_STORED >> 30}"
     return None
 
 
+def is_stored(problem: AttentionProblem, bias: tuple[int, ...]) -> bool:
+    """Whether the gradient of such a bias (batch, heads, rows) is summed up from dS, in 16 bits, that the kernel stores.
+
+    Not of a window, which shows few of the pairs that there is room for; nor, where terms are added, in float16, whose least
+    numbers a sum of them may exceed."""
+    n = problem
+    shared = bias[:2] != (n.batch, n.heads)
+    few = min(n.sides) >= 0 and FEW_SEEN * _window(n) < n.seq_k
+    if bias[2:] != (n.seq_q,) or few or (shared and n.dtype == "float16"):
+        return False
+    return storing_refusal(n) is None
+
+
 def options_for(
-    problem: AttentionProblem, device: Device, deterministic: bool, kept: bool = False
+    problem: AttentionProblem, device: Device, deterministic: bool, stored: bool = False
 ) -> ReduceOptions | str:
-    """The version that was measured to be the fastest kernel for this problem, or why there is none.  kept: a bias has a
-    gradient for which dS can be kept.
+    """The version that was measured to be the fastest kernel for this problem, or why there is none.  stored: a bias
+    has a gradient for which dS can be stored.
 
     With changes of scores it is that without, wherever the kernel serves: at these head dims the other kernels for sm_90 have
     no changes."""
@@ -171,14 +185,14 @@ def options_for(
     if not n.unchanged:
         diagonal = max(n.sides) >= 0
         width = columns_of(n) if max(n.dim_qk, n.dim_v) >= 64 else 32
-        least = (LEAST_CHANGED | LEAST_KEPT if kept else LEAST_CHANGED)[width][diagonal]
+        least = (LEAST_STORED if stored else LEAST_CHANGED)[width][diagonal]
         if columns_of(n) == 64 and not diagonal and {*n.score_mods, *n.mask_mods} <= {"softcap", "mask"}:
             least //= 2
         if min(n.seq_q, n.seq_k) < least:
             return f"with fewer than {least} queries or keys and changes of scores it was not faster, or not measured"
         lists = n.mask_by_place and n.seq_q * n.seq_k >= LISTS_FROM
         apart = _is_apart(n, deterministic) and not lists
-        return ReduceOptions(deterministic, is_late(n), lists, apart=apart, kept=kept)
+        return ReduceOptions(deterministic, is_late(n), lists, apart=apart, stored=stored)
     causal, tokens, fast = max(n.sides) >= 0, min(n.seq_q, n.seq_k), not _is_slow(device)
     if width_of(n) == 64:
         least = LEAST_NARROW[causal]
@@ -330,7 +344,7 @@ def key_sums(problem: AttentionProblem, options: ReduceOptions | None, tokens: T
     return apart * 2 * programs(problem, None, tokens) * KEYS * columns_of(problem)
 
 
-def kept(problem: AttentionProblem) -> tuple[int, int]:
+def ds_shape(problem: AttentionProblem) -> tuple[int, int]:
     """Rows and columns of dS in memory: keys of all query heads, and queries, in whole tiles."""
     n = problem
     return n.batch * n.heads * blocks(n) * KEYS, q_tiles(n) * queries_of(n)
@@ -344,12 +358,12 @@ def tails(problem: AttentionProblem) -> int:
 
 
 def scratch_bytes(problem: AttentionProblem, options: ReduceOptions | None) -> int:
-    """Memory for the fp32 sums of dq, statistics, the counters, and the fp32 sums of dk and dv over the heads of a group; of a
+    """Memory for the fp32 sums of dq, statistics, the counters, the fp32 sums of dk and dv over the heads of a group, dS; of a
     packed batch, whose tokens nobody says, at most, with the last tiles and the blocks' entries."""
     n = problem
     sums = rows(n) * queries_of(n) * (columns_of(n) + 2)
     packed = tails(n) * 64 * n.itemsize + ENTRY_BYTES * blocks(n) if n.varlen else 0
-    rows_of_keys, queries = kept(n) if options is not None and options.kept else (0, 0)
+    rows_of_keys, queries = ds_shape(n) if options is not None and options.stored else (0, 0)
     return 4 * (sums + counters(n, options) + key_sums(n, options)) + packed + rows_of_keys * queries * n.itemsize
 
 
@@ -437,8 +451,8 @@ def reduce_violation(
         )
     if options is not None and options.apart and n.group == 1:
         return "options.apart", "is a version of groups of query heads, and each KV head has one"
-    if options is not None and options.kept and (why := keeping_refusal(n)):
-        return "options.kept", f"dS cannot be kept for a bias: {why}"
+    if options is not None and options.stored and (why := storing_refusal(n)):
+        return "options.stored", f"dS cannot be stored for a bias: {why}"
     if options is not None and options.anew and not options.lists:
         return "options.anew", "is a version of lists"
     fixed = {"block_m": queries_of(n), "block_n": KEYS, "num_warps": 4}
@@ -461,7 +475,7 @@ def options_violation(options: object) -> tuple[str, str] | None:
     """As reduce_violation, of the options alone."""
     if not isinstance(options, ReduceOptions):
         return "options", f"must be ReduceOptions with {KERNEL}, got {options!r}"
-    for name in ("ordered", "late", "lists", "anew", "apart", "kept"):
+    for name in ("ordered", "late", "lists", "anew", "apart", "stored"):
         given: Any = getattr(options, name)
         if type(given) is not bool:
             return f"options.{name}", f"must be a bool, got {given!r}"

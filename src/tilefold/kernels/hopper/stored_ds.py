@@ -1,6 +1,6 @@
 """dS of every pair in memory, which `attention_backward_reduce` writes for the gradient of a bias.
 
-TMA stores the tile that is in shared memory for dq's sake, in q's dtype.  A warp of its own (`keep`) issues the stores.
+TMA stores the tile that is in shared memory for dq's sake, in q's dtype.  A warp of its own (`store_ds`) issues the stores.
 `kernels.backward.attention_backward_terms` sums up what shares a bias.
 """
 
@@ -11,7 +11,7 @@ from .tails import KEYS
 
 
 @struct
-class KeptScores:
+class StoredDs:
     """desc [B * H * blocks * 128 keys, q_tiles * QUERIES], boxes [128, 64]; panels: those of two tiles of dS [128, QUERIES].
     full, empty: a barrier for each tile."""
 
@@ -47,8 +47,8 @@ class KeptScores:
 
 
 @jit
-def make_kept_scores(desc, ds, heads, blocks, QUERIES: gl.constexpr):
+def make_stored_ds(desc, ds, heads, blocks, QUERIES: gl.constexpr):
     """With their barriers.  ds: of the ReducePipeline."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, PANEL], ds.dtype)
     panels = reinterpret(ds, ds.dtype, [2 * (QUERIES // PANEL), KEYS, PANEL], LAYOUT)
-    return KeptScores(desc, panels, barriers(2, 2), barriers(2, 1), heads, blocks, QUERIES)
+    return StoredDs(desc, panels, barriers(2, 2), barriers(2, 1), heads, blocks, QUERIES)
