@@ -52,7 +52,7 @@ class PackedBound(GluonBound):
         given = (*tensors, dout)
         first = self.first.with_values(values, _first_grid(self.plan, order, tensors), given)
         main = self.main.with_values(values, _main_grid(order), given)
-        return PackedBound(self.plan, _buffers(self.plan, order, tensors), first, main, None, order.together)
+        return PackedBound(self.plan, _buffers(self.plan, order, tensors), first, main, together=order.together)
 
 
 def bound_launches(
@@ -77,7 +77,7 @@ def bound_launches(
     }
     first = _prepare(plan, order, tensors, dout, values)
     main = _main(plan, order, call, values, q.device)
-    return PackedBound(plan, _buffers(plan, order, tensors), first, main, None, order.together)
+    return PackedBound(plan, _buffers(plan, order, tensors), first, main, together=order.together)
 
 
 def _order_of(plan: "AttentionBackwardPlan", tensors: Tensors) -> "Order":

@@ -74,7 +74,7 @@ def bound_launches(
     if options.stored:  # what no program comes to is read only where lists say so
         buffers = (*buffers, Scratch(rules.ds_shape(n), q.dtype, options.lists))
     made = ReduceBound if tokens else GluonBound
-    return made(plan, buffers, first, main, last, 3 + options.stored)
+    return made(plan, buffers, first, main, last, results=3 + options.stored)
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -47,7 +47,7 @@ class GluonBound:
     first: Bound
     main: Bound
     last: Bound | None = None
-    results: int = 3  # of the buffers
+    results: int = field(default=3, kw_only=True)  # of the buffers
 
     def of_lengths(self, tensors: Tensors, dout: torch.Tensor, call: Call) -> "GluonBound | None":
         """The launches of a call that differs in its lengths, which make the same tiles; None if they are others."""
