@@ -82,7 +82,7 @@ def attention(
         softcap: cap > 0 turns a score s into cap * tanh(s / cap) (Gemma 2); 0 is off.
         alibi_slopes: [heads] or [batch, heads] fp32: subtracts slope * |i + seq_k - seq_q - j| (ALiBi).
         bias: [batch or 1, heads or 1, seq_q or 1, seq_k] floating point, added to the score; never expanded in memory.
-            Its gradient is summed up in fp32; in q's dtype often from dS of all pairs, in 16 bits, up to 4 GiB.
+            Its gradient is summed up in fp32.  For a bias in q's dtype dS of all pairs may be stored, in 16 bits, at most 4 GiB.
         mask: like bias, bool: true where the query sees the key; or a `Mask` (`tilefold.masks`), made of parts by &, | and ~,
             beside which causal, window and mask_mod have to hold as well, where they are given.  A tensor that heads share is
             listed as a mask_mod is.

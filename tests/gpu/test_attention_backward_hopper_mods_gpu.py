@@ -221,8 +221,7 @@ def test_stored_ds(options, dim):
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("options", MASKS[:2], ids=str)
 def test_stored_ds_is_planned(options, dim):
-    """Beside sinks and the gradient of what a function reads; the same bits every run; a bias of more bits than q is summed up
-    from fp32."""
+    """Beside the gradient of sinks; the same bits every run; a bias of more bits than q is summed up from fp32."""
     tensors = qkv(2, 1024, 1100, 8, 4, dim, dtype=BF, device=DEVICE)
     options = options | {"bias": rand(1, 8, 1024, 1100, dtype=BF, device=DEVICE).requires_grad_()}
     options["sinks"] = torch.randn(8, device=DEVICE).requires_grad_()

@@ -71,7 +71,7 @@ def bound_launches(
     main = _main(plan, call, sizes.programs, values, q.device)
     last = Bound.of(backward_reduced, sizes.last_grid, GIVEN, values, constants, q.device)
     buffers = _buffers(sizes, tensors)
-    if options.stored:  # what no program comes to is read only where lists say so
+    if options.stored:  # with lists the sum reads tiles that no program visits: zeros
         buffers = (*buffers, Scratch(rules.ds_shape(n), q.dtype, options.lists))
     made = ReduceBound if tokens else GluonBound
     return made(plan, buffers, first, main, last, results=3 + options.stored)

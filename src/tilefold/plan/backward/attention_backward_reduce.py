@@ -29,8 +29,8 @@ LEAST_CHANGED = {32: (512, 1024), 64: (256, 512), 80: (512, 512), 96: (512, 512)
 changes of scores, which of these kernels it alone has (benchmarks/results/changed_scores.jsonl); of more than 64 columns fewer
 were not measured.  Half of it, to 64 columns and without a causal mask, where softcap or a mask alone changes them."""
 LEAST_STORED = {32: (512, 512), 64: (128, 128), 80: (128, 128), 96: (128, 128), 128: (128, 128)}
-"""The same where dS is stored for the gradient of a bias, which else has a kernel of its own (one H200, 68 cases of 128 to 2048
-tokens)."""
+"""The same where dS is stored for the gradient of a bias, which else has a kernel of its own (one H200, 46 cases of 128 to 2048
+tokens, one of them of 96 columns)."""
 LEAST_NARROW = (512, 1024)
 """Queries and keys from which on it was faster than keeping dS at D=64, without and with a causal mask."""
 LEAST_WINDOW = {(1, True): 512, (1, False): 0, (2, True): 2048, (2, False): 1024}
@@ -159,8 +159,8 @@ def storing_refusal(problem: AttentionProblem) -> str | None:
 def is_stored(problem: AttentionProblem, bias: tuple[int, ...]) -> bool:
     """Whether the gradient of such a bias (batch, heads, rows) is summed up from dS, in 16 bits, that the kernel stores.
 
-    Not of a window, which shows few of the pairs that there is room for; nor, where terms are added, in float16, whose least
-    numbers a sum of them may exceed."""
+    Not of a narrow window, since dS has room for all pairs.  Not of a shared bias in float16: its smallest terms would become 0
+    before they are added."""
     n = problem
     shared = bias[:2] != (n.batch, n.heads)
     few = min(n.sides) >= 0 and FEW_SEEN * _window(n) < n.seq_k
