@@ -186,6 +186,8 @@ SPARSE: tuple[tuple[str, Holds], ...] = (
 MATRIX: tuple[tuple[str, Holds], ...] = (
     (r"# tiles? would leave # of # SMs idle; # shares of the sum over k use #",
      lambda p, a, b, c, d, e: a + b == c and a * d == e == p.grid[0] <= c),
+    (r"# us are estimated for it, # for the portable kernel", lambda p, a, b: a >= b),
+    (r"# parts? of K would take # us", lambda p, *_: p.parts == 1),
     (r"# tiles leave most of # SMs idle", lambda p, a, b: 2 * a < b),
     (r"least estimated time: # tiles? on # SMs", lambda p, a, b: a >= b),
     (r"# tiles? on # SMs; sharing", lambda p, a, b: a < b and a == p.grid[0]),

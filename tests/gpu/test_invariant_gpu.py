@@ -1,6 +1,7 @@
 """numerics="invariant" on a GPU: 2,016 draws of a sequence that is computed in many ways, none of which may move a bit; products;
 accuracy, graphs, compiled functions."""
 
+import products
 import pytest
 import torch
 
@@ -8,8 +9,13 @@ import tilefold
 from cases import judge, qkv, rand, same
 from cases.device import DEVICE, SM_90, captured, no_waiting
 from cases.invariant import WAYS, draw
+from cases.matmul import matrix
 from tilefold import reference
+from tilefold.ops.device import device_of
+from tilefold.ops.matrix.operands import operands
+from tilefold.ops.matrix.product import Epilogue, problem_of
 from tilefold.plan import AttentionPlan, DecodeProblem, InvariantPlan, plan_invariant
+from tilefold.plan.matrix.matmul import plan_matmul
 from tilefold.quant import quantize_weight
 
 pytestmark = pytest.mark.no_poison
@@ -141,6 +147,34 @@ def test_products(dtype):
         assert torch.equal(many[1], whole)
 
 
+@SM_90
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("turned", [(False, True), (False, False), (True, True)])
+def test_products_by_every_tile(turned, dtype):
+    """Columns, steps, both numbers of rows, and the kernel for sm_90: one chain of products over k, the same bits."""
+    for m, n, k in ((1, 520, 1040), (70, 520, 4096), (300, 1000, 1000)):
+        a, b = (
+            matrix(*shape, dtype=dtype, device=DEVICE, turned=t)
+            for shape, t in zip(((m, k), (k, n)), turned, strict=True)
+        )
+        for bias, activation in ((None, "none"), (rand(n, dtype=dtype, device=DEVICE), "relu")):
+            asked = {"bias": bias, "activation": None if activation == "none" else activation}
+            whole = tilefold.matmul(a, b, numerics="invariant", **asked)
+            problem = problem_of(operands(a, b, bias, False), Epilogue(activation, out_dtype=dtype), False)
+            base, seen = plan_matmul(problem, device_of(DEVICE)), set()
+            for plan in products.tiles_of(base):
+                if plan.kernel == "matmul_hopper" and not problem.descriptors:
+                    continue
+                seen.add(plan.kernel)
+                assert same(tilefold.matmul(a, b, plan=plan, numerics="invariant", **asked), whole), (
+                    m,
+                    n,
+                    k,
+                    plan.tile,
+                )
+            assert len(seen) == 1 + problem.descriptors
+
+
 @pytest.mark.parametrize(("bits", "dtype"), [(4, BF16), (8, torch.float16), (3, BF16), (2, BF16), (4, torch.float32)])
 def test_lowbit(bits, dtype):
     weight = quantize_weight(rand(512, 1024, dtype=dtype, device=DEVICE), bits=bits, group=128)
@@ -149,6 +183,24 @@ def test_lowbit(bits, dtype):
     for rows in (1, 7, 16, 17, 64, 200):
         assert torch.equal(tilefold.lowbit_matmul(x[100 - rows // 2 :][:rows], weight, numerics="invariant"),
                            whole[100 - rows // 2 :][:rows])  # fmt: skip
+
+
+@SM_90
+@pytest.mark.parametrize(
+    ("bits", "scheme", "group", "dtype"),
+    [(4, "asymmetric", 128, BF16), (4, "symmetric", 32, torch.float16), (8, "asymmetric", 64, BF16), (3, "asymmetric", 128, BF16),
+     (2, "symmetric", None, BF16), (8, "symmetric", 128, torch.float16)],
+)  # fmt: skip
+def test_few_bits_have_the_bits_of_their_floats(bits, scheme, group, dtype):
+    """Whichever path a number of rows takes: the product with the dequantised weight."""
+    weight = quantize_weight(rand(1032, 2048, dtype=dtype, device=DEVICE), bits=bits, group=group, scheme=scheme)
+    floats, bias, paths = weight.dequantize(dtype), rand(1032, dtype=dtype, device=DEVICE), set()
+    for rows in (1, 5, 40, 200, 700, 9000):
+        x = rand(rows, 2048, dtype=dtype, device=DEVICE)
+        paths.add(tilefold.lowbit_matmul_plan(x, weight, numerics="invariant").path)
+        got = tilefold.lowbit_matmul(x, weight, bias, numerics="invariant")
+        assert torch.equal(got, tilefold.matmul(x, floats.t(), bias=bias, numerics="invariant")), rows
+    assert {"tile", "dequantise"} <= paths
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])

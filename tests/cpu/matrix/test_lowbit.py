@@ -232,7 +232,7 @@ def test_plans_without_the_kernels_of_sm_90(monkeypatch):
     assert plan.path == "tile" and f"rows {why}" in str(plan)
 
 
-@pytest.mark.parametrize("rows", [1, 64, 256])
+@pytest.mark.parametrize("rows", [1, 64, 512])
 @pytest.mark.parametrize("why", ["refused", "does not compile"])
 def test_a_triton_without_the_kernels_of_sm_90_takes_portable_ones(rows, why, monkeypatch):
     from tilefold.kernels import hopper

@@ -1,15 +1,20 @@
 """Plans of matrix products, of 8-bit ones too: which kernel for which shape, limits, refusals with their reasons."""
 
 import itertools
+import json
+import math
 from dataclasses import replace
+from pathlib import Path
 
+import products
 import pytest
 
 from cases.refusals import refuses
 from tilefold.errors import PlanError, Unsupported
 from tilefold.plan.device import DEVICES, device_named
 from tilefold.plan.matrix.eight import HOPPER, PORTABLE, ROWS, EightPlan, EightProblem, plan_eight, seconds
-from tilefold.plan.matrix.matmul import MatmulProblem, plan_matmul
+from tilefold.plan.matrix.lowbit import MOST_FEW, LowbitProblem, invariant_lowbit, plan_lowbit
+from tilefold.plan.matrix.matmul import MatmulProblem, invariant_matmul, plan_matmul
 
 H200 = device_named("h200")
 SIZES = (0, 1, 17, 64, 1000, 4096, 65536)
@@ -47,6 +52,47 @@ def test_which_kernel():
     assert plan_matmul(MatmulProblem(1, 4096, 4096, 4096), H200, portable=True).kernel == "matmul"
 
 
+def cases(kind):
+    """(problem, us by name, record) of what was measured."""
+    root = Path(__file__).parents[3]
+    lines = (root / "benchmarks/results/products.jsonl").read_text(encoding="utf-8").splitlines()
+    for case in map(json.loads, lines):
+        if case["kind"] == kind:
+            yield case, {name: us for name, us in case["us"].items() if name not in ("cuBLAS", "default", "invariant")}
+
+
+def test_tiles_were_measured():
+    """Of 110 products those of 16 bits take one of the fastest tiles, and numerics="invariant" loses nothing that others have."""
+    slower = {"default": [], "invariant": []}
+    for case, us in cases("matmul"):
+        problem = MatmulProblem(1, case["m"], case["n"], case["k"], b_major="n" if case["turned"] else "k")
+        for how, plan in (("default", plan_matmul(problem, H200)), ("invariant", invariant_matmul(problem, H200))):
+            tiles = {name: time for name, time in us.items() if how == "default" or "shares" not in name}
+            slower[how].append(tiles[products.named(plan)] / min(tiles.values()))
+            # one row of 1024 columns: shares would pay
+            assert slower[how][-1] <= (1.18 if case["n"] * case["m"] == 1024 else 1.08), (case, products.named(plan))
+    assert len(slower["default"]) == 110
+    assert all(math.prod(each) ** (1 / 110) < 1.01 for each in slower.values())
+
+
+def test_tiles_of_few_bits_were_measured():
+    """The invariant plan takes one of the fastest tiles; the default's is at most 4 % slower than the table of choices."""
+    slower = []
+    for case, us in cases("lowbit"):
+        problem = LowbitProblem(case["m"], case["n"], case["k"], case["bits"], 128, zeros="integer")
+        plan, default = invariant_lowbit(problem, H200), plan_lowbit(problem, H200)
+        others = [time for name, time in us.items() if name != "table"]
+        slower.append(us[few_bits(plan)] / min(others))
+        assert slower[-1] <= 1.12, (case, plan)
+        if case["m"] > MOST_FEW and (kept := us.pop("table", None)) is not None and default.splits == 1:
+            assert us[few_bits(default)] <= 1.04 * kept, (case, default)
+    assert len(slower) == 60 and math.prod(slower) ** (1 / 60) < 1.02
+
+
+def few_bits(plan):
+    return plan.path if plan.path == "dequantise" else f"{plan.path} {plan.block_n}x{plan.block_m}"
+
+
 def test_few_tiles_share_the_sum():
     plan = plan_matmul(MatmulProblem(1, 512, 512, 16384), H200)
     assert plan.splits > 1 and plan.rule == "split-k" and plan.grid[0] <= H200.sms
@@ -80,7 +126,7 @@ def test_cost_and_bound():
         ({"kernel": "cublas"}, "kernel: must be 'matmul' or 'matmul_hopper', got 'cublas'"),
         (
             {"kernel": "matmul", "num_warps": 1},
-            "num_warps: the accumulator needs 1024 registers a thread, there are 255",
+            "num_warps: the accumulator needs 512 registers a thread, there are 255",
         ),
     ],
 )

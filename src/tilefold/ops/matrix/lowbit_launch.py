@@ -131,7 +131,7 @@ def plan_of(
     from ..hopper import disabled
 
     problem, device = problem_of(x, weight, deterministic), on or device_of(x.device)
-    return invariant_lowbit(problem, device) if fixed else plan_lowbit(problem, device, disabled())
+    return (invariant_lowbit if fixed else plan_lowbit)(problem, device, disabled())
 
 
 def problem_of(x: torch.Tensor, weight: QuantizedTensor, deterministic: bool) -> "LowbitProblem":
@@ -178,18 +178,24 @@ def _prepare(x: Any, weight: QuantizedTensor, bias: Any, deterministic: bool, pl
     if plan.problem.m == 0:
         made = by_float
     else:
-        bound, plan = bound_of(example, weight, bias, plan, chosen)
+        bound, plan = bound_of(example, weight, bias, plan, chosen, fixed)
         made = by_float if bound is None else functools.partial(_multiplied, bound, plan)
     return made if weight.perm is None else functools.partial(_permuted, made)
 
 
 def bound_of(
-    x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None, plan: "LowbitPlan", chosen: bool
+    x: torch.Tensor,
+    weight: QuantizedTensor,
+    bias: torch.Tensor | None,
+    plan: "LowbitPlan",
+    chosen: bool,
+    fixed: bool = False,
 ) -> tuple[Bound | None, "LowbitPlan"]:
     """The launch of a plan, None for "dequantise", and the plan that is followed.
 
-    Where this Triton does not compile a kernel for sm_90 that the caller has not chosen, a portable one, after a warning."""
-    from ...plan.matrix.lowbit import OF_SM_90, plan_lowbit
+    Where this Triton does not compile a kernel for sm_90 that the caller has not chosen, a portable one, after a warning; fixed:
+    with numerics="invariant"."""
+    from ...plan.matrix.lowbit import OF_SM_90, invariant_lowbit, plan_lowbit
     from ..hopper import bound_or_none
 
     if plan.path in OF_SM_90 and not chosen:
@@ -202,7 +208,7 @@ def bound_of(
         bound = bound_or_none("low-bit matrix product", lambda: _BINDERS[plan.path](x, weight, plan), compile)
         if bound is not None:
             return bound, plan
-        plan = plan_lowbit(plan.problem, plan.device, portable=True)
+        plan = (invariant_lowbit if fixed else plan_lowbit)(plan.problem, plan.device, portable=True)
     return None if plan.path == "dequantise" else _BINDERS[plan.path](x, weight, plan), plan
 
 

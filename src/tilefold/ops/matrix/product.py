@@ -110,7 +110,7 @@ def _plan_of(problem: Any, epilogue: Epilogue, device: torch.device) -> "MatmulP
 
     machine, fixed = device_of(device), is_invariant(epilogue.numerics)
     if fixed and not epilogue.plan:
-        return invariant_matmul(problem, machine, epilogue.order)
+        return invariant_matmul(problem, machine, epilogue.order, disabled())
     if not epilogue.plan:
         return plan_matmul(problem, machine, epilogue.order, disabled())
     plan = Constant(epilogue.plan).value
@@ -145,9 +145,10 @@ def _bind(tensors: tuple[Any, ...], epilogue: Epilogue) -> Prepared:
     made = _bind_hopper(x, plan, epilogue, tensors) if plan.kernel == "matmul_hopper" else None
     if made is None:
         if plan.kernel == "matmul_hopper":  # it does not compile here
-            from ...plan.matrix.matmul import plan_matmul
+            from ...plan.matrix.matmul import invariant_matmul, plan_matmul
 
-            plan = plan_matmul(problem, device_of(a.device), epilogue.order, True)
+            made_anew = invariant_matmul if is_invariant(epilogue.numerics) else plan_matmul
+            plan = made_anew(problem, device_of(a.device), epilogue.order, True)
         made = bind_portable(x, plan, (scale_a, scale_b), a.device)
     if plan.splits == 1:
         return Prepared(shape, made)

@@ -10,6 +10,8 @@ from tilefold.plan.base import Plan
 from tilefold.plan.cost import Bound, Cost
 from tilefold.plan.device import Device
 from tilefold.plan.matrix.lowbit_choices import Choice, choice_for
+from tilefold.plan.matrix.problem import MatmulProblem
+from tilefold.plan.matrix.tiles import ADD_BYTES, FIRST_LOADS, LAUNCH, LOADED, by_wgmma, estimated_invariant
 
 BITS = (8, 4, 3, 2)
 ZEROS = ("none", "integer", "float", "table")
@@ -23,7 +25,18 @@ MOST_SPLITS = 16
 LIMITS = {"block_n": (1, 256), "block_m": (1, 256), "num_warps": (1, 32), "stages": (1, 16), "splits": (1, 65535),
           "registers": (0, 255)}  # fields of a plan: least, most  # fmt: skip
 POWERS = ("block_n", "block_m", "num_warps")
+MOST_FEW = 64  # rows of x whose calls have one launch wherever a kernel unpacks: the host's time counts
 TILE_UP_TO = 128  # rows of x, where no row of the table says something else
+
+# By wgmma: (path, rows of the weight, rows of x, stages) -> seconds of a slab of one tile an SM, 4 bits and 8, and how much
+# longer two tiles take.  Fitted to 60 products on an H200: benchmarks/products.py.
+STEPPED = {
+    ("tile", 64, 16, 4): (0.083e-6, 0.145e-6, 1.45),
+    ("tile", 64, 64, 4): (0.135e-6, 0.175e-6, 1.45),
+    ("tile", 128, 64, 4): (0.19e-6, 0.28e-6, 1.55),
+    ("hopper", 128, 128, 5): (0.265e-6, 0.345e-6, 2.0),
+    ("hopper", 128, 256, 4): (0.355e-6, 0.45e-6, 2.0),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +164,22 @@ class LowbitPlan(Plan):
     def require_invariant(self) -> None:
         """PlanError, naming the field, unless its results have the bits of numerics="invariant"."""
         wanted = invariant_lowbit(self.problem, self.device)
-        for name in ("path", "block_n", "num_warps", "splits", "scaled", "join"):
-            if wanted.path != "dequantise" and getattr(self, name) != getattr(wanted, name):
+        fields: tuple[str, ...] = ("block_n", "num_warps", "splits", "scaled", "join")
+        if _as_dequantised(self.problem, self.device):
+            if self.path == "rows":
+                raise PlanError('plan field path: numerics="invariant" has no "rows", whose warps share the sum')
+            if self.path == "tile" and self.block_n < 64:
                 raise PlanError(
-                    f'plan field {name}: numerics="invariant" has {getattr(wanted, name)!r}, the plan has {getattr(self, name)!r}'
+                    f'plan field block_n: numerics="invariant" has at least 64 here, the plan has {self.block_n}'
                 )
-        if self.path != wanted.path:
+            wanted = LowbitPlan(self.problem, self.device, self.path, "", block_n=128, scaled="before")
+            fields = ("splits",) if self.path == "hopper" else ("num_warps", "splits", "scaled")
+        elif self.path != wanted.path:
             raise PlanError(f'plan field path: numerics="invariant" has {wanted.path!r}, the plan has {self.path!r}')
+        for name in fields if self.path != "dequantise" else ():
+            fixed, given = getattr(wanted, name), getattr(self, name)
+            if fixed != given:
+                raise PlanError(f'plan field {name}: numerics="invariant" has {fixed!r}, the plan has {given!r}')
 
     @property
     def each(self) -> int:
@@ -265,17 +287,78 @@ def _tile(problem: LowbitProblem, device: Device) -> dict[str, object]:
             "scaled": "before" if before else "after"}  # fmt: skip
 
 
+def _as_dequantised(problem: LowbitProblem, device: Device) -> bool:
+    """Whether all paths without shares of K have the bits of `matmul` with the dequantised weight: by wgmma, one chain over K."""
+    wgmma = device.backend == "cuda" and by_wgmma(_product(problem), device)
+    return wgmma and refused(problem, device, "tile") is None
+
+
+def _product(problem: LowbitProblem) -> MatmulProblem:
+    """That with the dequantised weight."""
+    p = problem
+    return MatmulProblem(1, p.m, p.n, p.k, p.dtype, p.dtype, b_major="k", descriptors=p.aligned and p.k % 8 == 0)
+
+
 @lru_cache(maxsize=4096)
-def invariant_lowbit(problem: LowbitProblem, device: Device) -> LowbitPlan:
+def invariant_lowbit(problem: LowbitProblem, device: Device, portable: bool = False) -> LowbitPlan:
     """The plan of numerics="invariant": a row's bits depend on it and the weight alone.  Where no kernel unpacks, the weight is
-    dequantised and multiplied as `invariant_matmul` does.
+    dequantised and multiplied as `invariant_matmul` does.  portable: without the kernel for sm_90, which has the same bits.
 
     Rows of the weight are rows of the tensor instruction, rows of x its columns: how many there are moves no bit."""
     refusal = refused(problem, device, "tile")
     if refusal is not None:
         return LowbitPlan(problem, device, "dequantise", "numerics=invariant", (f"tile {refusal}",))
     reason = "numerics=invariant: one order of sums over K, no parts of it"
-    return LowbitPlan(problem, device, "tile", reason, block_m=16 if problem.m <= 16 else 64, stages=2)
+    if not _as_dequantised(problem, device):
+        return LowbitPlan(problem, device, "tile", reason, block_m=16 if problem.m <= 16 else 64, stages=2)
+    reason += ", that of the dequantised weight's product; the least estimated time"
+    return min(_whole_sums(problem, device, reason, portable), key=lambda one: one[0])[1]
+
+
+def _whole_sums(
+    problem: LowbitProblem, device: Device, reason: str, portable: bool = False
+) -> list[tuple[float, LowbitPlan]]:
+    """(estimated seconds, plan) of what has the bits of the dequantised weight's product."""
+    whole = LowbitPlan(problem, device, "dequantise", reason)
+    size = 2 * problem.n * problem.k
+    made = LAUNCH + (size + size * problem.bits // 16) / (LOADED * device.dram_rate)
+    found = [(made + estimated_invariant(_product(problem), device, portable), whole)] if problem.m > MOST_FEW else []
+    for path, block_n, block_m, stages in STEPPED:
+        if refused(problem, device, path) or (portable and path == "hopper"):
+            continue
+        if path == "hopper":
+            stages = min(stages, _slots(problem, block_n, block_m))
+        if stages > 0:
+            plan = LowbitPlan(problem, device, path, reason, block_n=block_n, block_m=block_m, stages=stages, scaled="before",
+                              join=path == "tile")  # fmt: skip
+            found.append((_seconds(plan), plan))
+    return found
+
+
+def _seconds(plan: LowbitPlan) -> float:
+    """Estimated time of a plan with a tile of STEPPED: of pairs of tiles an SM, and a rest, in slabs of so many seconds, or of
+    DRAM; and of splits' sums."""
+    problem, device = plan.problem, plan.device
+    four, eight, pair = next(
+        times for tile, times in STEPPED.items() if tile[:3] == (plan.path, plan.block_n, plan.block_m)
+    )
+    whole, rest = divmod(plan.items * plan.parts, 2 * device.sms)
+    waves = pair * whole + (0.0 if not rest else pair if rest > device.sms else 1.0)
+    made = waves * plan.each * problem.slabs * (eight if problem.bits == 8 else four)
+    sums = 8 * plan.parts * problem.m * problem.n / ADD_BYTES if plan.parts > 1 else 0.0
+    return FIRST_LOADS + max(made, problem.cost.bytes / (LOADED * device.dram_rate)) + sums
+
+
+def by_table(
+    problem: LowbitProblem, device: Device, possible: tuple[str, ...] = PATHS, rejected: tuple[str, ...] = ()
+) -> LowbitPlan | None:
+    """The plan of the table of choices for sm_90, by one of the possible paths; None where it has none."""
+    row = choice_for(problem.bits, problem.m, problem.n, problem.k, possible) if device.architecture is SM_90 else None
+    if row is None:
+        return None
+    reason = f"{problem.m} row{'s' * (problem.m != 1)} of x, at most {row.m}"
+    plan = LowbitPlan(problem, device, row.path, reason, rejected, **_chosen(problem, device, row))  # type: ignore[arg-type]
+    return replace(plan, splits=plan.parts)
 
 
 @lru_cache(maxsize=4096)
@@ -286,12 +369,13 @@ def plan_lowbit(problem: LowbitProblem, device: Device, portable: bool = False) 
         for path in OF_SM_90:
             refusals[path] = refusals[path] or "is left out: portable kernels were asked for"
     rejected = tuple(f"{path} {refusal}" for path, refusal in refusals.items() if refusal)
-    if device.architecture is SM_90:
-        possible = tuple(path for path, refusal in refusals.items() if not refusal)
-        if row := choice_for(problem.bits, problem.m, problem.n, problem.k, possible):
-            reason = f"{problem.m} row{'s' * (problem.m != 1)} of x, at most {row.m}"
-            plan = LowbitPlan(problem, device, row.path, reason, rejected, **_chosen(problem, device, row))  # type: ignore[arg-type]
-            return replace(plan, splits=plan.parts)
+    possible = tuple(path for path, refusal in refusals.items() if not refusal)
+    if (plan := by_table(problem, device, possible, rejected)) is not None:
+        if problem.m <= MOST_FEW or (plan.path, plan.block_n, plan.block_m) not in (tile[:3] for tile in STEPPED):
+            return plan
+        own, other = _seconds(plan), f"{plan.path} with tiles of {plan.block_n} x {plan.block_m} in {plan.splits}"
+        reason = f"The least estimated time: {other} part{'s' * (plan.splits != 1)} of K would take {own * 1e6:.0f} us"
+        return min([(own, plan), *_whole_sums(problem, device, reason, portable)], key=lambda one: one[0])[1]
     if refusals["tile"] is None and problem.m <= TILE_UP_TO:
         reason = f"{problem.m} row{'s' * (problem.m != 1)} of x, at most {TILE_UP_TO}"
         plan = LowbitPlan(problem, device, "tile", reason, rejected, **_tile(problem, device))  # type: ignore[arg-type]

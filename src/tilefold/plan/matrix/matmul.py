@@ -15,10 +15,14 @@ from tilefold.plan.matrix.tiles import (
     HOPPER,
     PORTABLE,
     MatmulTile,
+    by_wgmma,
     choose_hopper,
+    choose_invariant,
     choose_portable,
     hopper_refusal,
     hopper_slower,
+    invariant_hopper_refusal,
+    invariant_rows,
     invariant_tiles,
     shared_bytes,
     tile_violation,
@@ -118,14 +122,24 @@ class MatmulPlan(Plan):
 
     def require_invariant(self) -> None:
         """PlanError, naming the field, unless its results have the bits of numerics="invariant"."""
-        wanted = invariant_tiles(self.problem, self.device)
+        if by_wgmma(self.problem, self.device):
+            if self.kernel == HOPPER and (why := invariant_hopper_refusal(self.problem, self.device)):
+                raise PlanError(f'plan field kernel: numerics="invariant" has {PORTABLE!r} here: {why}')
+            if self.kernel == PORTABLE and not invariant_rows(self.block_m, self.num_warps):
+                raise PlanError(
+                    'plan field block_m, num_warps: numerics="invariant" has 64 rows with 4 warps or 128 with 8, the plan has '
+                    f"{self.block_m} with {self.num_warps}"
+                )
+            if self.splits != 1:
+                raise PlanError(f'plan field splits: numerics="invariant" has 1, the plan has {self.splits}')
+            return
+        (wanted,) = invariant_tiles(self.problem, self.device)
         fields = ("block_m", "block_n", "block_k", "num_warps", "splits")
-        chosen = tuple(getattr(self, name) for name in fields)
-        accepted = [tuple(getattr(tile, name) for name in fields) for tile in wanted]
-        if self.kernel != PORTABLE or chosen not in accepted:
+        chosen, fixed = (tuple(getattr(one, name) for name in fields) for one in (self, wanted))
+        if self.kernel != PORTABLE or chosen != fixed:
             raise PlanError(
-                f'plan field kernel, {", ".join(fields)}: numerics="invariant" has {PORTABLE!r} with '
-                f"{' or '.join(map(str, accepted))}, the plan has {self.kernel!r} with {chosen}"
+                f'plan field kernel, {", ".join(fields)}: numerics="invariant" has {PORTABLE!r} with {fixed}, the plan has '
+                f"{self.kernel!r} with {chosen}"
             )
 
     def check(self, problem: MatmulProblem, device: Device, order: str) -> None:
@@ -145,18 +159,21 @@ def plan_matmul(problem: MatmulProblem, device: Device, order: str = "grouped", 
 
 
 @lru_cache(maxsize=4096)
-def invariant_matmul(problem: MatmulProblem, device: Device, order: str = "grouped") -> MatmulPlan:
-    """The plan of numerics="invariant": an element's bits depend on its row of A, its column of B and its bias alone.  Raises as
-    `plan_matmul` does."""
+def invariant_matmul(
+    problem: MatmulProblem, device: Device, order: str = "grouped", portable: bool = False
+) -> MatmulPlan:
+    """The plan of numerics="invariant": an element's bits depend on its row of A, its column of B and its bias alone.  portable:
+    without the kernel for sm_90, which has the same bits.  Raises as `plan_matmul` does."""
     _require_supported(problem, device)
-    tiles = invariant_tiles(problem, device)
-    tile = tiles[problem.m > tiles[0].block_m and len(tiles) > 1]
-    if order == "plain":
-        tile = replace(tile, group=1)
-    require_fit(_violation(problem, device, PORTABLE, tile, order))
+    kernel, tile = choose_invariant(problem, device, order, portable)
+    require_fit(_violation(problem, device, kernel, tile, order))
     reason = f"One order of sums over k, {tile.block_k} at a time, whatever the rows; no shares of it."
-    other = Rejected(HOPPER, "Whether its sums have the bits of the portable kernel's was not shown.")
-    return _plan(problem, device, PORTABLE, tile, order, "numerics=invariant", reason, (other,))
+    if kernel == HOPPER:
+        other = Rejected(PORTABLE, "Has the same bits; more time is estimated for it.")
+    else:
+        why = invariant_hopper_refusal(problem, device)
+        other = Rejected(HOPPER, sentence(why or "it has the same bits; more time is estimated for it"))
+    return _plan(problem, device, kernel, tile, order, "numerics=invariant", reason, (other,))
 
 
 def _follow(ruled: MatmulPlan, fields: dict[str, Any], evidence: str) -> MatmulPlan:
@@ -174,7 +191,7 @@ def rules_matmul(problem: MatmulProblem, device: Device, order: str = "grouped",
     _require_supported(problem, device)
     refusal = "portable kernels were asked for" if portable else hopper_refusal(problem, device)
     if refusal is None:
-        refusal = hopper_slower(problem, device)
+        refusal = hopper_slower(problem, device, order)
     if refusal is None:
         tile = choose_hopper(problem, device, order)
         reason = "Loads by TMA and products by two warpgroups run side by side, over tiles that stay in one launch."

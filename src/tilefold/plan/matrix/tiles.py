@@ -15,10 +15,22 @@ BARRIER_BYTES = 1024  # barriers, and what the compiler keeps to start the parti
 STAGING = 2  # pieces of 64 columns that a warpgroup of matmul_hopper has on their way out
 HOPPER_TILES = ((128, 256, 4), (128, 128, 6))  # rows, columns, buffers
 HOPPER_BYTES = 128  # of a row of A and of B at a time: 64 numbers of 16 bits, 128 of 8
-SMALL_TILE = 1.1  # how much longer 128 x 128 takes for the same work: it draws a third more from L2
+SMALL_TILE = 1.1  # how much longer 128 x 128 takes for the same work in 8 bits: it draws a third more from L2
 # By elements of a tile: the share of the device's rate that the portable kernel reaches with it.
 REACHED = {32768: 0.8, 16384: 0.75, 8192: 0.6, 4096: 0.45, 2048: 0.28, 1024: 0.15}
 EPILOGUE, LAUNCH = 1.0e-6, 2.5e-6  # seconds: a tile's end, which nothing hides in the last wave, and a launch
+# Products of 16 bits by wgmma, where a program has an SM for itself: seconds of a step of a tile of (rows, columns, k), of a
+# launch with its first loads, and the part of DRAM's rate that loads reach.  Fitted on an H200: benchmarks/products.py.
+STEP_SECONDS = {(64, 32, 128): 0.27e-6, (64, 64, 128): 0.34e-6, (64, 128, 64): 0.28e-6, (128, 128, 64): 0.35e-6,
+                (128, 256, 64): 0.74e-6}  # fmt: skip
+HOPPER_STEP_SECONDS = {128: 0.34e-6, 256: 0.63e-6}  # by columns
+FIRST_LOADS, LOADED = 4.5e-6, 0.8
+BESIDE = 0.15  # of the shorter of steps and loads, what the longer does not hide
+ADD_UP, ADD_SHARE, ADD_BYTES = (
+    4.5e-6,
+    0.5e-6,
+    2e12,
+)  # seconds of the second launch, and of each share in it; bytes/s of sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +55,8 @@ class MatmulTile:
 
 
 # From large to small: rows, columns, k, warps, stages.
-# Of as many elements the first: with 64 rows wgmma serves, with 32 mma.sync, and takes a third longer.
-_HALF = ((128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (128, 64, 64, 4, 4), (64, 128, 64, 4, 4), (64, 64, 64, 4, 4),
-         (64, 32, 64, 4, 4), (32, 64, 64, 4, 4), (16, 64, 128, 4, 4), (64, 16, 128, 4, 4))  # fmt: skip
+# By wgmma no fewer than 64 rows; as many bytes on their way as shared memory holds, so that a program has an SM for itself.
+_HALF = ((128, 256, 64, 8, 3), (128, 128, 64, 8, 6), (64, 128, 64, 4, 8), (64, 64, 128, 4, 6), (64, 32, 128, 4, 8))
 _HALF_AMPERE = ((128, 128, 32, 8, 4), (128, 64, 32, 4, 4), (64, 128, 32, 4, 4), (64, 64, 64, 4, 3), (32, 64, 64, 4, 3),
                 (16, 64, 64, 4, 4), (64, 16, 64, 4, 4))  # fmt: skip
 _SINGLE = ((128, 64, 32, 8, 3), (64, 64, 32, 4, 3), (32, 64, 32, 4, 3), (16, 64, 64, 4, 3), (64, 16, 64, 4, 3))
@@ -60,6 +71,12 @@ _TF32 = (
 _EIGHT = ((128, 128, 128, 8, 3), (64, 128, 128, 4, 3), (64, 64, 128, 4, 3), (16, 64, 128, 4, 4), (64, 16, 128, 4, 4))
 
 
+def by_wgmma(problem: MatmulProblem, device: Device) -> bool:
+    """Whether factors of 16 bits are multiplied by wgmma, from shared memory."""
+    half = problem.dtype in ("bfloat16", "float16")
+    return half and device.has("shared operands") and not device.has("tcgen05")
+
+
 def _candidates(problem: MatmulProblem, device: Device) -> tuple[MatmulTile, ...]:
     if device.backend == "interpreter":  # its cost is that of its steps
         return (MatmulTile(64, 64, 64, 4, 1),)
@@ -68,7 +85,7 @@ def _candidates(problem: MatmulProblem, device: Device) -> tuple[MatmulTile, ...
     elif problem.dtype == "float8_e4m3fn":
         found = _EIGHT
     else:
-        found = _HALF if device.has("shared operands") else _HALF_AMPERE
+        found = _HALF if by_wgmma(problem, device) else _HALF_AMPERE
     if device.backend == "hip":  # 64 KiB of shared memory
         found = tuple((m, n, min(k, 64), warps, 2) for m, n, k, warps, _ in found)
     if (
@@ -86,10 +103,11 @@ def _waste(size: int, block: int) -> bool:
 
 def choose_portable(problem: MatmulProblem, device: Device, order: str) -> MatmulTile:
     """Of the tiles that are not half empty, and their shares of the sum, the one with the least estimated time."""
-    every = _candidates(problem, device)
-    fitting = [t for t in every if not _waste(problem.m, t.block_m) and not _waste(problem.n, t.block_n)]
+    every = fitting = _candidates(problem, device)
+    if not by_wgmma(problem, device):
+        fitting = tuple(t for t in every if not _waste(problem.m, t.block_m) and not _waste(problem.n, t.block_n))
     made = []
-    for tile in fitting or [every[-1]]:
+    for tile in fitting or every[-1:]:
         most = splits_of(problem, device, tile)
         made += [replace(tile, splits=splits) for splits in sorted({1, max(1, most // 2), most})]
     tile = min(made, key=lambda t: portable_seconds(problem, device, t))
@@ -97,27 +115,76 @@ def choose_portable(problem: MatmulProblem, device: Device, order: str) -> Matmu
 
 
 def invariant_tiles(problem: MatmulProblem, device: Device) -> tuple[MatmulTile, ...]:
-    """For few rows and for many: tiles of the portable kernel whose elements are sums in one order, whatever m, n and the batch.
-
-    It is one chain of tensor instructions over k, by wgmma the same for each row with 64 rows and 4 warps or 128 and 8; of
-    float32 a sum of the products of tiles, so that these have one length of k."""
+    """Tiles of the portable kernel whose elements are sums in one order, whatever m, n and the batch: one chain of tensor
+    instructions over k.  By wgmma it is the same with 64 rows and 4 warps as with 128 and 8, and whatever the columns and the
+    length of k; of float32 it is a sum of the products of tiles, so that these have one length."""
     if device.backend == "interpreter":
         return (MatmulTile(64, 64, 64, 4, 1),)
     if problem.dtype == "float32":
         return (MatmulTile(64, 64, 32, 4, 3),)
     if problem.dtype == "float8_e4m3fn":
         return (MatmulTile(64, 64, 128, 4, 3),)
-    if device.has("tcgen05") or not device.has("shared operands"):
-        return (MatmulTile(64, 64, 64, 4, 2),)
-    return (MatmulTile(64, 128, 64, 4, 4), MatmulTile(128, 128, 64, 8, 4))
+    if by_wgmma(problem, device):
+        return tuple(t for t in _candidates(problem, device) if invariant_rows(t.block_m, t.num_warps))
+    return (MatmulTile(64, 64, 64, 4, 2),)
+
+
+def invariant_rows(block_m: int, num_warps: int) -> bool:
+    """Whether each warp of a tile has the 16 rows of one wgmma."""
+    return (block_m, num_warps) in ((64, 4), (128, 8))
+
+
+def invariant_hopper_refusal(problem: MatmulProblem, device: Device) -> str | None:
+    """Why the kernel for sm_90 has other bits than the portable one, or cannot serve, as a sentence; None if neither."""
+    if problem.dtype not in ("bfloat16", "float16"):
+        return f"its sums of {problem.dtype} were not compared with the portable kernel's"
+    if problem.activation not in ("none", "relu"):
+        return f"its {problem.activation} is made of other instructions"
+    if problem.fold or problem.scaled:
+        return "its sums over a batch, and its factors, were not compared with the portable kernel's"
+    return hopper_refusal(problem, device)
+
+
+def choose_invariant(problem: MatmulProblem, device: Device, order: str, portable: bool) -> tuple[str, MatmulTile]:
+    """(kernel, tile) of numerics="invariant": of those with the same bits the one with the least estimated time."""
+    _, _, kernel, tile = min(_invariant_choices(problem, device, portable), key=lambda one: one[:2])
+    return kernel, replace(tile, group=1) if order == "plain" else tile
+
+
+def estimated_invariant(problem: MatmulProblem, device: Device, portable: bool) -> float:
+    """Estimated time of that (seconds)."""
+    return min(_invariant_choices(problem, device, portable), key=lambda one: one[:2])[0]
+
+
+def _invariant_choices(
+    problem: MatmulProblem, device: Device, portable: bool
+) -> list[tuple[float, int, str, MatmulTile]]:
+    """(seconds, elements of a tile, kernel, tile)."""
+    made = [(portable_seconds(problem, device, t), PORTABLE, t) for t in invariant_tiles(problem, device)]
+    if by_wgmma(problem, device) and not portable and invariant_hopper_refusal(problem, device) is None:
+        made += [(hopper_seconds(problem, device, t), HOPPER, t) for t in _hopper_tiles(problem)]
+    return [(seconds, tile.block_m * tile.block_n, kernel, tile) for seconds, kernel, tile in made]
 
 
 def portable_seconds(problem: MatmulProblem, device: Device, tile: MatmulTile) -> float:
-    """Estimated time: waves of tiles at the part of the device's rate that their size reaches, and a launch more for shares."""
+    """Estimated time: waves of tiles at the part of the device's rate that their size reaches, and a launch more for shares; by
+    wgmma in measured steps."""
+    step = STEP_SECONDS.get((tile.block_m, tile.block_n, tile.block_k))
+    if step and by_wgmma(problem, device):
+        return _stepped(problem, device, tile, step)
     rate = device.matmul_rate("bfloat16" if problem.dtype == "float8_e4m3fn" else problem.rate)
     waves = -(-tile.tiles(problem) * tile.splits // device.sms)
     area = 2.0 * tile.block_m * tile.block_n * tile.block_k * device.sms / (rate * REACHED[tile.block_m * tile.block_n])
     return waves * -(-tile.steps(problem) // tile.splits) * area + LAUNCH + _second_launch(problem, device, tile)
+
+
+def _stepped(problem: MatmulProblem, device: Device, tile: MatmulTile, step: float) -> float:
+    """Estimated time: of waves of tiles, a tile an SM, in steps of so many seconds, beside DRAM, and what begins and ends."""
+    waves = -(-tile.tiles(problem) * tile.splits // device.sms)
+    less, more = sorted(
+        (waves * -(-tile.steps(problem) // tile.splits) * step, problem.cost.bytes / (LOADED * device.dram_rate))
+    )
+    return FIRST_LOADS + more + BESIDE * less + _second_launch(problem, device, tile)
 
 
 def _second_launch(problem: MatmulProblem, device: Device, tile: MatmulTile) -> float:
@@ -125,6 +192,8 @@ def _second_launch(problem: MatmulProblem, device: Device, tile: MatmulTile) -> 
     if tile.splits == 1:
         return 0.0
     sums = 4 * problem.results * problem.m * problem.n * (tile.splits + 1)
+    if by_wgmma(problem, device):
+        return ADD_UP + ADD_SHARE * tile.splits + 2 * sums / ADD_BYTES
     return LAUNCH + 2 * sums / (device.measured_l2_bytes_per_s or 2 * device.dram_rate)
 
 
@@ -155,8 +224,14 @@ def hopper_refusal(problem: MatmulProblem, device: Device) -> str | None:
     return None
 
 
-def hopper_slower(problem: MatmulProblem, device: Device) -> str | None:
+def hopper_slower(problem: MatmulProblem, device: Device, order: str) -> str | None:
     """Why the portable kernel is the better one, as a sentence, or None if it is not."""
+    if by_wgmma(problem, device):
+        own, other = choose_hopper(problem, device, order), choose_portable(problem, device, order)
+        times = hopper_seconds(problem, device, own), portable_seconds(problem, device, other)
+        if times[0] < times[1]:
+            return None
+        return f"{times[0] * 1e6:.1f} us are estimated for it, {times[1] * 1e6:.1f} for the portable kernel"
     tiles = MatmulTile(128, 128, 64, 4, 6).tiles(problem)
     if 4 * tiles < 3 * device.sms:
         return (
@@ -167,12 +242,15 @@ def hopper_slower(problem: MatmulProblem, device: Device) -> str | None:
     return None
 
 
+def _hopper_tiles(problem: MatmulProblem) -> tuple[MatmulTile, ...]:
+    step = HOPPER_BYTES // ITEMSIZE[problem.dtype]
+    return tuple(MatmulTile(m, n, step, 4, stages, GROUP * n // 128) for m, n, stages in HOPPER_TILES)
+
+
 def choose_hopper(problem: MatmulProblem, device: Device, order: str) -> MatmulTile:
     """The tile, and the number of shares of the sum, with the least estimated time."""
     made = []
-    for rows, columns, stages in HOPPER_TILES:
-        step = HOPPER_BYTES // ITEMSIZE[problem.dtype]
-        tile = MatmulTile(rows, columns, step, 4, stages, GROUP * columns // 128)
+    for tile in _hopper_tiles(problem):
         for splits in sorted({1, 2, splits_of(problem, device, tile)}):
             if splits <= splits_of(problem, device, tile):
                 made.append(replace(tile, splits=splits))
@@ -182,9 +260,10 @@ def choose_hopper(problem: MatmulProblem, device: Device, order: str) -> MatmulT
 
 def hopper_seconds(problem: MatmulProblem, device: Device, tile: MatmulTile) -> float:
     """Estimated time: waves of tiles at the rate at which their loads come, start and end, and a second launch for shares."""
+    if by_wgmma(problem, device):
+        return _stepped(problem, device, tile, HOPPER_STEP_SECONDS[tile.block_n])
     waves = -(-tile.tiles(problem) * tile.splits // device.sms)
-    eight = ITEMSIZE[problem.dtype] == 1  # no device lists a rate of bytes: twice that of 16 bits
-    rate = 2 * device.matmul_rate("bfloat16") if eight else device.matmul_rate(problem.dtype)
+    rate = 2 * device.matmul_rate("bfloat16")  # no device lists a rate of bytes
     area = 2.0 * tile.block_m * tile.block_n * device.sms / rate
     if tile.block_n < 256:
         area *= SMALL_TILE
@@ -201,8 +280,9 @@ def shared_bytes(problem: MatmulProblem, kernel: str, tile: MatmulTile) -> int:
 
 
 def traffic(problem: MatmulProblem, tile: MatmulTile) -> int:
-    """Bytes that tiles draw from the L2 cache."""
-    return tile.tiles(problem) * (tile.block_m + tile.block_n) * problem.summed * ITEMSIZE[problem.dtype]
+    """Bytes that tiles draw from the L2 cache; rows and columns that are not there are not loaded."""
+    side = min(tile.block_m, problem.m) + min(tile.block_n, problem.n)
+    return tile.tiles(problem) * side * problem.summed * ITEMSIZE[problem.dtype]
 
 
 def tile_violation(problem: MatmulProblem, device: Device, kernel: str, tile: MatmulTile) -> tuple[str, str] | None:
