@@ -4,7 +4,8 @@
 
 bf16, microseconds, over inputs that lie in DRAM.  Results are compared first: with cuBLAS, and the invariant ones by their bits.
 --tiles: every tile without shares of the sum, and the default with 2 and 4; --warm: compile a part and stop, for processes side
-by side.  results/products.jsonl has what was measured; a test holds the plans to it."""
+by side.  results/products.jsonl has what was measured, products_before.jsonl the same hour's times before these tiles; tests hold
+the plans to both."""
 
 import argparse
 import json
@@ -119,7 +120,9 @@ def lowbit(m: int, n: int, k: int, bits: int, tiles: bool) -> tuple[Calls, dict[
         whole_plan = replace(plans["invariant"], path="dequantise")
         calls["dequantise"] = partial(tilefold.lowbit_matmul, x, weight, plan=whole_plan, numerics="invariant")
     check_lowbit(x, weight, calls)
-    return calls, {"invariant": f"{plans['invariant'].path} {plans['invariant'].block_n}x{plans['invariant'].block_m}"}
+    return calls, {
+        name: f"{plan.path} {plan.block_n}x{plan.block_m}, {plan.parts} parts" for name, plan in plans.items()
+    }
 
 
 def check_lowbit(x: torch.Tensor, weight: QuantizedTensor, calls: Calls) -> None:

@@ -16,8 +16,8 @@ from tilefold.plan.dense.attention_hopper import hopper_options
 from tilefold.plan.device import Device
 from tilefold.plan.limits import BOX, POINTER, VARLEN, Tile
 from tilefold.plan.matrix.matmul import MatmulPlan, rules_matmul
+from tilefold.plan.matrix.tiles import DEEP, PORTABLE, is_deep
 from tilefold.plan.matrix.tiles import HOPPER as HOPPER_MATMUL
-from tilefold.plan.matrix.tiles import PORTABLE
 
 Plan = AttentionPlan | DecodePlan | MatmulPlan
 Changes = dict[str, Any]
@@ -166,7 +166,7 @@ def _shapes(plan: Any) -> Iterator[Changes]:
     if device.backend == "interpreter":
         yield from (_tile(PORTABLE, each) for each in _INTERPRETER["matmul"])
         return
-    tiles = []
+    tiles = [_tile(PORTABLE, each) for each in DEEP if is_deep(problem, device) and problem.m > each[0] - 64]
     for each in _MATMUL:
         rows, columns = each[:2]
         made = -(-problem.m // rows) * -(-problem.n // columns) * problem.results
@@ -188,7 +188,7 @@ def _shares(plan: Any) -> Iterator[Changes]:
 def _depths(plan: Any) -> Iterator[Changes]:
     yield from ({"group": group} for group in (4, 16, 1, 32))
     if plan.device.backend != "interpreter":
-        yield from ({"num_stages": stages} for stages in (3, 4, 5, 6, 2))
+        yield from ({"num_stages": stages} for stages in (3, 4, 5, 6, 8, 2))
 
 
 def _narrow(numbers: tuple[int, ...], single: bool, hip: bool) -> tuple[int, ...]:

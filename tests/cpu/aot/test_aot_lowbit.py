@@ -6,7 +6,7 @@ import pytest
 
 from aot_cases import DEVICES, Results, compiled, job
 from tilefold.plan import device_named
-from tilefold.plan.matrix.lowbit import LowbitProblem, plan_lowbit
+from tilefold.plan.matrix.lowbit import LowbitPlan, LowbitProblem, plan_lowbit
 
 SHAPES = {"m1": 1, "m16": 16, "m64": 64, "m256": 256}
 PROBLEMS = {
@@ -27,6 +27,12 @@ MORE = {
     "hopper 64": replace(plan_lowbit(PROBLEMS["m64 4 bits"], H200), path="hopper", block_n=128, block_m=64, num_warps=4,
                          stages=8, registers=0)
 }  # fmt: skip  # as rows of the table may have them
+# the most shared memory and registers that tiles of numerics="invariant" take
+for bits, group, block_n in ((4, 256, 128), (8, 8192, 128), (3, 8192, 64), (2, 256, 64)):
+    made = LowbitProblem(64, 8192, 8192, bits, group, "integer")
+    MORE[f"tile {block_n}, {bits} bits"] = LowbitPlan(
+        made, H200, "tile", "", block_n=block_n, block_m=64, stages=3 if bits < 4 else 4, scaled="before", join=True
+    )
 PORTABLE = ("m16 4 bits", "m64 3 bits", "m64 8 bits fp16", "dequantise 4 bits")
 NEWEST = ("m1 4 bits", "m64 4 bits", "m64 table")
 JOBS = {

@@ -160,6 +160,7 @@ def test_few_bits_by_wgmma():
         ({"scaled": "after"}, "scaled"),
         ({"num_warps": 8}, "num_warps"),
         ({"block_n": 32}, "block_n"),
+        ({"block_m": 8}, "block_m"),
         ({"path": "rows", "block_n": 16}, "path"),
     ):
         with pytest.raises(PlanError, match=f"plan field {field}: numerics"):

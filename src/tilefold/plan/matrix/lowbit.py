@@ -25,11 +25,12 @@ MOST_SPLITS = 16
 LIMITS = {"block_n": (1, 256), "block_m": (1, 256), "num_warps": (1, 32), "stages": (1, 16), "splits": (1, 65535),
           "registers": (0, 255)}  # fields of a plan: least, most  # fmt: skip
 POWERS = ("block_n", "block_m", "num_warps")
+ADD_TILE = 1.5e-6  # seconds for a tile of 256 rows of x of another part
 MOST_FEW = 64  # rows of x whose calls have one launch wherever a kernel unpacks: the host's time counts
 TILE_UP_TO = 128  # rows of x, where no row of the table says something else
 
 # By wgmma: (path, rows of the weight, rows of x, stages) -> seconds of a slab of one tile an SM, 4 bits and 8, and how much
-# longer two tiles take.  Fitted to 60 products on an H200: benchmarks/products.py.
+# longer two tiles take.  Fitted to 60 products on an H200: benchmarks/products.py.  2 and 3 bits, not timed, take 4 bits'.
 STEPPED = {
     ("tile", 64, 16, 4): (0.083e-6, 0.145e-6, 1.45),
     ("tile", 64, 64, 4): (0.135e-6, 0.175e-6, 1.45),
@@ -163,18 +164,19 @@ class LowbitPlan(Plan):
 
     def require_invariant(self) -> None:
         """PlanError, naming the field, unless its results have the bits of numerics="invariant"."""
-        wanted = invariant_lowbit(self.problem, self.device)
         fields: tuple[str, ...] = ("block_n", "num_warps", "splits", "scaled", "join")
         if _as_dequantised(self.problem, self.device):
             if self.path == "rows":
                 raise PlanError('plan field path: numerics="invariant" has no "rows", whose warps share the sum')
-            if self.path == "tile" and self.block_n < 64:
-                raise PlanError(
-                    f'plan field block_n: numerics="invariant" has at least 64 here, the plan has {self.block_n}'
-                )
+            for name, least in (("block_n", 64), ("block_m", 16)):
+                if self.path == "tile" and getattr(self, name) < least:
+                    given = getattr(self, name)
+                    raise PlanError(
+                        f'plan field {name}: numerics="invariant" has at least {least} here, the plan has {given}'
+                    )
             wanted = LowbitPlan(self.problem, self.device, self.path, "", block_n=128, scaled="before")
             fields = ("splits",) if self.path == "hopper" else ("num_warps", "splits", "scaled")
-        elif self.path != wanted.path:
+        elif self.path != (wanted := invariant_lowbit(self.problem, self.device)).path:
             raise PlanError(f'plan field path: numerics="invariant" has {wanted.path!r}, the plan has {self.path!r}')
         for name in fields if self.path != "dequantise" else ():
             fixed, given = getattr(wanted, name), getattr(self, name)
@@ -301,10 +303,9 @@ def _product(problem: LowbitProblem) -> MatmulProblem:
 
 @lru_cache(maxsize=4096)
 def invariant_lowbit(problem: LowbitProblem, device: Device, portable: bool = False) -> LowbitPlan:
-    """The plan of numerics="invariant": a row's bits depend on it and the weight alone.  Where no kernel unpacks, the weight is
-    dequantised and multiplied as `invariant_matmul` does.  portable: without the kernel for sm_90, which has the same bits.
-
-    Rows of the weight are rows of the tensor instruction, rows of x its columns: how many there are moves no bit."""
+    """The plan of numerics="invariant": a row's bits depend on it and the weight alone.  By wgmma every path has the bits of
+    `invariant_matmul` with the dequantised weight, so rows of x choose it; else one path unpacks, or where none does the weight
+    is dequantised.  portable: without the kernel for sm_90."""
     refusal = refused(problem, device, "tile")
     if refusal is not None:
         return LowbitPlan(problem, device, "dequantise", "numerics=invariant", (f"tile {refusal}",))
@@ -328,7 +329,9 @@ def _whole_sums(
             continue
         if path == "hopper":
             stages = min(stages, _slots(problem, block_n, block_m))
-        if stages > 0:
+        elif problem.slabs == 8:  # blocks of 256 columns: x's take twice the room
+            stages = 3 if block_n == 64 else 0
+        if stages > 1:
             plan = LowbitPlan(problem, device, path, reason, block_n=block_n, block_m=block_m, stages=stages, scaled="before",
                               join=path == "tile")  # fmt: skip
             found.append((_seconds(plan), plan))
@@ -345,7 +348,9 @@ def _seconds(plan: LowbitPlan) -> float:
     whole, rest = divmod(plan.items * plan.parts, 2 * device.sms)
     waves = pair * whole + (0.0 if not rest else pair if rest > device.sms else 1.0)
     made = waves * plan.each * problem.slabs * (eight if problem.bits == 8 else four)
-    sums = 8 * plan.parts * problem.m * problem.n / ADD_BYTES if plan.parts > 1 else 0.0
+    sums = 0.0
+    if plan.parts > 1:  # the last to arrive has a tile of each part to read
+        sums = 8 * plan.parts * problem.m * problem.n / ADD_BYTES + (plan.parts - 1) * ADD_TILE * (plan.block_m == 256)
     return FIRST_LOADS + max(made, problem.cost.bytes / (LOADED * device.dram_rate)) + sums
 
 
@@ -371,11 +376,13 @@ def plan_lowbit(problem: LowbitProblem, device: Device, portable: bool = False) 
     rejected = tuple(f"{path} {refusal}" for path, refusal in refusals.items() if refusal)
     possible = tuple(path for path, refusal in refusals.items() if not refusal)
     if (plan := by_table(problem, device, possible, rejected)) is not None:
-        if problem.m <= MOST_FEW or (plan.path, plan.block_n, plan.block_m) not in (tile[:3] for tile in STEPPED):
+        measured = problem.bits in (4, 8) and (plan.path, plan.block_n, plan.block_m) in (tile[:3] for tile in STEPPED)
+        if problem.m <= MOST_FEW or not measured:
             return plan
         own, other = _seconds(plan), f"{plan.path} with tiles of {plan.block_n} x {plan.block_m} in {plan.splits}"
         reason = f"The least estimated time: {other} part{'s' * (plan.splits != 1)} of K would take {own * 1e6:.0f} us"
-        return min([(own, plan), *_whole_sums(problem, device, reason, portable)], key=lambda one: one[0])[1]
+        best = min([(own, plan), *_whole_sums(problem, device, reason, portable)], key=lambda one: one[0])[1]
+        return replace(best, early=plan.early and best.path != "dequantise", rejected=rejected)
     if refusals["tile"] is None and problem.m <= TILE_UP_TO:
         reason = f"{problem.m} row{'s' * (problem.m != 1)} of x, at most {TILE_UP_TO}"
         plan = LowbitPlan(problem, device, "tile", reason, rejected, **_tile(problem, device))  # type: ignore[arg-type]

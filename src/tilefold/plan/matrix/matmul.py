@@ -167,11 +167,11 @@ def invariant_matmul(
     _require_supported(problem, device)
     kernel, tile = choose_invariant(problem, device, order, portable)
     require_fit(_violation(problem, device, kernel, tile, order))
-    reason = f"One order of sums over k, {tile.block_k} at a time, whatever the rows; no shares of it."
+    reason = "One order of sums over k, whatever the rows; no shares of it."
     if kernel == HOPPER:
         other = Rejected(PORTABLE, "Has the same bits; more time is estimated for it.")
     else:
-        why = invariant_hopper_refusal(problem, device)
+        why = "portable kernels were asked for" if portable else invariant_hopper_refusal(problem, device)
         other = Rejected(HOPPER, sentence(why or "it has the same bits; more time is estimated for it"))
     return _plan(problem, device, kernel, tile, order, "numerics=invariant", reason, (other,))
 

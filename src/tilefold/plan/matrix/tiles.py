@@ -55,8 +55,11 @@ class MatmulTile:
 
 
 # From large to small: rows, columns, k, warps, stages.
-# By wgmma no fewer than 64 rows; as many bytes on their way as shared memory holds, so that a program has an SM for itself.
-_HALF = ((128, 256, 64, 8, 3), (128, 128, 64, 8, 6), (64, 128, 64, 4, 8), (64, 64, 128, 4, 6), (64, 32, 128, 4, 8))
+# Of as many elements the first: with 64 rows wgmma serves, with 32 mma.sync, and takes a third longer.
+_HALF = ((128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (128, 64, 64, 4, 4), (64, 128, 64, 4, 4), (64, 64, 64, 4, 4),
+         (64, 32, 64, 4, 4), (32, 64, 64, 4, 4), (16, 64, 128, 4, 4), (64, 16, 128, 4, 4))  # fmt: skip
+# As many bytes on their way as shared memory holds, so that a program has an SM for itself: where copies are asynchronous.
+DEEP = ((128, 256, 64, 8, 3), (128, 128, 64, 8, 6), (64, 128, 64, 4, 8), (64, 64, 128, 4, 6), (64, 32, 128, 4, 8))
 _HALF_AMPERE = ((128, 128, 32, 8, 4), (128, 64, 32, 4, 4), (64, 128, 32, 4, 4), (64, 64, 64, 4, 3), (32, 64, 64, 4, 3),
                 (16, 64, 64, 4, 4), (64, 16, 64, 4, 4))  # fmt: skip
 _SINGLE = ((128, 64, 32, 8, 3), (64, 64, 32, 4, 3), (32, 64, 32, 4, 3), (16, 64, 64, 4, 3), (64, 16, 64, 4, 3))
@@ -77,6 +80,11 @@ def by_wgmma(problem: MatmulProblem, device: Device) -> bool:
     return half and device.has("shared operands") and not device.has("tcgen05")
 
 
+def is_deep(problem: MatmulProblem, device: Device) -> bool:
+    """Whether loads come by asynchronous copies of 16 bytes to wgmma: deep tiles, whose steps were measured."""
+    return by_wgmma(problem, device) and problem.descriptors
+
+
 def _candidates(problem: MatmulProblem, device: Device) -> tuple[MatmulTile, ...]:
     if device.backend == "interpreter":  # its cost is that of its steps
         return (MatmulTile(64, 64, 64, 4, 1),)
@@ -85,7 +93,7 @@ def _candidates(problem: MatmulProblem, device: Device) -> tuple[MatmulTile, ...
     elif problem.dtype == "float8_e4m3fn":
         found = _EIGHT
     else:
-        found = _HALF if by_wgmma(problem, device) else _HALF_AMPERE
+        found = DEEP if is_deep(problem, device) else _HALF if device.has("shared operands") else _HALF_AMPERE
     if device.backend == "hip":  # 64 KiB of shared memory
         found = tuple((m, n, min(k, 64), warps, 2) for m, n, k, warps, _ in found)
     if (
@@ -104,7 +112,7 @@ def _waste(size: int, block: int) -> bool:
 def choose_portable(problem: MatmulProblem, device: Device, order: str) -> MatmulTile:
     """Of the tiles that are not half empty, and their shares of the sum, the one with the least estimated time."""
     every = fitting = _candidates(problem, device)
-    if not by_wgmma(problem, device):
+    if not is_deep(problem, device):
         fitting = tuple(t for t in every if not _waste(problem.m, t.block_m) and not _waste(problem.n, t.block_n))
     made = []
     for tile in fitting or every[-1:]:
@@ -136,13 +144,15 @@ def invariant_rows(block_m: int, num_warps: int) -> bool:
 
 def invariant_hopper_refusal(problem: MatmulProblem, device: Device) -> str | None:
     """Why the kernel for sm_90 has other bits than the portable one, or cannot serve, as a sentence; None if neither."""
+    if refusal := hopper_refusal(problem, device):
+        return refusal
     if problem.dtype not in ("bfloat16", "float16"):
         return f"its sums of {problem.dtype} were not compared with the portable kernel's"
     if problem.activation not in ("none", "relu"):
         return f"its {problem.activation} is made of other instructions"
     if problem.fold or problem.scaled:
         return "its sums over a batch, and its factors, were not compared with the portable kernel's"
-    return hopper_refusal(problem, device)
+    return None
 
 
 def choose_invariant(problem: MatmulProblem, device: Device, order: str, portable: bool) -> tuple[str, MatmulTile]:
@@ -170,7 +180,7 @@ def portable_seconds(problem: MatmulProblem, device: Device, tile: MatmulTile) -
     """Estimated time: waves of tiles at the part of the device's rate that their size reaches, and a launch more for shares; by
     wgmma in measured steps."""
     step = STEP_SECONDS.get((tile.block_m, tile.block_n, tile.block_k))
-    if step and by_wgmma(problem, device):
+    if step and is_deep(problem, device):
         return _stepped(problem, device, tile, step)
     rate = device.matmul_rate("bfloat16" if problem.dtype == "float8_e4m3fn" else problem.rate)
     waves = -(-tile.tiles(problem) * tile.splits // device.sms)
@@ -192,7 +202,7 @@ def _second_launch(problem: MatmulProblem, device: Device, tile: MatmulTile) -> 
     if tile.splits == 1:
         return 0.0
     sums = 4 * problem.results * problem.m * problem.n * (tile.splits + 1)
-    if by_wgmma(problem, device):
+    if is_deep(problem, device):
         return ADD_UP + ADD_SHARE * tile.splits + 2 * sums / ADD_BYTES
     return LAUNCH + 2 * sums / (device.measured_l2_bytes_per_s or 2 * device.dram_rate)
 
@@ -259,7 +269,8 @@ def choose_hopper(problem: MatmulProblem, device: Device, order: str) -> MatmulT
 
 
 def hopper_seconds(problem: MatmulProblem, device: Device, tile: MatmulTile) -> float:
-    """Estimated time: waves of tiles at the rate at which their loads come, start and end, and a second launch for shares."""
+    """Estimated time: waves of tiles at the rate at which their loads come, start and end, and a second launch for shares; of 16
+    bits in measured steps."""
     if by_wgmma(problem, device):
         return _stepped(problem, device, tile, HOPPER_STEP_SECONDS[tile.block_n])
     waves = -(-tile.tiles(problem) * tile.splits // device.sms)
