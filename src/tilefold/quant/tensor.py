@@ -35,7 +35,8 @@ class QuantizedTensor:
     packed, packed_high: the codes in int32 words, as `tilefold.quant.packing` draws them; packed_high only at 3 bits.
     scales: [groups, N] in fp16, bf16 or fp32, neighbouring rows side by side as kernels read them; [1, 1] where one holds for
     all.
-    zeros: like scales, for "asymmetric" only; uint8 for integers, a float dtype for zero points between codes.
+    zeros: like scales, for "asymmetric" only; uint8 for integers, at most 128 below 8 bits (kernels round larger ones in bf16), a
+        float dtype for zero points between codes.
     table: fp32 [2**bits], for "table" only.
     perm: int32 [K]; stored column j is column perm[j] of the weight.  None: as they come.  x @ weight.T is x[:, perm] @ stored.T.
     dtype: what `dequantize` gives by default.
