@@ -211,7 +211,7 @@ def kvcache_append(
         cu_seqlens: [batch + 1] int32: sequence b is rows cu_seqlens[b] to cu_seqlens[b + 1] of k and v.  Lengths of 0 are fine.
         max_seqlen: at least the longest sequence of cu_seqlens, to be checked against the capacity; 0: not known.
         rotary_cos, rotary_sin: [positions, pairs] of one float dtype: the first 2 * pairs channels of each key are turned by the
-            angles of its row in the cache; rows past the table are not turned.
+            angles of its row in the cache; rows past the table are not turned, and refused with check=True.
         interleaved: pair i is the channels (2i, 2i + 1); otherwise (i, i + pairs).
         k_scale, v_scale: [kv_heads] fp32, or [caches or pages, kv_heads], greater than 0 (not read on the host): what stands in
             the cache is to be multiplied by its head's factor.  `quantize_kv` finds such factors.

@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -56,6 +57,12 @@ def unexpected_of(function: Callable[..., Any], others: Iterable[str]) -> TypeEr
     return unexpected(function.__name__, next(iter(others)), inspect.signature(function).parameters)
 
 
+def _traced() -> bool:
+    """Whether Dynamo is at work, which has no way through difflib and would say that instead."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.compiler.is_compiling())
+
+
 def unexpected(function: str, given: str, accepted: Iterable[str]) -> TypeError:
     """The error for a keyword that the function of that name does not have; accepted: those it has."""
     text, accepted = f"{function}() got an unexpected keyword argument {given!r}", tuple(accepted)
@@ -63,6 +70,6 @@ def unexpected(function: str, given: str, accepted: Iterable[str]) -> TypeError:
     for name, note in ours:
         if name in accepted:
             return TypeError(f"{text}: here it is {name}{f' ({note})' if note else ''}")
-    near = difflib.get_close_matches(given, accepted, 1, 0.75)
+    near = [] if _traced() else difflib.get_close_matches(given, accepted, 1, 0.75)
     tail = f": {instead}" if instead else f": did you mean {near[0]}?" if near else ""
     return TypeError(text + tail)

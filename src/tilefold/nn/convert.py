@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..errors import TilefoldError, ValueRangeError
+from ..errors import DeviceError, TilefoldError, ValueRangeError
 from ..quant import QuantizedTensor, quantize_weight
 from ..quant.packing import packed_shapes
 from ..quant.tensor import DTYPES
@@ -85,6 +85,11 @@ def quantize(
         raise ValueRangeError(
             f"model must be a module that holds linear layers (LowBitLinear.from_linear takes one), got {type(model).__name__}"
         )
+    if device is not None:
+        try:
+            torch.empty(0, device=device)
+        except (AssertionError, RuntimeError, TypeError) as wrong:
+            raise DeviceError(f"device must be one that torch has here, got {device!r}: {wrong}") from wrong
     if tied not in TIED:
         raise ValueRangeError(f"tied must be one of {TIED}, got {tied!r}")
     refined = "none" if refine is None else refine
@@ -217,6 +222,10 @@ def obstacle(model: nn.Module, layer: Found, bits: int) -> str | None:
 
 def skipping(skip: Skip, found: list[Found]) -> Callable[[Found], bool]:
     """Whether a layer is to be left alone by the caller's wish.  ValueRangeError for a pattern that matches no layer."""
+    if isinstance(skip, type):
+        raise ValueRangeError(
+            f"skip must be names, globs or a predicate of (name, module), got the class {skip.__name__}"
+        )
     if callable(skip):
         predicate: Callable[[str, nn.Module], bool] = skip
         return lambda layer: any(predicate(name, layer.module) for name in layer.names)

@@ -49,6 +49,10 @@ def device_of(device: torch.device, operation: str = "") -> "Device":
         return _probe(device.index if device.index is not None else torch.cuda.current_device())
     if found is not None and capabilities.capability(operation, found) is not None:
         return device_named(found.name)
+    if device.type == "meta":
+        raise DeviceError(
+            "tensors are on meta, which holds no numbers; plans of them take device=, as in device='h200'"
+        )
     raise DeviceError(
         f"tensors are on {device}; {'this' if found is not None else 'tilefold'} runs on CUDA and ROCm GPUs, or on the CPU in "
         f"Triton's interpreter: start Python with TRITON_INTERPRET=1"

@@ -1,8 +1,7 @@
 """Which numerics a call has: those that are given, or those of the innermost context, or of the environment."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ContextDecorator
 
 from ..errors import DtypeError, Unsupported, ValueRangeError
 
@@ -13,17 +12,25 @@ ASKED = [os.environ.get(VARIABLE, "") or "fast"]
 what a call says itself."""
 
 
-@contextmanager
-def numerics(kind: str) -> Iterator[None]:
+def numerics(kind: str) -> "Asked":
     """Calls inside that do not say otherwise have these numerics: "fast", or "invariant" (docs/invariance.md).
 
-    It holds for the process, as gradients and checkpoints compute on threads of their own.  Also as a decorator.
-    Raises ValueRangeError for another word."""
+    It holds for the process, as gradients and checkpoints compute on threads of their own.  A context manager that may be
+    entered again, and a decorator.  Raises ValueRangeError for another word."""
     check_numerics(kind)
-    ASKED.append(kind)
-    try:
-        yield
-    finally:
+    return Asked(kind)
+
+
+class Asked(ContextDecorator):
+    """What `tilefold.numerics` gives: the numerics of the calls inside, as a context manager or a decorator."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __enter__(self) -> None:
+        ASKED.append(self.kind)
+
+    def __exit__(self, *_: object) -> None:
         ASKED.pop()
 
 

@@ -86,5 +86,7 @@ def plan_at(operation: str, problem: Any, device: "Device", call: Any, given: An
         return plan
     if type(given) is not type(plan):
         raise PlanError(f"plan is for {given.device.title}, the call is on {device.title}")
+    if given.operation != operation:
+        raise PlanError(f"plan is for {given.operation}, the call is {operation}")
     given.check(problem, device)
     return given

@@ -8,7 +8,8 @@ import torch
 
 from ..cache_formats import listed
 from ..check import CODED, FLOATS, check_whole
-from ..errors import DeviceError, DtypeError, ValueRangeError
+from ..errors import DeviceError, DtypeError, ShapeError, ValueRangeError
+from ..keywords import unexpected
 from .allocator import PageAllocator
 from .batch import CacheBatch
 from .pool import PagePool
@@ -170,6 +171,10 @@ class PagedKVCache:
 
         caches = self._caches(layer, batch)
         rows = batch.as_rows("k", k), batch.as_rows("v", v)
+        if isinstance(rotary_cos, torch.Tensor) and rotary_cos.dim() == 2 and rotary_cos.shape[0] < batch.longest:
+            raise ShapeError(
+                f"rotary_cos has {rotary_cos.shape[0]} positions, a sequence of the batch has {batch.longest} rows"
+            )
         # That they fit is known: the batch has reserved them.  So no longest is given, which would be a record for each.
         offsets = batch.cu_seqlens_q if batch.count is None else None
         call = Append(
@@ -212,7 +217,7 @@ class PagedKVCache:
         caches = self._caches(layer, batch)
         unknown = sorted(set(options) - set(OPTIONS))
         if unknown:
-            raise ValueRangeError(f"attend() has no option {unknown[0]!r}; it takes {', '.join(OPTIONS)}")
+            raise ValueRangeError(f"{unexpected('attend', unknown[0], OPTIONS)}; it takes {', '.join(OPTIONS)}")
         if not isinstance(return_lse, bool):
             raise DtypeError(f"return_lse must be a bool, got {return_lse!r}")
         rows = batch.as_rows("q", q)

@@ -133,6 +133,9 @@ def fields_of(record: Any) -> dict[str, Any]:
 
 
 def changed(record: Record, **given: Any) -> Record:
-    """The record with the fields that are not None."""
+    """The record with the fields that are not None.  PlanError, naming the field, for what is no int where an int stood."""
+    for name, value in given.items():
+        if value is not None and type(getattr(record, name, None)) is int and type(value) is not int:
+            raise PlanError(f"plan field {name}: must be an int, got {value!r}")
     found: Record = replace(record, **{name: value for name, value in given.items() if value is not None})  # type: ignore[type-var]
     return found

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from tilefold.errors import DeviceError
+from tilefold.errors import DeviceError, DtypeError
 from tilefold.plan.architecture import CPU, Architecture, architecture_of, has_feature
 
 KIB, MIB, TERA = 1024, 1024**2, 1e12
@@ -250,8 +250,10 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
 def device_named(name: str) -> Device:
     """The record of a known device by its short name, whatever its case, spaces and dashes; "cpu" for plain torch. DeviceError if
     unknown."""
+    if not isinstance(name, str):
+        raise DtypeError(f"device must be a name, one of {', '.join(DEVICES)} or cpu, got {name!r}")
     short = name.lower().replace(" ", "").replace("-", "").replace("_", "")
     found = TORCH_CPU if short == TORCH_CPU.name else DEVICES.get(short)
     if found is None:
-        raise DeviceError(f"device must be one of {', '.join(DEVICES)}, got {name!r}")
+        raise DeviceError(f"device must be one of {', '.join(DEVICES)} or cpu, got {name!r}")
     return found

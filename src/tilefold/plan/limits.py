@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from tilefold.errors import Unsupported
+from tilefold.errors import DtypeError, Unsupported
 from tilefold.plan.device import Device
 from tilefold.plan.problem import MAX_HEAD_DIM, AttentionProblem
 
@@ -213,7 +213,9 @@ def require_supported(problem: AttentionProblem, device: Device, most: int = MAX
 
 
 def require_kernels(device: Device) -> None:
-    """Raise Unsupported where no kernel runs."""
+    """Raise Unsupported where no kernel runs; DtypeError for what is no Device."""
+    if not isinstance(device, Device):
+        raise DtypeError(f"device must be a tilefold.plan.Device, as device_named({device!r}) may give it")
     if device.backend == "cuda" and device.generation < 80:
         raise Unsupported(f"device must be sm_80 or newer, got {device.name} ({device.target})")
     if device.backend not in ("cuda", "hip", "interpreter"):

@@ -6,7 +6,7 @@ from typing import Any
 
 from tilefold.errors import PlanError, Unsupported
 from tilefold.plan import serialise
-from tilefold.plan.base import Shown, changed, said_sizes
+from tilefold.plan.base import Shown, changed, require_equal, said_sizes
 from tilefold.plan.cache.invariant import invariant_refusal
 from tilefold.plan.capabilities import capability
 from tilefold.plan.device import Device
@@ -82,8 +82,9 @@ class TorchPlan(Shown):
         """PlanError unless the plan is one for this problem and device."""
         if device.architecture is not self.device.architecture:
             raise PlanError(f"plan is for {self.device.title}, the call is on {device.title}")
-        if problem != self.problem:
+        if type(problem) is not type(self.problem):
             raise PlanError(f"plan is for {self.problem}, the call is {problem}")
+        require_equal(self.problem, problem)
 
     def to_json(self) -> str:
         """The plan, with its problem and device, and the name of its function, as JSON."""

@@ -148,6 +148,12 @@ def test_rotary_turns_keys_and_queries(device, dtype, packed, page, interleaved)
     for at, row, _ in rows:
         untouched[at, row] = False
     assert torch.equal(held[0][untouched], k_cache[untouched])
+    if not packed:
+        with pytest.raises(
+            tilefold.ValueRangeError, match=r"rotary_cos has 21 positions, .*\[2\] = 19 and 5 more need 24"
+        ):
+            tilefold.kvcache_append(*shaped[:2], *held, cache_seqlens=ints(*lengths, device=device), block_table=table,
+                                    rotary_cos=cos, rotary_sin=sin, check=True)  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", CODED)

@@ -197,6 +197,12 @@ def test_contexts(device):
             assert torch.equal(tilefold.attention(q, k, v), fast)
         assert torch.equal(tilefold.attention(q, k, v), asked)
     assert torch.equal(tilefold.attention(q, k, v), fast)
+    again = tilefold.numerics("invariant")
+    for _ in range(2):
+        with again, again:
+            assert torch.equal(tilefold.attention(q, k, v), asked)
+    assert torch.equal(again(tilefold.attention)(q, k, v), asked)
+    assert torch.equal(tilefold.attention(q, k, v), fast)
 
 
 @pytest.fixture
@@ -221,8 +227,7 @@ def test_refusals(device):
         for call in (tilefold.attention, tilefold.attention_kvcache, tilefold.attention_plan):
             with pytest.raises(error, match="numerics must be 'fast', 'invariant' or None, got"):
                 call(q, k, v, numerics=wrong)
-    with pytest.raises(ValueRangeError, match="numerics must be"), tilefold.numerics("exact"):
-        pass
+    refuses(ValueRangeError, "numerics must be", tilefold.numerics, "exact")
     refuses(Unsupported, "dropout_p is not 0", tilefold.attention, q, k, v, dropout_p=0.5, numerics="invariant")
     lengths = torch.tensor([70], dtype=torch.int32, device=device)
     with pytest.raises(Unsupported, match="cascade=True with numerics"):

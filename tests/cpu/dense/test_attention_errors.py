@@ -269,7 +269,13 @@ def test_plan_without_queries(device):
 def test_tensors_that_no_architecture_serves(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     q = torch.empty(3, 5, 7, 16, device="meta")
-    refuses(DeviceError, "tensors are on meta; tilefold runs on CUDA and ROCm GPUs", device_of, q.device, "attention")
+    refuses(
+        DeviceError,
+        "tensors are on meta, which holds no numbers; plans of them take device=",
+        device_of,
+        q.device,
+        "attention",
+    )
 
 
 def test_a_mod_that_a_kernel_does_not_compile_with_is_told_without_a_warning(monkeypatch):

@@ -14,7 +14,7 @@ from cases import DEEP, flex, judge, pairs, rand
 from cases.flex import BATCH, HEADS, MASKS, SCORES, SEQ, blocks, blocks_of, checked, expected, tables_of, tensors
 from cases.refusals import refuses
 from sources import run_source
-from tilefold import DtypeError, ShapeError, Unsupported
+from tilefold import DtypeError, ShapeError, Unsupported, ValueRangeError
 from tilefold.compat import flex_attention as ours
 from tilefold.compat.flex_attention import and_masks, create_block_mask, flex_attention
 from tilefold.compat.flex_attention.translate import translated
@@ -206,6 +206,21 @@ def test_what_has_no_translation_is_refused_by_name(mod, error, says):
         flex_attention(q, k, v, mod)
 
 
+def test_gradients_by_torch_func():
+    """Mods are translated outside of the transformation, whose numbers they would be."""
+    q, k, v = tensors(kv_heads=HEADS)
+    for mask in (None, blocks(flex.causal)):
+
+        def loss(q, mask=mask):
+            return (
+                flex_attention(q, k, v, lambda s, b, h, i, j: s * 2 + torch.where(i > j, 0.5, 0.0), mask).square().sum()
+            )
+
+        leaf = q.detach().clone().requires_grad_()
+        loss(leaf).backward()
+        assert torch.allclose(torch.func.grad(loss)(q.detach()), leaf.grad, atol=1e-5)
+
+
 @pytest.mark.no_poison
 def test_calls_that_are_refused():
     q, k, v = tensors()
@@ -214,6 +229,42 @@ def test_calls_that_are_refused():
     with pytest.raises(ShapeError, match="block_mask is for"):
         flex_attention(q[:, :, 1:], k, v, block_mask=blocks(flex.causal), enable_gqa=True)
     refuses(DtypeError, "BlockMask", flex_attention, q, k, v, block_mask=torch.ones(1), enable_gqa=True)
+    refuses(
+        DtypeError,
+        "got BlockMask: pass it as block_mask=",
+        flex_attention,
+        q,
+        k,
+        v,
+        blocks(flex.causal),
+        enable_gqa=True,
+    )
+    refuses(
+        DtypeError, "score_mod must be a function or None, got str", flex_attention, q, k, v, "causal", enable_gqa=True
+    )
+    refuses(DtypeError, "return_aux must be an AuxRequest", flex_attention, q, k, v, enable_gqa=True, return_aux=True)
+    three = ours.create_block_mask(
+        lambda b, h, i, j: (i >= j) & (h < 2), None, 3, SEQ, SEQ
+    )  # on the device that there is
+    refuses(
+        ShapeError, "block_mask is for 3 (heads), query has", flex_attention, q, k, v, block_mask=three, enable_gqa=True
+    )
+    for sizes, kind, says in (
+        ((-1, 8), ValueRangeError, "Q_LEN must be at least 0"),
+        ((8, 8.0), DtypeError, "KV_LEN must be an int"),
+    ):
+        refuses(kind, says, ours.create_block_mask, flex.causal, None, None, *sizes)
+    refuses(
+        ValueRangeError,
+        "BLOCK_SIZE must be at least 1",
+        ours.create_block_mask,
+        flex.causal,
+        None,
+        None,
+        8,
+        8,
+        BLOCK_SIZE=0,
+    )
     with pytest.raises(Unsupported, match="max_scores"):
         flex_attention(q, k, v, enable_gqa=True, return_aux=ours.AuxRequest(max_scores=True))
     with pytest.raises(Unsupported, match="AuxRequest"):

@@ -143,9 +143,12 @@ def test_a_pattern_that_matches_nothing_raises():
         ("2.", "matches no linear layer"),  # a part of a name's part
         ([3], "skip must be names, globs or a predicate, got 3"),
         (3, "skip must be names, globs or a predicate, got 3"),
+        (torch.nn.Linear, "skip must be names, .* got the class Linear"),
     ):
         with pytest.raises(ValueRangeError, match=message):
             tilefold.quantize(made, skip=skip, progress=False)
+    with pytest.raises(DeviceError, match="device must be one that torch has here, got 'gpu'"):
+        tilefold.quantize(made, device="gpu", progress=False)
     assert not low(made)
 
 

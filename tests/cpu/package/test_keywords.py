@@ -89,6 +89,9 @@ def test_other_names():
     assert refused(tilefold.attention, casual=True).endswith("'casual': did you mean causal?")
     assert refused(tilefold.attention, colour=1) == "attention() got an unexpected keyword argument 'colour'"
     assert refused(tilefold.attention_plan, casual=True).endswith("did you mean causal?")
+    q = torch.zeros(1, 4, 1, 16)
+    with pytest.raises(Exception, match="unexpected keyword argument 'casual'"):  # Dynamo's own kind, and what was said
+        torch.compile(lambda: tilefold.attention(q, q, q, casual=True), fullgraph=True, backend="eager")()
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__qualname__)

@@ -103,7 +103,14 @@ def test_the_plan_is_printed_followed_and_refused():
     small = TorchPlan(plan.operation, plan.problem, plan.device, plan.cut)
     out = tilefold.attention(q, k, v, causal=True, plan=small)
     assert torch.equal(out, tilefold.attention(q, k, v, causal=True))
-    refuses(PlanError, "plan is for AttentionProblem", tilefold.attention, q, k, v, plan=small)
+    refuses(
+        PlanError, "plan was made for causal=True, the call has causal=False", tilefold.attention, q, k, v, plan=small
+    )
+    backward = tilefold.attention_backward_plan(q, k, v)
+    refuses(
+        PlanError, "plan is for attention_backward, the call is attention", tilefold.attention, q, k, v, plan=backward
+    )
+    refuses(DeviceError, "plans of them take device=", tilefold.attention_plan, *(t.to("meta") for t in (q, k, v)))
     problem = AttentionProblem(1, 40, 40, 4, 4, 16, 16, dtype="float32")
     with pytest.raises(PlanError, match=r"the call is on torch \(CPU\)"):
         tilefold.attention(q, k, v, plan=plan_attention(problem, device_named("a100")))

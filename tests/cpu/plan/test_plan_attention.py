@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cases.refusals import refuses
 from examples import examples
 from tilefold.errors import PlanError, TilefoldError, Unsupported
-from tilefold.plan import DEVICES, AttentionPlan, AttentionProblem, Device, device_named, plan_attention
+from tilefold.plan import DEVICES, AttentionPlan, AttentionProblem, Device, device_named, plan_attention, plan_forward
 from tilefold.plan.backward.attention_backward import plan_attention_backward
 from tilefold.plan.dense.attention_hopper import KERNEL as HOPPER
 from tilefold.plan.dense.attention_hopper import hopper_programs, hopper_tile, hopper_violation
@@ -637,8 +637,9 @@ def test_json_that_is_incomplete_or_no_json_is_refused() -> None:
 
 def test_a_plan_reads_as_the_documentation_shows() -> None:
     page = Path(__file__).parents[3] / "docs" / "explanation" / "plan.md"
+    shown = plan_forward(AttentionProblem(1, 4096, 4096, 28, 4, 128, 128, causal=True), H200)
+    assert str(shown) in page.read_text(encoding="utf-8")
     plan = plan_attention(AttentionProblem(1, 1, 8192, 28, 4, 128, 128), H200)
-    assert str(plan) in page.read_text(encoding="utf-8")
     assert "split-KV" in str(plan)
     assert "28 of 132 SMs have work (21%)" in str(plan)
 

@@ -20,6 +20,7 @@ from tilefold.plan.cache.decode import plan_decode
 from tilefold.plan.matrix.conv import plan_conv
 from tilefold.plan.matrix.eight import plan_eight
 from tilefold.plan.matrix.lowbit import plan_lowbit
+from tilefold.plan.matrix.matmul import MatmulProblem, plan_matmul
 from tilefold.plan.matrix.rms_norm import plan_rms_norm
 from tilefold.plan.sparse.sparse import plan_sparse
 from tilefold.plan.sparse.sparse_backward import plan_sparse_backward
@@ -126,7 +127,7 @@ def test_matrix_plans(of, device):
         assert made == planner(here.problem, device_named(name)) and made.device == device_named(name)
     assert plan_of(x) == here
     refuses(DeviceError, "device must be one of h200, h100, ", plan_of, x, device="here")
-    if of == "rms_norm":
+    if of in ("rms_norm", "lowbit"):
         assert isinstance(plan_of(x, device="cpu"), TorchPlan)
     else:
         refuses(Unsupported, "TRITON_INTERPRET=1", plan_of, x, device="cpu")
@@ -138,3 +139,20 @@ def test_flex_attention(device):
     for block_mask in (None, mask):
         made = flex_attention_plan(t, t, t, block_mask=block_mask, device="h100")
         assert made.device == device_named("h100")
+
+
+def test_a_name_is_no_record():
+    """Planners take records; what names take says so, and has "cpu" among them."""
+    problem = MatmulProblem(1, 4, 4, 4)
+    refuses(DtypeError, "device must be a tilefold.plan.Device, as device_named('h200')", plan_matmul, problem, "h200")
+    refuses(DtypeError, "or cpu, got None", device_named, None)
+    refuses(DeviceError, "or cpu, got 'h900'", device_named, "h900")
+    plan = tilefold.attention_plan(*(rand(1, N, 4, 64, dtype=torch.bfloat16) for _ in range(3)), device="h200")
+    with pytest.raises(PlanError, match=r"plan field block_n: must be an int, got 64\.0"):
+        plan.with_tile(block_n=64.0)
+
+
+def test_few_bits_by_plain_torch():
+    weight, x = quantize_weight(rand(64, 128)), rand(3, 128)
+    plan = tilefold.ops.lowbit_matmul_plan(x, weight, device="cpu")
+    assert isinstance(plan, TorchPlan) and "torch_lowbit_matmul" in str(plan)

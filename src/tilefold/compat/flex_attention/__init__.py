@@ -24,6 +24,7 @@ from torch.nn.attention.flex_attention import (
 from torch.nn.attention.flex_attention import create_block_mask as _create_block_mask
 
 from ... import attention, attention_plan, masks, sparse_attention, sparse_plan
+from ...check import check_whole
 from ...errors import DtypeError, ShapeError, Unsupported
 from ...ops.call import Call
 from ...ops.dense.attention_tiles import tiles_of
@@ -32,6 +33,7 @@ from ...ops.masking import named_terms
 from ...ops.reads import reads
 from ...ops.sparse.classify import block_kinds
 from ...ops.sparse.listed import tiles_refusals
+from ...ops.watch import is_transformed
 from ...plan.device import Device
 from ...sparse import BlockIndex
 from ...sparse.lists import lists_to_map, padded
@@ -105,6 +107,8 @@ def flex_attention(
         for AuxRequest(max_scores=True).
 
     Source: FlexAttention (Dong et al. 2024, arXiv:2412.05496)."""
+    if return_aux is not None and not isinstance(return_aux, AuxRequest):
+        raise DtypeError(f"return_aux must be an AuxRequest or None, got {return_aux!r}")
     if return_aux is not None and return_lse:
         raise Unsupported("return_lse=True beside return_aux: ask for AuxRequest(lse=True) alone")
     if return_aux is not None and return_aux.max_scores:
@@ -174,6 +178,9 @@ def _planned(
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4:
             shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise ShapeError(f"{name} must be a tensor [batch, heads, seq, dim], got {shape}")
+    if isinstance(score_mod, BlockMask) or not (score_mod is None or callable(score_mod)):
+        hint = ": pass it as block_mask=" if isinstance(score_mod, BlockMask) else ""
+        raise DtypeError(f"score_mod must be a function or None, got {type(score_mod).__name__}{hint}")
     batch, heads, seq_q = query.shape[:3]
     kv_heads, seq_k = key.shape[1:3]
     if kv_heads != heads and not enable_gqa:
@@ -213,6 +220,11 @@ def _with_blocks(
         raise ShapeError(
             f"block_mask is for {tuple(mask.seq_lengths)} queries and keys, query and key have {extents[2:]}"
         )
+    for dim, name in ((0, "batch"), (1, "heads")):
+        if mask.kv_num_blocks.dim() == 3 and mask.kv_num_blocks.shape[dim] not in (1, extents[dim]):
+            raise ShapeError(
+                f"block_mask is for {mask.kv_num_blocks.shape[dim]} ({name}), query has {extents[dim]}; 1 or as many are accepted"
+            )
     q, k, v = tensors
     inner: tuple[masks.Mask, ...] = ()
     if mask.mask_mod is not noop_mask:
@@ -223,7 +235,7 @@ def _with_blocks(
     dense = named_terms({**options, "mask": table}, q, k, options["layout"])
     by_args = [each for each in options.get("score_args", ()) if isinstance(each, torch.Tensor) and each.requires_grad]
     graded = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *by_args))
-    if not _is_served(block) or (graded and by_args):  # lists of blocks give these no gradients
+    if not _is_served(block) or (graded and by_args) or is_transformed():  # lists of blocks give these no gradients
         return _Planned(tensors, dense)
     refusals = tiles_refusals(q, k, v, Call(**dense))
     if (why := refusals.forward or (refusals.backward if graded else None)) is None:
@@ -252,8 +264,12 @@ def create_block_mask(
 
     Where that kernel does not run (others are given, a block size that is no power of two from 16 on, a CPU without Triton's
     interpreter) torch's own makes it.  Raises Unsupported for a mod that has no translation to Triton."""
-    where = torch.empty(0, device="cuda" if device is None else device).device  # with its number
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    where = torch.empty(0, device=device).device  # with its number
     sizes = BLOCK_SIZE if isinstance(BLOCK_SIZE, tuple) else (BLOCK_SIZE, BLOCK_SIZE)
+    for name, number in (("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN), ("BLOCK_SIZE", sizes[0]), ("BLOCK_SIZE", sizes[1])):
+        check_whole(name, number, 1 if name == "BLOCK_SIZE" else 0)
     if others or not _is_served(sizes) or (where.type == "cpu" and not interpreting()):
         own = {"_compile": _compile, "separate_full_blocks": separate_full_blocks, **others}
         return _create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, where, BLOCK_SIZE, **own)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import triton
 import triton.language as tl
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode
 
 from ...device.mods import softcap
@@ -50,10 +51,13 @@ def translated(
     Raises Unsupported, naming the mod and the operation, for what has no translation; ShapeError for a tensor with less elements
     than the index needs that it is read by."""
     trace = _Trace(kind, mod, extents, device)
-    indices = [trace.value(name, torch.int32, natural=True, extent=n) for name, n in zip(INDICES, extents, strict=True)]
-    score = [trace.value("score", torch.float32)] if kind == "score_mod" else []
-    with _Indexing(trace):
-        found = mod(*score, *indices)
+    with temporarily_clear_interpreter_stack():  # torch.func's: the mod is asked for its text alone
+        indices = [
+            trace.value(name, torch.int32, natural=True, extent=n) for name, n in zip(INDICES, extents, strict=True)
+        ]
+        score = [trace.value("score", torch.float32)] if kind == "score_mod" else []
+        with _Indexing(trace):
+            found = mod(*score, *indices)
     return Translated(_compiled(trace.text(found), kind), tuple(trace.args), trace.bias(found))
 
 

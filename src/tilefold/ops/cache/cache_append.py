@@ -70,7 +70,7 @@ def _launch(call: Append, check: bool = False) -> torch.Tensor:
     turned = call.k.new_empty(0) if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if p.bound is not None:
         if check or (on_host(call.k_cache) and not call.operation):
-            _check_values(p.shape, call)
+            _check_values(p.shape, call, check)
         fault = note_of(call.k_cache.device) if call.operation else None
         call = _within(call, p.shape)
         p.bound(_given(call, None if q is None else turned, fault, p.more))
@@ -96,8 +96,8 @@ def _within(call: Append, n: dict[str, int]) -> Append:
     return call._replace(cu=cu)
 
 
-def _check_values(n: dict[str, int], call: Append) -> None:
-    """Only in the interpreter, where reading costs nothing."""
+def _check_values(n: dict[str, int], call: Append, asked: bool) -> None:
+    """Where reading costs nothing, or where it is asked for: then a short rotary table is refused, too."""
     new = [n["seq_new"]] * n["batch"]
     if call.cu is not None:
         new = call.cu.diff().tolist()
@@ -111,6 +111,10 @@ def _check_values(n: dict[str, int], call: Append) -> None:
         if not 0 <= length <= n["capacity"] - more:
             raise ValueRangeError(
                 f"cache_seqlens[{b}] is {length}: {more} more tokens do not fit into {n['capacity']} rows"
+            )
+        if asked and call.cos is not None and more and length + more > n["positions"]:
+            raise ValueRangeError(
+                f"rotary_cos has {n['positions']} positions, cache_seqlens[{b}] = {length} and {more} more need {length + more}"
             )
         if call.block_table is not None and more:
             first, last = length // n["page"], (length + more - 1) // n["page"]

@@ -7,15 +7,17 @@ import torch
 from ...errors import DtypeError, ValueRangeError
 from ...quant import QuantizedTensor
 from ...types import Numerics
-from ..device import device_of_kernels
+from ..device import device_asked, device_of, device_of_kernels
 from ..numerics import check_numerics, is_invariant
 from ..operator import Gradient, Operation
+from ..serve import has_function
 from ..watch import in_forward_mode, is_transformed, is_watched, refuse_gradients, refuse_tangents, wants_gradient
 from .lowbit_launch import call, check, dequantise, plain_product
 
 if TYPE_CHECKING:
     from ...plan.device import Device
     from ...plan.matrix.lowbit import LowbitPlan
+    from ...plan.torch_cpu import TorchPlan
 
 Tensors = tuple[torch.Tensor | None, ...]
 FIELDS = ("packed", "packed_high", "scales", "zeros", "table", "perm")
@@ -87,14 +89,18 @@ def check_options(weight: Any, deterministic: Any, plan: Any) -> None:
 def lowbit_matmul_plan(
     x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None = None, *, deterministic: bool = True,
     numerics: Numerics | None = None, device: "str | Device | None" = None,
-) -> "LowbitPlan":  # fmt: skip
+) -> "LowbitPlan | TorchPlan":  # fmt: skip
     """The plan that `lowbit_matmul` would use for this call: `print` it, change it with `dataclasses.replace`, give it back.
 
-    device: plans as on another one, as of `attention_plan`."""
-    from .lowbit_launch import plan_of
+    device: plans as on another one, as of `attention_plan`.  A `TorchPlan` where a function of torch serves it."""
+    from ...plan.torch_cpu import TorchPlan
+    from .lowbit_launch import plan_of, problem_of
 
     check_options(weight, deterministic, None)
     check(x, weight, bias)
+    on = device_asked(device) or device_of(x.device, "lowbit_matmul")
+    if has_function("lowbit_matmul", on):
+        return TorchPlan("lowbit_matmul", problem_of(x, weight, deterministic), on)
     return plan_of(
         x,
         weight,

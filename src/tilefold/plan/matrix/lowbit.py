@@ -9,6 +9,7 @@ from tilefold.plan.architecture import SM_90
 from tilefold.plan.base import Plan
 from tilefold.plan.cost import Bound, Cost
 from tilefold.plan.device import Device
+from tilefold.plan.explain import time_text
 from tilefold.plan.matrix.lowbit_choices import Choice, choice_for
 from tilefold.plan.matrix.problem import MatmulProblem
 from tilefold.plan.matrix.tiles import ADD_BYTES, FIRST_LOADS, LAUNCH, LOADED, by_wgmma, estimated_invariant
@@ -222,7 +223,7 @@ class LowbitPlan(Plan):
                 f"  tile      {self.block_n} x {self.block_m}, {self.num_warps} warps, {self.stages} stages, {self.items} items "
                 f"in {self.parts} parts of K, scaled {self.scaled} the product"
             )
-        lines.append(f"  bound     {bound.resource}, {bound.seconds * 1e6:.1f} us")
+        lines.append(f"  bound     {bound.resource}, {time_text(bound.seconds)}")
         return "\n".join([*lines, *(f"  rejected  {text}" for text in self.rejected)])
 
 
