@@ -151,7 +151,7 @@ def attention(
         raise unexpected_of(attention, others)
     if type(return_lse) is not bool or type(deterministic) is not bool or backward_plan is not None:
         check_kinds(return_lse, backward_plan, "AttentionBackwardPlan", deterministic)
-    asked = "" if numerics is None else check_numerics(numerics)
+    asked = check_numerics(numerics)
     if isinstance(mask, Mask) or score is not None:
         terms = Terms(
             causal, window, softcap, alibi_slopes, bias, mask, score_mod, score_args, mask_mod, mask_args, score_grad
@@ -264,7 +264,7 @@ def attention_varlen(
         packed = checked_packed(q, k, packed, mode, "attention_varlen")
     call = Call(causal, window, scale, softcap, "bshd", alibi_slopes, bias, mask, sinks, score_mod,  # type: ignore[arg-type]
                 score_args, mask_mod, mask_args, packed, plan, score_grad, backward_plan, dropout_p, dropout_seed,
-                numerics="" if numerics is None else check_numerics(numerics))  # fmt: skip
+                numerics=check_numerics(numerics))  # fmt: skip
     out, lse = _attend(q, k, v, call)
     return (out, lse) if return_lse else out
 

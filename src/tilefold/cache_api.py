@@ -123,7 +123,7 @@ def attention_kvcache(
     )
     scales = UNSCALED if k_scale is None and v_scale is None else Scales(None, k_scale, v_scale)
     call = Call(causal, window, scale, softcap, alibi_slopes=alibi_slopes, mask=mask, sinks=sinks, source=cache,  # type: ignore[arg-type]
-                plan=plan, scales=scales, numerics="" if numerics is None else check_numerics(numerics))  # fmt: skip
+                plan=plan, scales=scales, numerics=check_numerics(numerics))  # fmt: skip
     out, lse = kvcache.ATTENTION_KVCACHE(q, k_cache, v_cache, call, checked)
     return (out, lse) if return_lse else out
 

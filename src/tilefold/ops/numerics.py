@@ -1,7 +1,10 @@
 """Which numerics a call has: those that are given, or those of the innermost context, or of the environment."""
 
 import os
-from contextlib import ContextDecorator
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
 
 from ..errors import DtypeError, Unsupported, ValueRangeError
 
@@ -12,34 +15,29 @@ ASKED = [os.environ.get(VARIABLE, "") or "fast"]
 what a call says itself."""
 
 
-def numerics(kind: str) -> "Asked":
+@contextmanager
+def numerics(kind: str) -> Iterator[None]:
     """Calls inside that do not say otherwise have these numerics: "fast", or "invariant" (docs/invariance.md).
 
-    It holds for the process, as gradients and checkpoints compute on threads of their own.  A context manager that may be
-    entered again, and a decorator.  Raises ValueRangeError for another word."""
+    It holds for the process, as gradients and checkpoints compute on threads of their own.  Also as a decorator.
+    Raises ValueRangeError for another word."""
     check_numerics(kind)
-    return Asked(kind)
-
-
-class Asked(ContextDecorator):
-    """What `tilefold.numerics` gives: the numerics of the calls inside, as a context manager or a decorator."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-
-    def __enter__(self) -> None:
-        ASKED.append(self.kind)
-
-    def __exit__(self, *_: object) -> None:
+    ASKED.append(kind)
+    try:
+        yield
+    finally:
         ASKED.pop()
 
 
 def check_numerics(given: object) -> str:
-    """An argument `numerics` as calls keep it, "" for None.  Raises DtypeError or ValueRangeError, naming it."""
+    """An argument `numerics` as calls keep it, "" for None: what the context says when the call runs.  A call that Dynamo traces
+    is in the context in which it is traced.  Raises DtypeError or ValueRangeError, naming it."""
     if given is not None and not isinstance(given, str):
         raise DtypeError(f"numerics must be 'fast', 'invariant' or None, got {type(given).__name__}")
     if given and given not in NUMERICS:
         raise ValueRangeError(f"numerics must be 'fast', 'invariant' or None, got {given!r}")
+    if not given and torch.compiler.is_compiling():
+        return ASKED[-1]
     return given or ""
 
 

@@ -145,7 +145,7 @@ class CacheBatch:
             self._set_shape(each)
         page = self.cache.page_size
         after = [one.length for one in self._members]
-        self.longest = max(after, default=0)
+        self.longest = max((n for n, new in zip(after, each, strict=True) if new), default=0)  # of those that get rows
         if self.count == 1:
             before = positions = [n - 1 for n in after]
             slots = [one.pages[-1] * page + at % page for one, at in zip(self._members, before, strict=True)]

@@ -173,7 +173,7 @@ class PagedKVCache:
         rows = batch.as_rows("k", k), batch.as_rows("v", v)
         if isinstance(rotary_cos, torch.Tensor) and rotary_cos.dim() == 2 and rotary_cos.shape[0] < batch.longest:
             raise ShapeError(
-                f"rotary_cos has {rotary_cos.shape[0]} positions, a sequence of the batch has {batch.longest} rows"
+                f"rotary_cos has {rotary_cos.shape[0]} positions, the batch's new rows reach {batch.longest}"
             )
         # That they fit is known: the batch has reserved them.  So no longest is given, which would be a record for each.
         offsets = batch.cu_seqlens_q if batch.count is None else None

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tilefold
-from cases import DEEP, hold, judge, qkv, rand, same
+from cases import DEEP, hold, judge, one_graph, qkv, rand, same
 from cases.decode import E4M3, INT8, Case, run
 from cases.invariant import WAYS, draw, products_in_order  # noqa: F401
 from cases.mods import slanted, slanted_twin, sliding, sliding_twin
@@ -197,12 +197,33 @@ def test_contexts(device):
             assert torch.equal(tilefold.attention(q, k, v), fast)
         assert torch.equal(tilefold.attention(q, k, v), asked)
     assert torch.equal(tilefold.attention(q, k, v), fast)
-    again = tilefold.numerics("invariant")
+    assert torch.equal(tilefold.numerics("invariant")(tilefold.attention)(q, k, v), asked)
+
+
+@pytest.mark.no_poison
+def test_contexts_inside_compiled_functions(device):
+    """Those inside are seen where they are traced, those outside whenever the function runs."""
+    q, k, v = qkv(1, 70, 70, 4, 2, 32, device=device)
+    fast, asked = (tilefold.attention(q, k, v, numerics=kind) for kind in ("fast", "invariant"))
+
+    def inside(q, k, v):
+        with tilefold.numerics("invariant"):
+            return tilefold.attention(q, k, v)
+
+    for function in (inside, tilefold.numerics("invariant")(lambda q, k, v: tilefold.attention(q, k, v))):
+        assert torch.equal(one_graph(function)(q, k, v), asked)
+    plain = one_graph(lambda q, k, v: tilefold.attention(q, k, v))
     for _ in range(2):
-        with again, again:
-            assert torch.equal(tilefold.attention(q, k, v), asked)
-    assert torch.equal(again(tilefold.attention)(q, k, v), asked)
-    assert torch.equal(tilefold.attention(q, k, v), fast)
+        assert torch.equal(plain(q, k, v), fast)
+        with tilefold.numerics("invariant"):
+            assert torch.equal(plain(q, k, v), asked)
+
+    def product(a):
+        with tilefold.numerics("invariant"):
+            return tilefold.matmul(a, a.mT)
+
+    a = rand(70, 130, device=device)
+    assert torch.equal(one_graph(product)(a), tilefold.matmul(a, a.mT, numerics="invariant"))
 
 
 @pytest.fixture
@@ -227,7 +248,8 @@ def test_refusals(device):
         for call in (tilefold.attention, tilefold.attention_kvcache, tilefold.attention_plan):
             with pytest.raises(error, match="numerics must be 'fast', 'invariant' or None, got"):
                 call(q, k, v, numerics=wrong)
-    refuses(ValueRangeError, "numerics must be", tilefold.numerics, "exact")
+    with pytest.raises(ValueRangeError, match="numerics must be"), tilefold.numerics("exact"):
+        pass
     refuses(Unsupported, "dropout_p is not 0", tilefold.attention, q, k, v, dropout_p=0.5, numerics="invariant")
     lengths = torch.tensor([70], dtype=torch.int32, device=device)
     with pytest.raises(Unsupported, match="cascade=True with numerics"):

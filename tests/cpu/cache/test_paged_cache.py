@@ -334,7 +334,7 @@ def test_refusals(device):
         (lambda: cache.attend(0, q[:3], batch), ShapeError, "q has shape (3, 4, 16)"),
         (lambda: cache.attend(0, q, batch, bias=q), ValueRangeError, "unexpected keyword argument 'bias'; it takes window"),
         (lambda: cache.attend(0, q, batch, softmax_scale=1.0), ValueRangeError, "'softmax_scale': here it is scale; it takes"),
-        (lambda: cache.append(0, k, v, batch, *[torch.zeros(2, 4, device=device)] * 2), ShapeError, "has 2 positions, a"),
+        (lambda: cache.append(0, k, v, batch, *[torch.zeros(2, 4, device=device)] * 2), ShapeError, "has 2 positions, the"),
         (lambda: cache.attend(0, q[:, :3], batch), ShapeError, "3"),
         (lambda: cache.share_prefix(a, None), DtypeError, "tokens must be an int, got None"),
         (lambda: a_cache(device, dtype=torch.int32), DtypeError, "dtype must be float16, bfloat16, float32, float8_e4m3fn or"),

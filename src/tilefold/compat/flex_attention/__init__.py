@@ -269,7 +269,8 @@ def create_block_mask(
     where = torch.empty(0, device=device).device  # with its number
     sizes = BLOCK_SIZE if isinstance(BLOCK_SIZE, tuple) else (BLOCK_SIZE, BLOCK_SIZE)
     for name, number in (("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN), ("BLOCK_SIZE", sizes[0]), ("BLOCK_SIZE", sizes[1])):
-        check_whole(name, number, 1 if name == "BLOCK_SIZE" else 0)
+        whole = number.__index__() if hasattr(number, "__index__") and not isinstance(number, bool) else number
+        check_whole(name, whole, 1 if name == "BLOCK_SIZE" else 0)
     if others or not _is_served(sizes) or (where.type == "cpu" and not interpreting()):
         own = {"_compile": _compile, "separate_full_blocks": separate_full_blocks, **others}
         return _create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, where, BLOCK_SIZE, **own)

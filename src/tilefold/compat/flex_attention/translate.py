@@ -5,6 +5,7 @@ says which operation it is and what it promotes.  Tensors that the mod reads by 
 Equal texts are one function, so that new lengths and new tensors compile nothing.
 """
 
+import contextlib
 import functools
 import itertools
 import linecache
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import triton
 import triton.language as tl
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._functorch import pyfunctorch
 from torch.overrides import TorchFunctionMode
 
 from ...device.mods import softcap
@@ -24,6 +25,8 @@ from ...errors import DeviceError, DtypeError, ShapeError, Unsupported
 
 INDICES = ("batch", "head", "q_index", "kv_index")
 COUNTER = itertools.count()
+# Outside of torch.func's transformations; torch may name it otherwise one day.
+_untransformed: Any = getattr(pyfunctorch, "temporarily_clear_interpreter_stack", contextlib.nullcontext)
 NAMES = {
     torch.bool: "int1",
     torch.int64: "int64",
@@ -51,7 +54,7 @@ def translated(
     Raises Unsupported, naming the mod and the operation, for what has no translation; ShapeError for a tensor with less elements
     than the index needs that it is read by."""
     trace = _Trace(kind, mod, extents, device)
-    with temporarily_clear_interpreter_stack():  # torch.func's: the mod is asked for its text alone
+    with _untransformed():  # the mod is asked for its text alone
         indices = [
             trace.value(name, torch.int32, natural=True, extent=n) for name, n in zip(INDICES, extents, strict=True)
         ]

@@ -94,7 +94,7 @@ def _of_entries(a: Any, b: Any, bias: Any) -> Any:
 
 def _call(a: torch.Tensor, b: torch.Tensor, bias: Any, scale_a: Any, scale_b: Any, activation: str | None, order: str, tf32: bool,
           out_dtype: torch.dtype | None, plan: Any, numerics: Any) -> torch.Tensor:  # fmt: skip
-    tensors, asked = (a, b, bias), "" if numerics is None else check_numerics(numerics)
+    tensors, asked = (a, b, bias), check_numerics(numerics)
     if torch.compiler.is_compiling():
         wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     else:
