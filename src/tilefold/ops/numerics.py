@@ -31,12 +31,12 @@ def numerics(kind: str) -> Iterator[None]:
 
 def check_numerics(given: object) -> str:
     """An argument `numerics` as calls keep it, "" for None: what the context says when the call runs.  A call that Dynamo traces
-    is in the context in which it is traced.  Raises DtypeError or ValueRangeError, naming it."""
+    in a context is in that one.  Raises DtypeError or ValueRangeError, naming it."""
     if given is not None and not isinstance(given, str):
         raise DtypeError(f"numerics must be 'fast', 'invariant' or None, got {type(given).__name__}")
     if given and given not in NUMERICS:
         raise ValueRangeError(f"numerics must be 'fast', 'invariant' or None, got {given!r}")
-    if not given and torch.compiler.is_compiling():
+    if not given and torch.compiler.is_compiling() and len(ASKED) > 1:
         return ASKED[-1]
     return given or ""
 
