@@ -25,7 +25,7 @@ from tilefold.ops.matrix.operands import operands
 from tilefold.ops.matrix.product import Epilogue, problem_of
 from tilefold.plan.matrix.lowbit import STEPPED, by_table
 from tilefold.plan.matrix.matmul import MatmulPlan, invariant_matmul, plan_matmul
-from tilefold.plan.matrix.tiles import HOPPER, HOPPER_STEP_SECONDS, PORTABLE, STEP_SECONDS, hopper_refusal
+from tilefold.plan.matrix.tiles import DEEP, HOPPER, HOPPER_TILES, PORTABLE, hopper_refusal
 from tilefold.quant import QuantizedTensor, quantize_weight
 
 ROWS = (1, 16, 64, 128, 192, 256, 384, 512, 1024, 8192)
@@ -56,9 +56,7 @@ def named(plan: MatmulPlan) -> str:
 
 def tiles_of(plan: MatmulPlan) -> Iterator[MatmulPlan]:
     """Every tile with measured steps."""
-    depths = {(64, 32): 8, (64, 64): 6, (64, 128): 8, (128, 128): 6, (128, 256): 3}
-    shapes = [(PORTABLE, m, n, k, 4 if m == 64 else 8, depths[m, n]) for m, n, k in STEP_SECONDS]
-    shapes += [(HOPPER, 128, n, 64, 4, 6 if n == 128 else 4) for n in HOPPER_STEP_SECONDS]
+    shapes = [(PORTABLE, *tile) for tile in DEEP] + [(HOPPER, m, n, 64, 4, stages) for m, n, stages in HOPPER_TILES]
     for kernel, m, n, k, warps, stages in shapes:
         if kernel == HOPPER and hopper_refusal(plan.problem, plan.device):
             continue

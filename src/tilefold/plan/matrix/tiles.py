@@ -1,6 +1,7 @@
 """Tiles of a matrix product: which there are, what each needs, which one a shape gets."""
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from tilefold.plan.capabilities import architecture_refusal
 from tilefold.plan.device import Device
@@ -109,6 +110,7 @@ def _waste(size: int, block: int) -> bool:
     return block > 16 and 2 * size <= block
 
 
+@lru_cache(maxsize=64)  # the estimate of which kernel is faster asks, and then its plan
 def choose_portable(problem: MatmulProblem, device: Device, order: str) -> MatmulTile:
     """Of the tiles that are not half empty, and their shares of the sum, the one with the least estimated time."""
     every = fitting = _candidates(problem, device)
@@ -257,6 +259,7 @@ def _hopper_tiles(problem: MatmulProblem) -> tuple[MatmulTile, ...]:
     return tuple(MatmulTile(m, n, step, 4, stages, GROUP * n // 128) for m, n, stages in HOPPER_TILES)
 
 
+@lru_cache(maxsize=64)
 def choose_hopper(problem: MatmulProblem, device: Device, order: str) -> MatmulTile:
     """The tile, and the number of shares of the sum, with the least estimated time."""
     made = []
