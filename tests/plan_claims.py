@@ -15,12 +15,14 @@ from typing import Any
 from tilefold.plan.matrix.conv import FORWARD
 from tilefold.plan.matrix.lowbit import plan_lowbit
 from tilefold.plan.problem import next_power_of_two
+from tilefold.plan.rules import MOST_LOADING
 from tilefold.plan.sparse.sparse import plan_sparse
 
 NUMBER, WORD = r"(-?\d+(?:\.\d+)?(?:e[+-]\d+)?)", r"([\w-]+)"
 SPEAKS = re.compile(r"\b(?:fills?|idle|enough|few|fewer|short|under|many|more than|most of|at most|own equal)\b", re.I)
 SILENT = re.compile(  # what is meant of any problem, and names of rules
-    r"short-queries|few-programs|long and short|short test lengths|small enough to share an SM|splits the keys of few queries|"
+    r"short-sequences|A tile as small as the sequence: many programs share an SM|short-queries|few-programs|long and short|"
+    r"short test lengths|small enough to share an SM|splits the keys of few queries|"
     r"a long sequence (?:among short ones )?would be .*?few|pay where there are many keys|counts where keys are few"
 )
 
@@ -73,6 +75,7 @@ GENERAL: tuple[tuple[str, Holds], ...] = (
     (r"hold dS of # of # keys", lambda p, a, b: a < b),
     (r"needs? # registers.*?, (?:of # a thread can spare|a thread has|there are) #", lambda p, a, *b: a > b[-1]),
     (r"# keys are fewer than #", lambda p, a, b: a < b),
+    (r"sequences of # queries and # keys have small tiles of their own", lambda p, a, b: max(a, b) <= MOST_LOADING),
     (r"# rows a KV head are more than (?:the )?#", lambda p, a, b: a > b),
     (r"with fewer than # keys", lambda p, a: p.problem.seq_k < a),
     (r"with fewer than # queries in the mean, or keys that one sees", lambda p, a: min(

@@ -30,6 +30,19 @@ def load_statistics(Lse2, Delta, cols, live, EDGE: tl.constexpr):
 
 
 @triton.jit
+def statistics_of_rows(out, do, lse, dlse):
+    """-> lse in base 2 and delta of rows [M] whose out and dout are [M, D]; lse -inf where there is no row; dlse [M] or None.
+
+    A row without a live key has no gradient, whatever dlse says: delta 0 and lse +inf, which makes its probabilities
+    exp2(score - inf) = 0 without another test in what follows."""
+    delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
+    if dlse is not None:
+        delta -= dlse
+    dead = lse == float("-inf")
+    return tl.where(dead, float("inf"), lse * LOG2E), tl.where(dead, 0.0, delta)
+
+
+@triton.jit
 def no_statistics(stats, Progress, counters, UNIT: tl.constexpr, CHUNK: tl.constexpr):
     """Statistics [2, UNIT] of a tile without queries: lse +inf, delta 0; and zeros in Progress [counters], CHUNK at a time."""
     o_r, o_c = tl.arange(0, UNIT), tl.arange(0, CHUNK)

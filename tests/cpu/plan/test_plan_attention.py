@@ -128,6 +128,7 @@ def test_head_dims_above_256_need_shared_memory(name: str) -> None:
 FIRES = {
     "interpreter": (LONG, "interpreter"),
     "fp32": (replace(LONG, dtype="float32"), "a100"),
+    "short-sequences": (replace(LONG, seq_q=49, seq_k=49), "a100"),
     "hopper": (LONG, "h100"),
     "short-queries": (replace(LONG, seq_q=17), "h200"),
     "few-programs": (replace(LONG, seq_q=300, heads=4, kv_heads=4), "a100"),
@@ -146,6 +147,27 @@ def test_narrow_heads_with_a_bias_share_an_sm() -> None:
     biased = replace(LONG, dim_qk=32, dim_v=32, score_mods=("bias",), bias_descriptors="tiles")
     for problem, tile in ((biased, Tile(64, 64, 4, 2)), (replace(biased, dim_v=64), Tile(128, 64, 8, 3))):
         assert plan_attention(problem, device_named("h200"), portable=True).tile == tile
+
+
+def test_short_sequences_have_small_tiles() -> None:
+    """Up to 64 tokens; narrow heads in a third tile of 64, too; and a bias that pointers read up to 256."""
+    for tokens, dim, options, tile in [
+        (16, 64, {}, Tile(16, 16, 1, 1)),
+        (20, 64, {}, Tile(32, 32, 2, 1)),
+        (49, 32, {}, Tile(64, 32, 4, 2)),
+        (64, 128, {}, Tile(64, 64, 4, 1)),
+        (64, 128, {"score_mods": ("bias",), "bias_descriptors": "tiles"}, Tile(64, 32, 4, 2)),
+        (144, 32, {}, Tile(64, 32, 4, 2)),
+        (196, 32, {"score_mods": ("bias",)}, Tile(64, 32, 4, 2)),
+        (65, 64, {}, None),
+        (128, 32, {}, None),
+        (193, 32, {}, None),
+        (196, 64, {"score_mods": ("bias",)}, None),
+        (196, 32, {"score_mods": ("bias",), "bias_descriptors": "tiles"}, None),
+    ]:
+        plan = plan_attention(replace(LONG, seq_q=tokens, seq_k=tokens, dim_qk=dim, dim_v=dim, **options), H200)
+        assert (plan.rule == "short-sequences") == (tile is not None), (tokens, dim, options)
+        assert tile in (None, plan.tile), (tokens, dim, options)
 
 
 def test_the_table_of_rules_is_complete() -> None:

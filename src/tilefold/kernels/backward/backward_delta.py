@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ...device.state import LOG2E
+from ...device.gradient import statistics_of_rows
 from ...device.tile import load_rows
 
 RUNTIME = ["seq_q", "heads"]
@@ -16,8 +16,7 @@ def backward_delta(
 ):  # fmt: skip
     """Out, DOut [B, Sq, H, D]; Lse, DLse (or None), Lse2, Delta [B, H, Sq] fp32 contiguous.  Grid (cdiv(Sq, BLOCK_M) * H * B,).
 
-    A packed batch is one sequence here.  A row without a live key has no gradient, whatever dlse says: delta 0 and lse +inf,
-    which makes its probabilities exp2(score - inf) = 0 without another test in the kernels that follow."""
+    A packed batch is one sequence here."""
     tiles = tl.cdiv(seq_q, BLOCK_M)
     pid = tl.program_id(0)
     i_m, i_bh = pid % tiles, (pid // tiles).to(tl.int64)
@@ -31,9 +30,7 @@ def backward_delta(
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     row = i_bh * seq_q + o_m
     lse = tl.load(Lse + row, mask=o_m < seq_q, other=0.0)
-    delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
-    if DLse is not None:
-        delta -= tl.load(DLse + row, mask=o_m < seq_q, other=0.0)
-    dead = lse == float("-inf")
-    tl.store(Lse2 + row, tl.where(dead, float("inf"), lse * LOG2E), mask=o_m < seq_q)
-    tl.store(Delta + row, tl.where(dead, 0.0, delta), mask=o_m < seq_q)
+    dlse = tl.load(DLse + row, mask=o_m < seq_q, other=0.0) if DLse is not None else None
+    lse2, delta = statistics_of_rows(out, do, lse, dlse)
+    tl.store(Lse2 + row, lse2, mask=o_m < seq_q)
+    tl.store(Delta + row, delta, mask=o_m < seq_q)

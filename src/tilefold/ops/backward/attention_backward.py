@@ -18,6 +18,7 @@ from ..hopper import chosen_or_none, disabled
 from ..serve import BoundFunction, function_at, plan_at
 from ..source import facts_of
 from .attention_backward_loads import elements_of, loads_of_call, needed, no_gradients
+from .attention_backward_short import ShortBound, bind_short
 from .attention_backward_terms import Made, TermsBound
 from .backward_parts import ROWS, bind_weights, boxes, readable, score_slope, side_strides, slopes_of, tiled, weighted
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 Gradients = tuple[torch.Tensor | None, ...]  # of q, k, v, bias, sinks and the tensors of score_args
 GIVEN = ("Q", "K", "V", "DOut", "Lse2", "Delta", "DQ", "DK", "DV", "call")
 """What a call gives to the portable kernels."""
-HOPPER, REDUCE = "attention_backward_hopper", "attention_backward_reduce"
+HOPPER, REDUCE, SHORT = "attention_backward_hopper", "attention_backward_reduce", "attention_backward_short"
 
 
 class DenseBound(NamedTuple):
@@ -158,13 +159,13 @@ def _bound(
     call: Call,
     with_bias: bool,
     loads: tuple[int, ...],
-) -> "DenseBound | GluonBound | SpansBound":
+) -> "DenseBound | ShortBound | GluonBound | SpansBound":
     """The bound launches, kept on the forward pass's record: everything else that decides them is in its key."""
     # A launch keeps what it compiled: where an argument may be None, that is part of the key.
     dout, _, dlse = beside
     given = None if dlse is None else facts_of(dlse)
     key = facts_of(dout), facts_of(tensors[3]), given, with_bias, call.deterministic, loads
-    found: DenseBound | GluonBound | SpansBound | None = prepared.further.get(key)
+    found: DenseBound | ShortBound | GluonBound | SpansBound | None = prepared.further.get(key)
     if found is None:
         alike = _key_of_tiles(prepared, tensors, call, key)
         near = None if alike is None else prepared.shared.get(alike)
@@ -195,13 +196,15 @@ def _terms_bound(
 
 def _bound_anew(
     prepared: Any, tensors: Any, beside: Any, call: Call, with_bias: bool, loads: tuple[int, ...]
-) -> "DenseBound | GluonBound | SpansBound":
+) -> "DenseBound | ShortBound | GluonBound | SpansBound":
     """`_bound` of a call that is like none before."""
     from ...plan.backward.attention_backward import plan_attention_backward
 
     plan = prepared.further.get(("planned", with_bias, call.deterministic, loads))
     if plan is None:  # nobody asked `differentiable`
         plan = backward_plan_of(prepared.problem, call, tensors[0], with_bias, loads)
+    if plan.kernel == SHORT:
+        return bind_short(plan, tensors, _portable_parts(prepared.scale, tensors, beside[0], call, plan))
     found: GluonBound | SpansBound | None = None
     if plan.kernel in (HOPPER, REDUCE):
         found = _bind_gluon(prepared.scale, tensors, beside, call, plan)
@@ -344,6 +347,10 @@ def example_launch(
             return one.main.example(gluon.given(one, tensors, out, call, scratch))  # type: ignore[no-any-return]
         given = (*tensors, out, lse, None if problem.varlen else lse, call, *scratch)
         return getattr(gluon, part).example(given)  # type: ignore[no-any-return]
+    if backward_plan.kernel == SHORT:
+        short = bind_short(backward_plan, tensors, _portable_parts(1.0, tensors, out, call, backward_plan))
+        three, stored = short.scratch(out)
+        return short.main.example((*tensors, out, lse, lse, call, stored, *three))
     bound = _bind(1.0, tensors, out, call, backward_plan)
     own = (q, k, lse, lse, call) if part == "weights" else (q, k, v, out, lse, lse, q, k, v, call)
     return getattr(bound, part).example(own)  # type: ignore[no-any-return]

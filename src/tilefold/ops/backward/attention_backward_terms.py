@@ -123,7 +123,7 @@ def _bind_bias(plan: "AttentionBackwardPlan", tensors: tuple[torch.Tensor, ...],
         "bias_heads": plan.bias[1],
     }
     rows = plan.bias[2] > 1
-    boxed = rows and plan.kernel != "attention_backward" and call.packed is None
+    boxed = rows and plan.kernel not in ("attention_backward", "attention_backward_short") and call.packed is None
     constants = {**made[0], "ROWS": rows, "BOX": boxed, "ROUND": interpreting()}
     if boxed:
         n, tile = plan.problem, plan.scores
@@ -136,14 +136,19 @@ def _bind_stored(plan: "AttentionBackwardPlan", call: Call, device: torch.device
     """The launch that sums up dS that is stored."""
     from ...kernels.backward.attention_backward_terms import attention_backward_stored
     from ...plan.backward import attention_backward_reduce as rules
+    from ...plan.backward import attention_backward_short as short
 
     n, window = plan.problem, window_of(call.window, call.causal)
-    rows, pitch = rules.ds_shape(n)
+    if plan.kernel == short.KERNEL:
+        rows, pitch = short.ds_shape(n)
+    else:
+        rows, pitch = rules.ds_shape(n)
+        rows //= n.batch * n.heads
     values = {
         **lengths_of(n),
         **sides_named(window),
         "batch": n.batch,
-        "rows": rows // (n.batch * n.heads),
+        "rows": rows,
         "pitch": pitch,
         "bias_batch": plan.bias[0],
         "bias_heads": plan.bias[1],

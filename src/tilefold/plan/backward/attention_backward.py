@@ -9,10 +9,12 @@ from tilefold.plan.architecture import SM_90
 from tilefold.plan.backward import attention_backward_hopper as dense
 from tilefold.plan.backward import attention_backward_packed as packed
 from tilefold.plan.backward import attention_backward_reduce as reduced
+from tilefold.plan.backward import attention_backward_short as short
 from tilefold.plan.backward import attention_backward_spans as spans
 from tilefold.plan.backward.attention_backward_hopper import KERNEL as HOPPER
 from tilefold.plan.backward.attention_backward_reduce import KERNEL as REDUCE
 from tilefold.plan.backward.attention_backward_reduce import ReduceOptions
+from tilefold.plan.backward.attention_backward_short import KERNEL as SHORT
 from tilefold.plan.backward.backward import PASS, backward_box_refusal, backward_tile_violation, not_a_tile
 from tilefold.plan.backward.backward_time import RATES, features
 from tilefold.plan.backward.kept_backward import NARROW
@@ -23,7 +25,7 @@ from tilefold.plan.limits import MAX_BOX_ROWS, MAX_GRID, MOD_BYTES, Tile, first_
 from tilefold.plan.problem import AttentionProblem, next_power_of_two
 
 POINTERS, BOX = "attention_backward", "attention_backward_box"
-KERNELS = (POINTERS, BOX, HOPPER, REDUCE)
+KERNELS = (POINTERS, BOX, SHORT, HOPPER, REDUCE)
 WAVES = 2  # programs for each SM that shares of a bias's sum aim at
 SMALL_WAVES = 6  # the same of the smallest of BIAS_TILES
 STORED_WAVES = 4  # the same where dS is stored
@@ -67,6 +69,8 @@ class AttentionBackwardPlan(Plan):
     batch of the Hopper kernel's work, 0 with the others; of a packed batch 1, and the keys with room for dS at a time. Also
     "attention_backward_reduce" (Gluon, sm_90): adds dq in memory, in one order or in any; it has heads_at_once
     (query heads where options.apart), whose sums of dq share L2, and options, its version, None with the others.
+    "attention_backward_short": a program makes every gradient of a KV head of a short sequence; stored: dS, too, for the gradient
+    of a bias.
     queries_at_once: of a span, where the Hopper kernel makes the queries in spans, since dS of all would have too little
     room; 0 if not. Raises PlanError, naming the field, if a tile exceeds a limit.
     """
@@ -87,6 +91,7 @@ class AttentionBackwardPlan(Plan):
     queries_at_once: int = 0
     loads: tuple[int, ...] = ()
     load_passes: int = 0
+    stored: bool = False
 
     def __post_init__(self) -> None:
         require_fit(_violation(self))
@@ -94,14 +99,14 @@ class AttentionBackwardPlan(Plan):
     @property
     def stores_ds(self) -> bool:
         """Does the kernel for dq, dk and dv store dS, of which the gradient of a bias is the sum?"""
-        return self.options is not None and self.options.stored
+        return self.stored if self.options is None else self.options.stored
 
     def without_bias(self) -> "AttentionBackwardPlan":
         """The plan of a call whose bias gets no gradient."""
         options = self.options and replace(self.options, stored=False)
-        scores = self.scores if self.loads or self.kernel not in (HOPPER, REDUCE) else self.keys
+        scores = self.scores if self.loads or self.kernel in (POINTERS, BOX) else self.keys
         reason = self.reason.replace(STORED_REASON, "")
-        return replace(self, bias=(), bias_shares=0, options=options, scores=scores, reason=reason)
+        return replace(self, bias=(), bias_shares=0, options=options, scores=scores, reason=reason, stored=False)
 
     @property
     def spans(self) -> tuple[spans.Span, ...]:
@@ -114,6 +119,8 @@ class AttentionBackwardPlan(Plan):
         n = self.problem
         queries = -(-n.seq_q // self.queries.block_m) * n.batch * n.heads
         keys = -(-n.seq_k // self.keys.block_n) * n.batch * n.kv_heads
+        if self.kernel == SHORT:
+            queries = keys = n.batch * n.kv_heads
         loads = -(-n.seq_q // self.scores.block_m) * n.batch * n.heads if self.loads else 0
         bias = _bias_programs(n, self.scores, self.bias), self.bias_shares, 1
         return (queries, 1, 1), (keys, 1, 1), bias, (loads, 1, 1)
@@ -133,6 +140,9 @@ class AttentionBackwardPlan(Plan):
             made = self.loads or n.sinks or (self.bias and not self.stores_ds)
             beside = 8 * rows * bool(made) + self._others_bytes
             return reduced.scratch_bytes(n, self.options) + beside
+        if self.kernel == SHORT:
+            made = self.loads or n.sinks or (self.bias and not self.stored)
+            return 8 * rows * bool(made) + short.ds_bytes(n) * self.stored + self._others_bytes
         if self.kernel == HOPPER:
             at_once = self.heads_at_once, self.keys_at_once
             if n.varlen:
@@ -208,6 +218,8 @@ class AttentionBackwardPlan(Plan):
             kind = "query" if self.options and self.options.apart else "KV"
             heads = f"{self.heads_at_once} {kind} head{'s' * (self.heads_at_once != 1)} at a time"
             return f"as many are made: {self.options}, {heads}"
+        if self.kernel == SHORT:
+            return "as many are made: a program makes all of a KV head"
         if self.kernel != HOPPER:
             made = "eight" if self.problem.dtype == "float32" else "seven"
             return f"{made} are made: nothing is added in memory"
@@ -231,7 +243,7 @@ class AttentionBackwardPlan(Plan):
         or queries at a time, or another version of attention_backward_reduce; PlanError names the field that does not fit.
         Another kernel or version has its own tile of scores and shares."""
         base = self
-        makers = {HOPPER: _hopper, REDUCE: _reduce}
+        makers = {HOPPER: _hopper, REDUCE: _reduce, SHORT: _short}
         made = makers.get(kernel or self.kernel, _portable)
         if made is not makers.get(self.kernel, _portable):
             base = made(self.problem, self.device, self._others)
@@ -292,6 +304,8 @@ def plan_attention_backward(
     others = OtherGradients(bias, loads, (2 if deterministic else 1) if loads else 0)
     if bias and "bias" not in problem.score_mods:
         raise PlanError(f"bias: its gradient of {bias} is asked for, and the problem has no bias")
+    if short.is_short(problem, device):
+        return _short(problem, device, others, exact_bias)
     if portable:
         return _portable(problem, device, others)
     stored = not exact_bias and reduced.is_stored(problem, bias)
@@ -329,6 +343,23 @@ def _portable(problem: AttentionProblem, device: Device, others: OtherGradients 
     shares = _shares(problem, device, scores, others.bias)
     return AttentionBackwardPlan(
         problem, device, kernel, queries, keys, scores, bias_shares=shares, rule="owned-rows", reason=reason, **others._asdict()
+    )  # fmt: skip
+
+
+def _short(
+    problem: AttentionProblem, device: Device, others: OtherGradients = NO_OTHERS, exact_bias: bool = False
+) -> AttentionBackwardPlan:
+    tile = short.short_tile(problem)
+    require_fit(short.short_violation(problem, device, tile))
+    scores, shares, stored = tile, 0, bool(others.bias) and not exact_bias and short.stores_ds(problem, others.bias)
+    reason = "A program makes every gradient of a KV head: five products a pair, tensors are read once, the same bits every run."
+    if others != NO_OTHERS:
+        scores = short.sum_tile(problem) if stored else _scores_tile(problem, device, POINTERS, others)
+        shares = _shares(problem, device, scores, others.bias, stored)
+        reason += STORED_REASON if stored else " Other gradients have kernels of their own."
+    return AttentionBackwardPlan(
+        problem, device, SHORT, tile, tile, scores, bias_shares=shares, rule="short-sequences", reason=reason, stored=stored,
+        **others._asdict(),
     )  # fmt: skip
 
 
@@ -377,7 +408,7 @@ def _gluon(
     return AttentionBackwardPlan.decided(
         dict, problem=problem, device=device, kernel=kernel, queries=tile, keys=tile, scores=scores, bias_shares=shares,
         rule=rule, reason=reason, heads_at_once=at_once[0], keys_at_once=at_once[1], options=options, queries_at_once=queries,
-        **others._asdict(),
+        stored=False, **others._asdict(),
     )  # fmt: skip
 
 
@@ -478,8 +509,10 @@ def _violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
         return "options", f"must be None with {plan.kernel}, got {plan.options!r}"
     if plan.queries_at_once and (plan.kernel != HOPPER or n.varlen):
         return "queries_at_once", f"must be 0 with {plan.kernel} of this problem, got {plan.queries_at_once!r}"
-    if plan.kernel in (HOPPER, REDUCE):
-        return _hopper_violation(plan)
+    if plan.stored and plan.kernel != SHORT:
+        return "stored", f"must be False with {plan.kernel}, got {plan.stored!r}"
+    if plan.kernel in (SHORT, HOPPER, REDUCE):
+        return _whole_violation(plan)
     if plan.heads_at_once or plan.keys_at_once:
         return (
             "heads_at_once",
@@ -500,13 +533,18 @@ def _violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
     )
 
 
-def _hopper_violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
-    beside = plan.kernel == REDUCE and plan._others != NO_OTHERS
+def _whole_violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
+    """Of a plan whose kernel makes dq, dk and dv."""
+    beside = plan.kernel != HOPPER and plan._others != NO_OTHERS
     for name in ("queries",) if beside else ("queries", "scores"):
         if getattr(plan, name) != plan.keys:
             return name, f"must be the tile of keys ({plan.keys}) with {plan.kernel}, got {getattr(plan, name)}"
     n, device, at_once = plan.problem, plan.device, (plan.heads_at_once, plan.keys_at_once)
-    if plan.kernel == REDUCE:
+    if plan.kernel == SHORT:
+        fault = short.short_violation(n, device, plan.keys) or _stored_violation(plan)
+        if any(at_once):
+            fault = fault or ("heads_at_once", f"must be 0, as keys_at_once, with {SHORT}, got {plan.heads_at_once}")
+    elif plan.kernel == REDUCE:
         fault = reduced.reduce_violation(n, device, plan.keys, plan.options, *at_once) or _stored_violation(plan)
     elif n.varlen:
         fault = _hopper_fault(n, device, plan.keys) or packed.kept_violation(n, device, *at_once)
@@ -534,11 +572,12 @@ def _stored_violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
         return None
     if plan.bias[2:] != (plan.problem.seq_q,):
         return (
-            "options.stored",
+            "stored" if plan.kernel == SHORT else "options.stored",
             f"is a version of gradients of a bias with a row for each query, got {plan.bias or None}",
         )
-    if plan.scores.block_m > 64 or plan.scores.block_n > 128:
-        return "scores", f"must be at most 64 x 128 where dS is stored, got {plan.scores}"
+    rows, keys = (short.side_of_tile(n) for n in (plan.problem.seq_q, plan.problem.seq_k)) if plan.stored else (64, 128)
+    if plan.scores.block_m > rows or plan.scores.block_n > keys:
+        return "scores", f"must be at most {rows} x {keys} where dS is stored, got {plan.scores}"
     return None
 
 

@@ -15,6 +15,7 @@ from tilefold.plan.dense.specialised import SPECIALISED
 from tilefold.plan.device import Device
 from tilefold.plan.limits import require_supported
 from tilefold.plan.problem import AttentionProblem, mean_of
+from tilefold.plan.rules import is_short
 from tilefold.plan.table import in_use
 
 __all__ = ["FILLED_ROWS", "LEAST_SPLIT", "MOST_ROWS", "STEP", "cut_of", "decode_refusal", "lengths_alike", "mean_of",
@@ -22,6 +23,7 @@ __all__ = ["FILLED_ROWS", "LEAST_SPLIT", "MOST_ROWS", "STEP", "cut_of", "decode_
 
 FILLED_ROWS = 64  # query rows of a head, or of heads packed into one tile: with so many a dense kernel wastes little
 TILE_ROWS = 128  # that a dense kernel folds at once, at most
+LEAST_QUERIES = 2  # of short sequences: one has the kernel of decoding
 STEP = 64  # keys by which a cache may grow before its plan is looked at again
 LEAST_SPLIT = 256  # of several queries: below that one program a tile is as soon done as several and a merge
 
@@ -107,6 +109,8 @@ def decode_refusal(problem: AttentionProblem, device: Device) -> str:
         return f"a {problem.band} is a band of the dense kernels"
     if why := decode_kernel_refusal(problem):
         return why
+    if is_short(problem, device) and problem.seq_q >= LEAST_QUERIES:
+        return f"sequences of {problem.seq_q} queries and {problem.seq_k} keys have small tiles of their own"
     pack, tiles = _dense_tiles(problem, device)
     if problem.seq_q * pack >= FILLED_ROWS and tiles >= device.sms:
         return f"{tiles} tiles of at least {FILLED_ROWS} rows fill {device.sms} SMs"

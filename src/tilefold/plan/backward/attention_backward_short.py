@@ -1,0 +1,109 @@
+"""What `attention_backward_short` serves, a program for every gradient of a KV head of a short sequence, and its tile."""
+
+from tilefold.plan.backward.attention_backward_reduce import MOST_STORED
+from tilefold.plan.device import Device
+from tilefold.plan.limits import Tile
+from tilefold.plan.problem import AttentionProblem, next_power_of_two
+
+KERNEL = "attention_backward_short"
+ROWS = 64  # queries, or keys, of a tile at most
+MOST = {32: 256, 64: 128, 128: 64}
+"""Queries, and keys, at most by the padded head dim."""
+MOST_CHANGED = 64  # the same up to which it is taken with changes of scores or dropout
+PADDED = 160  # up to so many, tiles of 32 where those of 64 would be padding by half of one or more
+
+
+def width_of(problem: AttentionProblem) -> int:
+    """The wider of the padded head dims."""
+    return max(problem.block_qk, problem.block_v)
+
+
+def slices_of(problem: AttentionProblem, tile: Tile) -> int:
+    """Tiles of queries that a program holds."""
+    return -(-problem.seq_q // tile.block_m)
+
+
+def short_refusal(problem: AttentionProblem, device: Device) -> str | None:
+    """Why the kernel does not serve this problem, as a sentence, or None if it does."""
+    n = problem
+    if n.varlen:
+        return "sequences are packed"
+    if n.dtype == "float32":
+        return "fp32 has weights of rows"
+    most = MOST.get(max(32, width_of(n)), 0)
+    if not most:
+        return f"it has head dims up to {max(MOST)}"
+    if max(n.seq_q, n.seq_k) > most:
+        return f"it has up to {most} queries and keys at these head dims, not {n.seq_q} and {n.seq_k}"
+    if n.group > 1 and n.seq_k > ROWS:
+        return f"with groups of heads it has up to {ROWS} keys"
+    return None
+
+
+def is_short(problem: AttentionProblem, device: Device) -> bool:
+    """Whether the plan takes the kernel: as far as it was faster on an H200 (`benchmarks/short_sequences.py`).  Not in the
+    interpreter, where the kernels of all lengths are to be run."""
+    n = problem
+    filled = n.group == 1 or n.batch * n.kv_heads >= device.sms
+    few = max(n.seq_q, n.seq_k) <= MOST_CHANGED or n.unchanged
+    return device.backend == "cuda" and filled and few and short_refusal(n, device) is None
+
+
+def side_of_tile(tokens: int) -> int:
+    """Rows of a tile for so many queries or keys at most."""
+    return min(ROWS, max(16, next_power_of_two(tokens)))
+
+
+def short_tile(problem: AttentionProblem) -> Tile:
+    """Slices of 64 queries against 64 keys; of shorter sequences all of one in one warp or two.  Against 32 keys, for registers'
+    sake, where scores change and heads are wider than 32."""
+    n, width = problem, width_of(problem)
+    rows, keys = side_of_tile(n.seq_q), side_of_tile(n.seq_k)
+    longest = max(n.seq_q, n.seq_k)
+    if max(rows, keys) < ROWS:
+        return Tile(rows, keys, 1 if width <= 32 else 2, 1)
+    if n.group == 1 and longest <= PADDED and -longest % ROWS >= ROWS // 2:
+        return Tile(min(rows, 32), min(keys, 32), 2, 1)
+    if n.group == 1 and width > 32 and n.score_mods + n.mask_mods:
+        return Tile(rows, min(keys, 32), 4, 1)
+    return Tile(rows, keys, 4, 1)
+
+
+def short_violation(problem: AttentionProblem, device: Device, tile: Tile) -> tuple[str, str] | None:
+    """(field, sentence) of the first limit that this kernel with this tile breaks, or None."""
+    if refusal := short_refusal(problem, device):
+        return "kernel", f"{KERNEL} cannot be used: {refusal}"
+    sides = ("block_m", tile.block_m, problem.seq_q), ("block_n", tile.block_n, problem.seq_k)
+    for name, size, tokens in sides:
+        most = side_of_tile(tokens)
+        if type(size) is not int or not 16 <= size <= most or size & (size - 1):
+            return f"keys.{name}", f"must be a power of two from 16 to {most}, got {size}"
+    if problem.group > 1 and tile.block_n < problem.seq_k:
+        return "keys.block_n", f"must be at least the {problem.seq_k} keys with groups of heads, got {tile.block_n}"
+    return None
+
+
+def ds_shape(problem: AttentionProblem) -> tuple[int, int]:
+    """Keys and queries of a head's dS in memory, in whole tiles of whoever writes or reads it."""
+    keys, rows = (-(-n // side_of_tile(n)) * side_of_tile(n) for n in (problem.seq_k, problem.seq_q))
+    return keys, rows
+
+
+def sum_tile(problem: AttentionProblem) -> Tile:
+    """Of the sum of dS that is stored."""
+    return Tile(side_of_tile(problem.seq_q), min(32, side_of_tile(problem.seq_k)), 4, 1)
+
+
+def ds_bytes(problem: AttentionProblem) -> int:
+    """Bytes of dS of all heads, where it is stored."""
+    keys, rows = ds_shape(problem)
+    return problem.batch * problem.heads * keys * rows * problem.itemsize
+
+
+def stores_ds(problem: AttentionProblem, bias: tuple[int, ...]) -> bool:
+    """Whether the gradient of such a bias (batch, heads, rows) is summed up from dS, in 16 bits, that the kernel stores.
+
+    Not of a shared bias in float16: its smallest terms would become 0 before they are added."""
+    n = problem
+    small = n.dtype == "float16" and bias[:2] != (n.batch, n.heads)
+    return bias[2:] == (n.seq_q,) and not small and ds_bytes(n) <= MOST_STORED

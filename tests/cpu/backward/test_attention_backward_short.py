@@ -1,0 +1,215 @@
+"""The kernel that makes every gradient of a KV head of a short sequence in one program, against fp64 autograd."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tilefold
+from cases import judge, qkv, rand
+from cases.gradient import check_gradients, gradients, judged, learned, oracle, upstream, with_stored_ds
+from cases.mods import slanted, slanted_twin, sliding, sliding_twin
+from tilefold.errors import PlanError
+from tilefold.plan import AttentionProblem, device_named
+from tilefold.plan.backward.attention_backward import AttentionBackwardPlan, plan_attention_backward
+from tilefold.plan.backward.attention_backward_short import KERNEL, MOST, short_refusal, short_tile, side_of_tile
+from tilefold.plan.limits import Tile
+
+HALF = torch.float16
+BANDS = [{}, {"causal": True}, {"window": (17, 5)}, {"window": (None, 3)}, {"window": (0, 0)}]
+H200 = device_named("h200")
+
+
+def fitting(tile, lengths):
+    """The tile, no larger than the kernel takes at these lengths."""
+    return tuple(min(size, side_of_tile(n)) for size, n in zip(tile, lengths, strict=True))
+
+
+@pytest.mark.parametrize("tile", [(16, 16), (32, 16), (16, 64), None], ids=str)
+@pytest.mark.parametrize("lengths", [(1, 1), (16, 16), (33, 50), (50, 19), (64, 64), (5, 64)], ids=str)
+def test_lengths(lengths, tile, device):
+    """Slices and tiles of keys that are full, cut, and more than one; rows before every key."""
+    q, k, v = qkv(2, *lengths, 2, 2, 16, dtype=HALF, device=device)
+    for i, band in enumerate(BANDS):
+        few = ("dq", "dk") if 1 in lengths else ()
+        check_gradients(
+            q, k, v, lse=i % 2 == 1, tile=tile and fitting(tile, lengths), kernel=KERNEL, unjudged=few, **band
+        )
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 2), (7, 1)])
+def test_groups(heads, kv_heads, dtype, device):
+    for band in BANDS[:3]:
+        check_gradients(
+            *qkv(2, 37, 50, heads, kv_heads, 16, dtype=dtype, device=device), tile=(16, 64), kernel=KERNEL, **band
+        )
+
+
+@pytest.mark.parametrize(
+    ("dims", "lengths"), [((3, 5), (21, 37)), ((24, 16), (130, 200)), ((40, 64), (70, 128)), ((128, 96), (64, 33))]
+)
+def test_head_dims(dims, lengths, device):
+    tensors = qkv(1, *lengths, 2, 2, *dims, dtype=HALF, device=device)
+    check_gradients(*tensors, tile=fitting((64, 64), lengths), kernel=KERNEL, causal=True)
+
+
+def test_strides(device):
+    """Cut from one projection, the other layout, every second row, and a gradient of out with strides of 0."""
+    q, k, v = rand(2, 30, 3, 2, 32, dtype=HALF, device=device).unbind(2)
+    check_gradients(q, k, v, kernel=KERNEL)
+    got = check_gradients(*(t.transpose(1, 2) for t in (q, k, v)), kernel=KERNEL, layout="bhsd")
+    assert all(g.is_contiguous() for g in got)
+    q, k, v = (rand(1, 60, 2, 48, dtype=HALF, device=device)[:, ::2, :, 8:40] for _ in range(3))
+    check_gradients(q, k, v, kernel=KERNEL)
+    plan = tilefold.attention_backward_plan(q, k, v).with_tiles(kernel=KERNEL)
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    got = torch.autograd.grad(tilefold.attention(*leaves, backward_plan=plan).sum(), leaves)
+    ones = torch.ones_like(q)
+    for name, a, b, c in zip(
+        ("dq", "dk", "dv"), got, *(oracle((q, k, v), ones, None, d) for d in (torch.float64, q.dtype)), strict=True
+    ):
+        judge(a, b, c, name)
+
+
+OPTIONS = {
+    "alibi and softcap": {"alibi_slopes": True, "softcap": 5.0, "causal": True},
+    "sinks": {"sinks": True, "causal": True},
+    "mask": {"mask": True},
+    "user": {"score_mod": slanted, "mask_mod": sliding},
+    "prefix": {"prefix": True},
+}
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_changes_of_scores(name, kv_heads, device):
+    q, k, v = qkv(2, 37, 50, 4, kv_heads, 32, dtype=HALF, device=device)
+    options, twins = dict(OPTIONS[name]), None
+    if "alibi_slopes" in options:
+        options["alibi_slopes"] = torch.rand(4, device=device)
+    if "sinks" in options:
+        options["sinks"] = rand(4, device=device)
+    if "mask" in options:
+        options["mask"] = rand(2, 1, 37, 50, device=device) > 0
+        options["mask"][:, :, 7] = False
+    if "score_mod" in options:
+        options |= {"score_args": (torch.rand(4, device=device),), "mask_args": (20,)}
+        twins = {"score_mod": slanted_twin, "mask_mod": sliding_twin}
+    if "prefix" in options:
+        options, at = {"mask": tilefold.masks.prefix(20)}, torch.arange(50, device=device)
+        twins = {"mask": ((at < 20) | (at <= at[:37, None] + 13))[None, None]}
+    check_gradients(q, k, v, tile=(16, 64), kernel=KERNEL, twins=twins, **options)
+
+
+def test_dropout(device):
+    """The same drawn factors as the kernels whose programs own rows."""
+    q, k, v = qkv(2, 37, 50, 2, 2, 32, dtype=HALF, device=device)
+    dout, dlse = upstream(q, v)
+    options = {"dropout_p": 0.3, "dropout_seed": torch.tensor([7], device=device)}
+    plan = tilefold.attention_backward_plan(q, k, v, **options)
+    want = gradients((q, k, v), dout, dlse, backward_plan=plan, **options)
+    got = gradients((q, k, v), dout, dlse, backward_plan=plan.with_tiles(kernel=KERNEL), **options)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shape", [(2, 4, 37, 50), (1, 4, 37, 50), (2, 1, 37, 50), (1, 1, 37, 50), (1, 4, 1, 50)], ids=str
+)
+def test_learned_bias(shape, dtype, device):
+    """dS is stored where each query has a row, but of a shared bias in float16."""
+    q, k, v = qkv(2, 37, 50, 4, 2, 16, dtype=dtype, device=device)
+    bias = rand(*shape, dtype=dtype, device=device)
+    dout, dlse = upstream(q, v)
+    leaves, options = learned((q, k, v), {"bias": bias, "causal": True})
+    plan = tilefold.attention_backward_plan(*leaves[:3], **options).with_tiles(kernel=KERNEL)
+    shared = shape[:2] != (2, 4)
+    assert plan.stores_ds == (shape[2] > 1 and not (shared and dtype == HALF))
+    got = gradients((q, k, v), dout, dlse, backward_plan=plan, bias=bias, causal=True)
+    want, plain = (oracle((q, k, v), dout, dlse, d, bias=bias, causal=True) for d in (torch.float64, dtype))
+    if plan.stores_ds:
+        plain = with_stored_ds(plain, (q, k, v), dout, dlse, bias=bias, causal=True)
+    judged(got, want, plain, shape, ("dq", "dk", "dv", "dbias"))
+    fixed = gradients((q, k, v), dout, dlse, fixed=("bias",), backward_plan=plan, bias=bias, causal=True)
+    assert all(map(torch.equal, fixed, got))
+
+
+def test_the_same_bits_every_run(device):
+    q, k, v = qkv(2, 64, 64, 2, 2, 32, dtype=HALF, device=device)
+    dout, dlse = upstream(q, v)
+    plan = tilefold.attention_backward_plan(q, k, v).with_tiles(kernel=KERNEL)
+    first, second = (gradients((q, k, v), dout, dlse, backward_plan=plan) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+
+
+def test_the_sum_of_stored_ds_reads_what_is_there(device):
+    """Tiles of dS and of its sum are the sequence's own; room behind them is not read into what is stored."""
+    for tokens in (5, 16, 20, 33, 64):
+        q, k, v = qkv(3, tokens, tokens, 2, 2, 16, dtype=torch.bfloat16, device=device)
+        bias = rand(1, 2, tokens, tokens, dtype=torch.bfloat16, device=device)
+        dout, dlse = upstream(q, v)
+        leaves, options = learned((q, k, v), {"bias": bias})
+        plan = tilefold.attention_backward_plan(*leaves[:3], **options).with_tiles(kernel=KERNEL)
+        got = gradients((q, k, v), dout, dlse, backward_plan=plan, bias=bias)[3]
+        want = oracle((q, k, v), dout, dlse, torch.float64, bias=bias)[3]
+        assert (got - want).norm() < 6e-3 * want.norm(), tokens
+
+
+def problem(tokens, dim=64, batch=1024, **more):
+    return AttentionProblem(batch, tokens, tokens, 8, more.pop("kv_heads", 8), dim, dim, **more)
+
+
+@pytest.mark.parametrize("dim", sorted(MOST))
+def test_taken_up_to_what_was_measured(dim):
+    most = MOST[dim]
+    assert plan_attention_backward(problem(most, dim), H200).kernel == KERNEL
+    assert plan_attention_backward(problem(most, dim), H200, portable=True).kernel == KERNEL
+    assert plan_attention_backward(problem(most + 1, dim), H200).kernel != KERNEL
+    assert plan_attention_backward(problem(64, dim, score_mods=("alibi",)), H200).kernel == KERNEL
+    assert plan_attention_backward(problem(65, dim, score_mods=("alibi",)), H200).kernel != KERNEL
+    assert short_tile(problem(16, dim)) == Tile(16, 16, 1 if dim == 32 else 2, 1)
+
+
+def test_refused():
+    """The plan names what the kernel does not serve."""
+    for n, why in [
+        (problem(64, dtype="float32"), "fp32 has weights of rows"),
+        (problem(64, 160), "it has head dims up to 128"),
+        (problem(65, 128), "it has up to 64 queries and keys at these head dims, not 65 and 65"),
+        (problem(100, kv_heads=2), "with groups of heads it has up to 64 keys"),
+        (problem(64, varlen=True), "sequences are packed"),
+    ]:
+        assert short_refusal(n, H200) == why
+        assert plan_attention_backward(n, H200).kernel != KERNEL
+        if not n.varlen:
+            with pytest.raises(PlanError, match=f"kernel.*{KERNEL} cannot be used: {why}"):
+                plan_attention_backward(n, H200).with_tiles(kernel=KERNEL)
+    assert plan_attention_backward(problem(64, batch=8, kv_heads=2), H200).kernel != KERNEL  # 16 programs
+    assert plan_attention_backward(problem(64), device_named("interpreter")).kernel != KERNEL
+
+
+def test_fields_that_do_not_fit():
+    plan = plan_attention_backward(problem(64), H200)
+    for changes, name in [
+        ({"keys": Tile(128, 64, 4, 1), "queries": Tile(128, 64, 4, 1), "scores": Tile(128, 64, 4, 1)}, "keys.block_m"),
+        ({"queries": Tile(32, 64, 4, 1)}, "queries"),
+        ({"heads_at_once": 1}, "heads_at_once"),
+        ({"stored": True}, "stored"),
+    ]:
+        with pytest.raises(PlanError, match=f"plan field {name}"):
+            replace(plan, **changes)
+    grouped = plan_attention_backward(problem(64, kv_heads=2), H200)
+    small = Tile(64, 32, 4, 1)
+    with pytest.raises(PlanError, match="keys.block_n: must be at least the 64 keys"):
+        replace(grouped, queries=small, keys=small, scores=small)
+
+
+def test_plans_are_kept_and_say_what_they_cost():
+    n = problem(49, 32, score_mods=("bias",))
+    plan = plan_attention_backward(n, H200, (1, 8, 49))
+    assert plan.kernel == KERNEL and plan.stored and AttentionBackwardPlan.from_json(plan.to_json()) == plan
+    assert plan.scratch_bytes == 1024 * 8 * 64 * 64 * 2 + 4 * plan.bias_shares * 8 * 49 * 49 * (plan.bias_shares > 1)
+    assert "dS is stored" in str(plan) and "a program makes all of a KV head" in str(plan)
+    assert not plan.without_bias().stored and plan.without_bias() == plan_attention_backward(n, H200)

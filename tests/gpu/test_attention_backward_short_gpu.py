@@ -1,0 +1,74 @@
+"""The gradients of short sequences, a program a KV head, on a GPU; see tests/cpu/backward/test_attention_backward_short.py."""
+
+import pytest
+import torch
+
+import tilefold
+from cases import qkv, rand
+from cases.gradient import check_gradients, gradients, judged, learned, oracle, upstream, with_stored_ds
+from cases.mods import slanted, slanted_twin, sliding, sliding_twin
+from tilefold.plan.backward.attention_backward_short import KERNEL, MOST
+
+BANDS = [{}, {"causal": True}, {"window": (17, 5)}]
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def check(tensors, **options):
+    """By the planner's own tile."""
+    plan = tilefold.attention_backward_plan(
+        *tensors, **{k: o for k, o in options.items() if k not in ("lse", "twins", "unjudged")}
+    )
+    assert plan.kernel == KERNEL
+    return check_gradients(*tensors, tile=None, **options)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dim", sorted(MOST))
+@pytest.mark.parametrize("tokens", [1, 16, 31, 49, 64, 100, 128, 196, 256])
+def test_lengths(tokens, dim, dtype, device):
+    if tokens > MOST[dim]:
+        pytest.skip("longer than the kernel takes")
+    for band in BANDS:
+        few = ("dq", "dk") if tokens == 1 else ()
+        check(qkv(5, tokens, tokens, 3, 3, dim, dtype=dtype, device=device), unjudged=few, **band)
+
+
+@pytest.mark.parametrize("dims", [(40, 24), (72, 128), (16, 64)])
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_groups_dims_and_lengths(dims, kv_heads, device):
+    check(qkv(200, 33, 50, 4, kv_heads, *dims, dtype=torch.bfloat16, device=device), causal=True)
+
+
+def test_changes_of_scores(device):
+    q, k, v = qkv(7, 49, 64, 4, 4, 64, dtype=torch.bfloat16, device=device)
+    check((q, k, v), alibi_slopes=torch.rand(4, device=device), softcap=5.0, causal=True)
+    check((q, k, v), sinks=rand(4, device=device))
+    check((q, k, v), mask=rand(7, 1, 49, 64, device=device) > 0)
+    mods = {
+        "score_mod": slanted,
+        "mask_mod": sliding,
+        "score_args": (torch.rand(4, device=device),),
+        "mask_args": (20,),
+    }
+    check((q, k, v), twins={"score_mod": slanted_twin, "mask_mod": sliding_twin}, **mods)
+    check(tuple(t.transpose(1, 2) for t in (q, k, v)), layout="bhsd")
+    check(tuple(t[:, ::3] for t in (q, k, v)))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("shape", [(7, 4), (1, 4), (7, 1), (1, 1)], ids=str)
+@pytest.mark.parametrize(("tokens", "dim"), [(49, 32), (64, 64), (144, 32), (16, 128), (100, 64)])
+def test_learned_bias(tokens, dim, shape, dtype, device):
+    q, k, v = qkv(7, tokens, tokens, 4, 4, dim, dtype=dtype, device=device)
+    bias = rand(*shape, tokens, tokens, dtype=dtype, device=device)
+    dout, dlse = upstream(q, v)
+    leaves, options = learned((q, k, v), {"bias": bias})
+    plan = tilefold.attention_backward_plan(*leaves[:3], **options)
+    assert plan.kernel == KERNEL
+    got = gradients((q, k, v), dout, dlse, bias=bias)
+    want, plain = (oracle((q, k, v), dout, dlse, d, bias=bias) for d in (torch.float64, dtype))
+    if plan.stores_ds:
+        plain = with_stored_ds(plain, (q, k, v), dout, dlse, bias=bias)
+    judged(got, want, plain, shape, ("dq", "dk", "dv", "dbias"))
+    again = gradients((q, k, v), dout, dlse, bias=bias)
+    assert all(map(torch.equal, got, again))
