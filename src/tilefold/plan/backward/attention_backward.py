@@ -349,9 +349,10 @@ def _portable(problem: AttentionProblem, device: Device, others: OtherGradients 
 def _short(
     problem: AttentionProblem, device: Device, others: OtherGradients = NO_OTHERS, exact_bias: bool = False
 ) -> AttentionBackwardPlan:
-    tile = short.short_tile(problem)
+    stored = bool(others.bias) and not exact_bias and short.stores_ds(problem, others.bias)
+    tile = short.short_tile(problem, stored)
     require_fit(short.short_violation(problem, device, tile))
-    scores, shares, stored = tile, 0, bool(others.bias) and not exact_bias and short.stores_ds(problem, others.bias)
+    scores, shares = tile, 0
     reason = "A program makes every gradient of a KV head: five products a pair, tensors are read once, the same bits every run."
     if others != NO_OTHERS:
         scores = short.sum_tile(problem) if stored else _scores_tile(problem, device, POINTERS, others)

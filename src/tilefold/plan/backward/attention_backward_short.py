@@ -45,6 +45,8 @@ def is_short(problem: AttentionProblem, device: Device) -> bool:
     interpreter, where the kernels of all lengths are to be run."""
     n = problem
     filled = n.group == 1 or n.batch * n.kv_heads >= device.sms
+    if n.group > 1 and width_of(n) > 64 and n.seq_q > ROWS // 2:
+        return False
     few = max(n.seq_q, n.seq_k) <= MOST_CHANGED or n.unchanged
     return device.backend == "cuda" and filled and few and short_refusal(n, device) is None
 
@@ -54,9 +56,9 @@ def side_of_tile(tokens: int) -> int:
     return min(ROWS, max(16, next_power_of_two(tokens)))
 
 
-def short_tile(problem: AttentionProblem) -> Tile:
-    """Slices of 64 queries against 64 keys; of shorter sequences all of one in one warp or two.  Against 32 keys, for registers'
-    sake, where scores change and heads are wider than 32."""
+def short_tile(problem: AttentionProblem, stored: bool = False) -> Tile:
+    """Slices of 64 queries against 64 keys, or 32 where registers are short; of shorter sequences all of one in one warp or two.
+    stored: dS, too."""
     n, width = problem, width_of(problem)
     rows, keys = side_of_tile(n.seq_q), side_of_tile(n.seq_k)
     longest = max(n.seq_q, n.seq_k)
@@ -64,9 +66,9 @@ def short_tile(problem: AttentionProblem) -> Tile:
         return Tile(rows, keys, 1 if width <= 32 else 2, 1)
     if n.group == 1 and longest <= PADDED and -longest % ROWS >= ROWS // 2:
         return Tile(min(rows, 32), min(keys, 32), 2, 1)
-    if n.group == 1 and width > 32 and n.score_mods + n.mask_mods:
+    if n.group == 1 and width > (32 if stored else 64):
         return Tile(rows, min(keys, 32), 4, 1)
-    return Tile(rows, keys, 4, 1)
+    return Tile(rows, keys, 2 if n.group == 1 and width <= 32 and longest <= ROWS else 4, 1)
 
 
 def short_violation(problem: AttentionProblem, device: Device, tile: Tile) -> tuple[str, str] | None:
