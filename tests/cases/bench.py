@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from tilefold.bench.attention.peers import DENSE, SPARSE
-from tilefold.bench.records.record import Sheet
+from tilefold.bench.record import Sheet
 from tilefold.bench.run import Cell, Row
 from tilefold.bench.setting import Setting
 from tilefold.bench.timers import Timing

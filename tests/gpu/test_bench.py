@@ -14,7 +14,6 @@ from tilefold.bench.attention.cases import DECODE, Case, cases_of
 from tilefold.bench.attention.lists import Pattern
 from tilefold.bench.attention.peers import DEFAULT_PEERS, DENSE
 from tilefold.bench.attention.peers import SPARSE as LISTED
-from tilefold.bench.choice import chosen
 from tilefold.bench.implementation import make_inputs
 from tilefold.bench.loop import gpu_lost
 from tilefold.bench.power import Sampler, gpu_id
@@ -63,7 +62,8 @@ def test_alternating_samples_every_call(products):
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_available_implementation_is_right_and_timed(causal):
     case = Case("dense", AttentionProblem(2, 1024, 1024, 8, 8, 128, 128, causal=causal))
-    implementations = chosen(DENSE.peers, (*DEFAULT_PEERS["dense"]["cuda"], "efficient", "math"))
+    names = ("tilefold", *DEFAULT_PEERS["dense"]["cuda"], "efficient", "math")
+    implementations = [DENSE.peers[name] for name in names]
     options = Options(rounds=2, rep_ms=5.0, host=True, graph=True)
     row = run_case(DENSE, case, implementations, "cuda", options, lambda *_: None)
     cells = {cell.implementation: cell for cell in row.cells}
@@ -79,7 +79,7 @@ def test_every_available_implementation_is_right_and_timed(causal):
 def alone(case):
     """The cell of tilefold, measured without peers."""
     options = Options(rounds=1, rep_ms=5.0)
-    return run_case(DENSE, case, chosen(DENSE.peers, ("none",)), "cuda", options, lambda *_: None).cells
+    return run_case(DENSE, case, [DENSE.peers["tilefold"]], "cuda", options, lambda *_: None).cells
 
 
 def test_a_large_case_is_judged_on_sampled_rows_without_running_out_of_memory():
@@ -95,7 +95,7 @@ SPARSE = Case("sparse", AttentionProblem(1, 8192, 8192, 8, 8, 128, 128), Pattern
 def test_every_available_sparse_implementation_is_right_and_timed(backward):
     case = replace(SPARSE, backward=backward)
     names = [name for name in DEFAULT_PEERS["sparse"]["cuda"] if name != "flex" or not backward]  # tunes for a minute
-    implementations = chosen(LISTED.peers, tuple(names))
+    implementations = [LISTED.peers[name] for name in ("tilefold", *names)]
     cells = run_case(LISTED, case, implementations, "cuda", Options(rounds=2, rep_ms=5.0), lambda *_: None).cells
     by_name = {cell.implementation: cell for cell in cells}
     assert by_name["tilefold"].status == ("ok" if not backward else by_name["tilefold"].status)

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from cases.device import command
-from tilefold.bench.choice import chosen
 from tilefold.bench.decode.cases import DecodeCase
 from tilefold.bench.decode.peers import DECODE, DECODE_DEFAULTS
 from tilefold.bench.run import run_case
@@ -18,7 +17,9 @@ SMALL = DecodeCase((2048,) * 4)
 
 
 def cells_of(case, names):
-    row = run_case(DECODE, case, chosen(DECODE.peers, names), "cuda", Options(1), lambda *_: None)
+    row = run_case(
+        DECODE, case, [DECODE.peers[name] for name in ("tilefold", *names)], "cuda", Options(1), lambda *_: None
+    )
     return row, {cell.implementation: cell for cell in row.cells}
 
 

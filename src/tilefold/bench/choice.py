@@ -1,15 +1,12 @@
-"""Which cases and which peers take part: by parts of their names; peers also by the package that they come in."""
+"""Which cases take part: by parts of their names, or by a list of figures; and which peers are installed."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from tilefold.bench.family import Peer
-from tilefold.errors import Unsupported, ValueRangeError
+from tilefold.errors import ValueRangeError
 from tilefold.ops.environment import installed as version_of
-
-OURS, NONE, INSTALLED = "tilefold", "none", "installed"
-
 
 Cases = TypeVar("Cases")
 OneCase = TypeVar("OneCase", bound="Named")
@@ -47,11 +44,6 @@ def fits(name: str, pattern: str) -> bool:
     return any(parts and all(part in name.lower() for part in parts) for parts in choices)
 
 
-def names_in(text: str) -> tuple[str, ...]:
-    """Comma-separated names, in lower case."""
-    return tuple(name.strip().lower() for name in text.split(",") if name.strip())
-
-
 def figures_in(text: str, option: str) -> tuple[float, ...]:
     """Comma-separated numbers; "1,10,20,...,99" goes on in the last step (10) below the number behind the dots (1, 10, 20, 30 ...
     90, 99).  ValueRangeError names the option."""
@@ -82,52 +74,3 @@ def _between(found: Sequence[float], last: float) -> list[float]:
 def installed(one: Peer) -> bool:
     """Whether the distribution that an implementation comes in is installed."""
     return one.package in ("torch", "tilefold") or version_of(one.package) is not None
-
-
-def meant(name: str, known: Iterable[Peer]) -> list[Peer]:
-    """The peers that a name means: its own, a title ("FA2"), or all of a package ("torch"); INSTALLED: all that are here."""
-    peers = [one for one in known if one.name != OURS]
-    if name == INSTALLED:
-        return [one for one in peers if installed(one)]
-    same: tuple[Callable[[Peer], str], ...] = (lambda o: o.name, lambda o: o.title, lambda o: o.package)
-    for text in same:
-        found = [one for one in peers if _plain(text(one)) == _plain(name)]
-        if found:
-            return found
-    return []
-
-
-def _plain(name: str) -> str:
-    return name.lower().replace("_", "-").replace(" ", "-")
-
-
-def chosen(known: Mapping[str, Peer], names: Sequence[str], must: bool = False) -> tuple[Peer, ...]:
-    """tilefold, then the peers that the names mean, in their order; "none" alone means nobody.
-
-    must: those named have to be installed.  ValueRangeError: an unknown name; Unsupported: one that is not installed; both say
-    what is and what could be."""
-    wanted: dict[str, Peer] = {}
-    for name in () if tuple(names) == (NONE,) else names:
-        if name == OURS:
-            continue
-        found = meant(name, known.values())
-        if not found and name != INSTALLED:
-            accepted = ", ".join(one for one in known if one != OURS)
-            raise ValueRangeError(
-                f"peers must be from {accepted} (or none), got {name!r}; {whereabouts(known.values())}"
-            )
-        absent = [one for one in found if not installed(one)]
-        if must and absent:
-            raise Unsupported(
-                f"{name} needs {absent[0].package}, which is not installed; {whereabouts(known.values())}"
-            )
-        wanted |= {one.name: one for one in found}
-    return (known[OURS], *wanted.values())
-
-
-def whereabouts(known: Iterable[Peer]) -> str:
-    """Which peers are installed here, and what would have to be installed for the others."""
-    peers = [one for one in known if one.name != OURS]
-    here = [one.name for one in peers if installed(one)]
-    absent = [f"{one.name} (pip install {one.package})" for one in peers if not installed(one)]
-    return f"installed here: {', '.join(here) or 'none'}" + (f"; could be: {', '.join(absent)}" if absent else "")

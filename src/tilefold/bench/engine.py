@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from tilefold.bench import family_report
 from tilefold.bench.attention import report
 from tilefold.bench.attention.cases import cases_of
-from tilefold.bench.choice import chosen, select_cases
+from tilefold.bench.choice import select_cases
 from tilefold.bench.family import Family
 from tilefold.bench.loop import FAILED, WRONG, run_each
-from tilefold.bench.records.record import Sheet
+from tilefold.bench.record import Sheet
 from tilefold.bench.run import Cell, Progress, Row, run_case
 from tilefold.bench.setting import Options, Setting
 from tilefold.errors import ValueRangeError
@@ -49,6 +49,11 @@ class Engine:
     def usual(self, device: str) -> tuple[str, ...]:
         """The peers that are measured unasked."""
         return self.family.defaults[device]
+
+    def beside(self, names: Sequence[str] | None, device: str) -> tuple[Any, ...]:
+        """tilefold and the peers of these names; None: those usual on the device."""
+        every = dict.fromkeys(("tilefold", *(self.usual(device) if names is None else names)))
+        return tuple(self.known[name] for name in every)
 
     def cases(self, request: Request, gpu: bool) -> tuple[Any, ...]:
         """Raises ValueRangeError where there are none, or none that could run here."""
@@ -131,8 +136,3 @@ class AttentionEngine(Engine):
 
     def notes(self, results: Sequence[Any]) -> list[str]:
         return [*report.crossing_lines(results), *super().notes(results)]
-
-
-def peers_of(engine: Engine, names: Sequence[str] | None, device: str, must: bool = False) -> tuple[Any, ...]:
-    """tilefold and the peers of a family that the names mean, or those usual on the device; raises as `choice.chosen`."""
-    return chosen(engine.known, engine.usual(device) if names is None else names, must)

@@ -5,7 +5,7 @@ from typing import Any
 
 from tilefold.bench.loop import OK
 from tilefold.bench.page import Rows
-from tilefold.bench.records.record import LABELS, digits, head, notes_text, rounds_of, tail, times, version_in
+from tilefold.bench.record import LABELS, digits, head, notes_text, rounds_of, tail, times, version_in
 from tilefold.bench.run import METHODS, Cell, Row
 from tilefold.bench.setting import Setting
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilefold.bench.attention.peers import DENSE, SPARSE
-from tilefold.bench.choice import INSTALLED, NONE, meant, select_cases
+from tilefold.bench.choice import select_cases
 from tilefold.bench.decode.peers import DECODE
 from tilefold.bench.engine import AttentionEngine, Engine, Request
 from tilefold.bench.matrix.conv import CONV
@@ -101,19 +101,3 @@ def suite_named(name: str, gpu: bool) -> Suite:
             f"the suite {name!r} needs a GPU: on a CPU it would take days; those that run here: {small}"
         )
     return suite
-
-
-def peers_for(part: Part, names: tuple[str, ...] | None, suite: Suite) -> tuple[str, ...] | None:
-    """Of the peers that a command names those that the part's family knows; ("none",) if it knows none of them.
-
-    ValueRangeError: a name that no family of the suite knows."""
-    if names is None:
-        return part.peers
-    for name in names:
-        if name not in (NONE, INSTALLED, "tilefold") and not any(
-            meant(name, one.engine.known.values()) for one in suite.parts
-        ):
-            known = dict.fromkeys(peer for one in suite.parts for peer in one.engine.known if peer != "tilefold")
-            raise ValueRangeError(f"peers must be from {', '.join(known)} (or none), got {name!r}")
-    found = tuple(name for name in names if name == INSTALLED or meant(name, part.engine.known.values()))
-    return found or (NONE,)

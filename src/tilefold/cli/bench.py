@@ -6,18 +6,18 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from typer import Option
 
-from tilefold.cli.bench_flow import Session, peer_names
+from tilefold.cli.bench_flow import Session
 from tilefold.cli.bench_parallel import EPILOG as PARALLEL_EPILOG
 from tilefold.cli.bench_parallel import parallel
-from tilefold.cli.bench_runs import COMPARE_EPILOG, compare_runs, peers
 from tilefold.cli.bench_suite import EPILOG as SUITE_EPILOG
 from tilefold.cli.bench_suite import suite
 from tilefold.cli.bench_video import EPILOG as VIDEO_EPILOG
 from tilefold.cli.bench_video import video
 from tilefold.cli.options import RunOptions, with_run
-from tilefold.cli.runtime import dtype_named, prepare_runtime, user_errors
+from tilefold.cli.runtime import dtype_named, names_from, prepare_runtime, print_tables, user_errors
 
 ATTENTION = ("dense", "sparse")
 # Options -> the families that have them: the others' cases say it, or they do it always.
@@ -28,11 +28,9 @@ EPILOG = """
 
     tilefold bench dense --quick
 
-    tilefold bench suite quick --json before.json
+    tilefold bench suite quick --json quick.json
 
-    tilefold bench suite quick --compare before.json --fail-slower 5
-
-    tilefold bench decode --against fa4,flashinfer --results benchmarks/results --refresh decode.md
+    tilefold bench decode --peers fa4,flashinfer --results benchmarks/results
 
     tilefold bench peers
 
@@ -57,15 +55,13 @@ ATTENTION_EPILOG = """
 
     tilefold bench dense --peers cudnn,flash --case d128,causal --markdown dense.md
 
-    tilefold bench dense --host --graph --csv dense.csv --json dense.json --results benchmarks/results
+    tilefold bench dense --graph --json dense.json --results benchmarks/results
 
     tilefold bench sparse --direction both --case "random_s80|video" --peers bsa,tk,cudnn --results benchmarks/results
 
     tilefold bench sparse --sparsity 1,10,20,...,99 --peers cudnn,bsa
 
     tilefold bench video --sweep length --peers cudnn,fa4
-
-    tilefold bench dense --against installed --compare before.json --fail-slower 3
 
 **Peers**: cudnn, flash (FlashAttention-2), efficient and math are backends of torch's scaled_dot_product_attention; flex is
 FlexAttention, compiled; fa4 is flash_attn.cute, if installed; none measures tilefold alone. For sparse also bsa (cuDNN
@@ -80,7 +76,7 @@ deterministic, fa4's are not. Peers that know no lists compute every pair, and a
 wrong one is reported and not timed. Times are medians between GPU events with a cold L2 cache, taken in rounds whose order
 alternates. Backward, the gradients of q, k and v are computed over a graph that is kept. Rates of sparse cases count the listed
 blocks only, dense peers' too. Clocks and power are read meanwhile, and a clock that moved is said. Exit code 1 if a result of
-tilefold is wrong, or with --compare if it is not right any more, or with --fail-slower if it is surely slower by more.
+tilefold is wrong.
 """
 DECODE_EPILOG = """
 **Examples**
@@ -135,7 +131,7 @@ EPILOGS = {
 app = typer.Typer(
     no_args_is_help=True,
     epilog=EPILOG,
-    help="Time tilefold and other libraries, each output checked first; compare runs, and keep them.",
+    help="Time tilefold and other libraries, each output checked first.",
 )
 
 
@@ -156,22 +152,21 @@ def bench(
 ) -> None:
     """Time the cases of a family and write what was asked for."""
     from tilefold.bench.choice import figures_in
-    from tilefold.bench.engine import Request, peers_of
+    from tilefold.bench.engine import Request
 
-    names, must = peer_names(run)
     sparsities = () if sparsity is None else figures_in(sparsity, "--sparsity")
     request = Request(quick, run.case, dtype_named(dtype), direction, sparsities)
-    session = Session(run, [family], prepare_runtime(kernels=False))
+    session = Session(run, prepare_runtime(kernels=False))
     from tilefold.bench.setting import Options
     from tilefold.bench.suites import engine_named
 
     engine, runtime = engine_named(family), session.runtime
     cases = engine.cases(request, runtime.gpu)
-    chosen = peers_of(engine, names, runtime.device, must)
+    names = None if run.peers is None else names_from(run.peers.lower(), "--peers", tuple(engine.known))
     session.begin()
     options = Options(session.rounds, host=host, graph=graph, budget_s=run.budget)
-    done = session.measure(engine, cases, chosen, options, host or graph)
-    if done.results or run.compare is not None:
+    done = session.measure(engine, cases, engine.beside(names, runtime.device), options, host or graph)
+    if done.results:
         session.finish([done])
 
 
@@ -194,5 +189,19 @@ for _name in HELP:
 app.command(name="video", epilog=VIDEO_EPILOG)(video)
 app.command(name="parallel", epilog=PARALLEL_EPILOG)(parallel)
 app.command(name="suite", epilog=SUITE_EPILOG)(suite)
-app.command(name="compare", epilog=COMPARE_EPILOG)(compare_runs)
-app.command(name="peers")(peers)
+
+
+@app.command()
+def peers() -> None:
+    """List the implementations that could be measured, and which of them are installed here."""
+    from tilefold.bench.choice import installed
+    from tilefold.bench.suites import ENGINES
+    from tilefold.ops.environment import installed as version_of
+
+    rows = []
+    for engine in ENGINES.values():
+        for one in engine.known.values():
+            if one.name != "tilefold":
+                there = version_of(one.package) or ("here" if installed(one) else "not installed")
+                rows.append((engine.name, one.name, one.package, there, one.what))
+    print_tables(Console(), ("family", "name", "package", "version", "what"), rows, left=5, keys=2)

@@ -1,4 +1,4 @@
-"""What every `tilefold bench` command does around a family's cases: measure, record, show, write, compare, exit code."""
+"""What every `tilefold bench` command does around a family's cases: measure, record, show, write, exit code."""
 
 import sys
 from collections.abc import Sequence
@@ -13,13 +13,11 @@ from tilefold.bench.loop import GPU_LOST
 from tilefold.cli.options import RunOptions
 from tilefold.cli.progress import measuring
 from tilefold.cli.runtime import Outputs, Runtime, header, print_tables, say, warn_of_times
-from tilefold.errors import ValueRangeError
 from tilefold.ops.device import interpreting
 
 if TYPE_CHECKING:
     from tilefold.bench.engine import Engine
     from tilefold.bench.power import Summary
-    from tilefold.bench.records.changes import Comparison
     from tilefold.bench.setting import Options
 
 
@@ -45,31 +43,16 @@ class Done:
 
 
 class Session:
-    """A run of a command: what it was asked, where kernels run, what it writes and compares with, where it prints.
+    """A run of a command: what it was asked, where kernels run, what it writes, where it prints.
 
-    All that can be refused is refused when it is made, before anything is measured."""
+    What cannot be written is refused when it is made, before anything is measured."""
 
-    def __init__(self, run: RunOptions, families: Sequence[str], runtime: Runtime) -> None:
-        from tilefold.bench.records.readme import place_of
-        from tilefold.bench.records.runs import read_rows
+    def __init__(self, run: RunOptions, runtime: Runtime) -> None:
         from tilefold.bench.setting import setting_of
 
         self.run, self.runtime, self.console = run, runtime, Console()
-        self.place = place_of(run.refresh) if run.refresh else None
-        self.outputs = Outputs(csv=run.csv, json=run.json, markdown=run.markdown)
-        if self.place is not None:
-            Outputs(refresh=self.place.path)
-            self.place.check(families)
-        if run.fail_slower is not None and run.compare is None:
-            raise ValueRangeError(f"--fail-slower {run.fail_slower:g} needs --compare, which says slower than what")
-        self.old = read_rows(run.compare) if run.compare else None
+        self.outputs = Outputs(json=run.json, markdown=run.markdown)
         self.setting = setting_of(runtime.device)
-        if self.old is not None and run.fail_slower is not None:
-            here, devices = self.setting.device, {str(row.get("device")) for row in self.old}
-            if here not in devices:
-                raise ValueRangeError(
-                    f"--fail-slower cannot judge {here} by times of {' and '.join(sorted(devices))}; leave it out to see them"
-                )
 
     @property
     def rounds(self) -> int:
@@ -85,7 +68,7 @@ class Session:
         """Run a family's cases under a progress bar and show what was found; details: with spreads, errors and what else was
         measured.  Each case's records are kept and appended to the results as soon as they are there: a later one may fail."""
         from tilefold.bench import power
-        from tilefold.bench.records.record import append_rows
+        from tilefold.bench.record import append_rows
 
         done, device = Done(engine, len(cases)), self.runtime.device
         with power.Sampler(power.gpu_id() if self.run.power else None) as sampler:
@@ -124,83 +107,35 @@ class Session:
             say([f"warning: {line}" for line in done.power.warnings], console, "yellow")
 
     def finish(self, parts: Sequence[Done]) -> None:
-        """Write what was asked for, compare with the old run, exit with 1 if a result of tilefold is wrong or became slower."""
+        """Write what was asked for, exit with 1 if a result of tilefold is wrong."""
         warn_of_times(self.runtime, self.console)
         measured = [done for done in parts if done.results]
         if measured:
             self._write(measured)
-        worse = False
-        if self.old is not None:
-            from tilefold.bench.records.changes import compare
-            from tilefold.bench.records.runs import latest, read_measured
-
-            new = latest(read_measured([row for done in parts for row in done.records]))
-            families = {done.engine.name for done in parts}
-            before = read_measured([row for row in self.old if row.get("family") in families])
-            self.console.print(Text("\nCompared with the old run", style="bold"))
-            found = compare(latest(before, self.setting.device), new, self.run.noise / 100)
-            worse = show_comparison(found, self.run.fail_slower, self.console)
-        if worse or any(done.wrong for done in parts):
+        if any(done.wrong for done in parts):
             raise typer.Exit(1)
 
     def _write(self, parts: Sequence[Done]) -> None:
         """Write the files that were asked for and say so; the results were appended before."""
-        from tilefold.bench.records.record import csv_text, json_text, markdown_text
+        from tilefold.bench.record import json_text, markdown_text
 
-        rows = [row for done in parts for row in done.records]
-        marked = {}
-        for done in parts:
-            sheets, notes = done.engine.sheets(done.results, self.setting), done.engine.notes(done.results)
-            meanwhile = [f"While it was measured: {done.power}", *done.power.warnings] if done.power else []
-            marked[done.engine.name] = markdown_text(sheets, self.setting, notes, "; ".join(meanwhile))
-        more: dict[str, Any] = {"command": ["tilefold", *sys.argv[1:]]}
-        more["power"] = {done.engine.name: asdict(done.power) for done in parts if done.power}
-        whole = {done.engine.name: done.engine.findings(done.results) for done in parts}
-        more |= next(iter(whole.values())) if len(parts) == 1 else {"families": whole}
-        several = "\n".join(f"### {name}\n\n{text}" for name, text in marked.items())
-        self.outputs.write(
-            self.console,
-            csv=lambda: csv_text(rows),
-            json=lambda: json_text(self.setting, rows, **more),
-            markdown=lambda: several if len(parts) > 1 else next(iter(marked.values())),
-        )
-        said = []
-        if self.place is not None:
-            names = self.place.write(marked)
-            said.append(f"refreshed {', '.join(names) or 'nothing'} in {self.place.path}")
+        def json() -> str:
+            whole = {done.engine.name: done.engine.findings(done.results) for done in parts}
+            more: dict[str, Any] = {"command": ["tilefold", *sys.argv[1:]]}
+            more["power"] = {done.engine.name: asdict(done.power) for done in parts if done.power}
+            more |= next(iter(whole.values())) if len(parts) == 1 else {"families": whole}
+            return json_text(self.setting, [row for done in parts for row in done.records], **more)
+
+        def markdown() -> str:
+            texts = []
+            for done in parts:
+                sheets, notes = done.engine.sheets(done.results, self.setting), done.engine.notes(done.results)
+                meanwhile = [f"While it was measured: {done.power}", *done.power.warnings] if done.power else []
+                text = markdown_text(sheets, self.setting, notes, "; ".join(meanwhile))
+                texts.append(f"### {done.engine.name}\n\n{text}" if len(parts) > 1 else text)
+            return "\n".join(texts)
+
+        self.outputs.write(self.console, json=json, markdown=markdown)
         if self.run.results is not None:
             files = ((self.run.results / f"{done.engine.name}.jsonl", len(done.records)) for done in parts)
-            said += [f"appended {count} rows to {path}" for path, count in files]
-        say(said, self.console)
-
-
-def peer_names(run: RunOptions) -> tuple[tuple[str, ...] | None, bool]:
-    """The names of --peers or --against, None if neither is given, and whether they have to be installed."""
-    from tilefold.bench.choice import names_in
-
-    if run.peers is not None and run.against is not None:
-        raise ValueRangeError(
-            "give --against or --peers, not both: they name the same, --against insists that it is there"
-        )
-    text = run.peers if run.against is None else run.against
-    return None if text is None else names_in(text), run.against is not None
-
-
-def show_comparison(found: "Comparison", fail_slower: float | None, console: Console) -> bool:
-    """Print what became of each figure; whether that is a regression. fail_slower: per cent, None: times fail nothing;
-    with it a comparison of nothing fails, too."""
-    from tilefold.bench.records.changes import change_lines, change_table
-
-    say([f"NOT THE SAME SETTING: {line}" for line in found.differences], console, "bold yellow")
-    table = change_table(found)
-    if table.rows:
-        print_tables(console, table.head, table.rows, table.left)
-    say(change_lines(found), console)
-    bad = []
-    for one in found.regressions(None if fail_slower is None else fail_slower / 100):
-        ratio = f"{one.ratio:.3f} times as long" if one.verdict != "worse" and one.ratio else one.note
-        bad.append(f"{one.key}, {one.method}: {ratio}")
-    if fail_slower is not None and not any(one.ours for one in found.changes):
-        bad.append("nothing of tilefold was compared, so nothing was found to be as fast")
-    say((f"regression: {line}" for line in bad), console, "bold red")
-    return bool(bad)
+            say([f"appended {count} rows to {path}" for path, count in files], self.console)

@@ -7,9 +7,9 @@ from rich.console import Console
 from rich.text import Text
 from typer import Argument
 
-from tilefold.cli.bench_flow import Done, Session, peer_names
+from tilefold.cli.bench_flow import Done, Session
 from tilefold.cli.options import RunOptions, with_run
-from tilefold.cli.runtime import prepare_runtime, say, table_of, user_errors
+from tilefold.cli.runtime import names_from, prepare_runtime, say, table_of, user_errors
 from tilefold.errors import ValueRangeError
 
 if TYPE_CHECKING:
@@ -20,15 +20,13 @@ EPILOG = """
 
     tilefold bench suite
 
-    tilefold bench suite quick --json before.json
+    tilefold bench suite quick --json quick.json
 
-    tilefold bench suite quick --compare before.json --fail-slower 5
-
-    tilefold bench suite readme --results benchmarks/results --refresh docs/performance/overview.md
+    tilefold bench suite readme --results benchmarks/results --markdown figures.md
 
 Without a name the suites are listed. A case that fails is reported, and the next one begun; so is a family. --budget is for the
 whole. Options mean what they mean for one family (`tilefold bench dense --help`); peers that a family does not know are left out
-there. Exit code 1 if a result of tilefold is wrong or failed, or became so.
+there. Exit code 1 if a result of tilefold is wrong or failed.
 """
 
 
@@ -39,19 +37,16 @@ def suite(
     name: Annotated[str | None, Argument(metavar="NAME", help="Which one.", show_default="list them")] = None,
 ) -> None:
     """Run a named set of families and cases."""
-    from tilefold.bench.suites import SUITES, peers_for, suite_named
+    from tilefold.bench.suites import SUITES, suite_named
 
     if name is None:
         Console().print(table_of(("suite", "what"), [(one.name, one.what) for one in SUITES.values()], left=2))
         return
-    names, must = peer_names(run)
     runtime = prepare_runtime(kernels=False)
-    from tilefold.bench.engine import peers_of
-
     chosen = suite_named(name, runtime.gpu)
-    session = Session(run, [part.family for part in chosen.parts], runtime)
-    for part in chosen.parts:
-        peers_of(part.engine, peers_for(part, names, chosen), runtime.device, must)
+    known = dict.fromkeys(peer for part in chosen.parts for peer in part.engine.known if peer != "tilefold")
+    names = None if run.peers is None else names_from(run.peers.lower(), "--peers", tuple(known))
+    session = Session(run, runtime)
     if run.case is not None and not any(part.cases(run.case, runtime.gpu) for part in chosen.parts):
         raise ValueRangeError(f"case filter {run.case!r} matches no case of the suite {name!r}")
     session.begin()
@@ -68,15 +63,12 @@ def suite(
 
 def _parts(chosen: "Suite", names: tuple[str, ...] | None, session: Session) -> list[Done]:
     """Every part that has cases; names: of the peers."""
-    from tilefold.bench.suites import peers_for
-
     parts: list[Done] = []
     begin = time.perf_counter()
     for part in chosen.parts:
-        spent = time.perf_counter() - begin
         session.console.print(Text(f"\n{part.family}", style="bold underline"))
         try:
-            done = _part(part, peers_for(part, names, chosen), spent, session)
+            done = _part(part, names, time.perf_counter() - begin, session)
         except Exception as error:  # a family that cannot even begin must not cost the others their figures
             done = Done(part.engine, 0, trouble=f"{part.family} failed: {type(error).__name__}: {error}")
             say([done.trouble], session.console)
@@ -91,8 +83,7 @@ def _parts(chosen: "Suite", names: tuple[str, ...] | None, session: Session) -> 
 
 
 def _part(part: "Part", names: tuple[str, ...] | None, spent: float, session: Session) -> Done:
-    """One family; names: of the peers that it is to be beside; spent: seconds of the budget."""
-    from tilefold.bench.engine import peers_of
+    """One family; names: of the peers, of which those count that it knows; spent: seconds of the budget."""
     from tilefold.bench.setting import Options
 
     run, runtime = session.run, session.runtime
@@ -100,6 +91,6 @@ def _part(part: "Part", names: tuple[str, ...] | None, spent: float, session: Se
     if not cases:
         session.console.print(Text("no case has what the filter asks for", style="dim"))
         return Done(part.engine, 0)
-    peers = peers_of(part.engine, names, runtime.device)
+    peers = part.peers if names is None else [name for name in names if name in part.engine.known]
     options = Options(session.rounds, budget_s=None if run.budget is None else max(0.0, run.budget - spent))
-    return session.measure(part.engine, cases, peers, options)
+    return session.measure(part.engine, cases, part.engine.beside(peers, runtime.device), options)

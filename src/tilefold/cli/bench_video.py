@@ -88,7 +88,7 @@ def video(
     """Sweep the sparse video pipeline over sparsity, length or cached tokens, beside dense attention."""
     outputs = Outputs(png=png, html=html)
     run = RunOptions(json=json, markdown=markdown, results=results, power=False)
-    session = Session(run, ["video"], prepare_runtime(kernels=False))
+    session = Session(run, prepare_runtime(kernels=False))
     from tilefold.bench.setting import Options
     from tilefold.bench.suites import ENGINES
     from tilefold.bench.video import report
@@ -113,7 +113,7 @@ def video(
     names = engine.usual(runtime.device) if peers is None else names_from(peers, "--peers", (*PEERS, *LISTED))
     session.begin()
     options = Options(rounds if runtime.gpu and not quick else 1, graph=graph, budget_s=budget)
-    done = session.measure(engine, points, [engine.known[name] for name in ("tilefold", *names)], options)
+    done = session.measure(engine, points, engine.beside(names, runtime.device), options)
     if done.results:
         outputs.write(
             session.console,

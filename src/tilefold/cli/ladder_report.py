@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tilefold.bench.page import Heading, Part, Rows, Words, new_figure, to_markdown
-from tilefold.bench.records.record import number
+from tilefold.bench.record import number
 from tilefold.bench.setting import Setting
 from tilefold.ladder.course import KINDS, Result, Swept
 from tilefold.ladder.profile import why

@@ -9,10 +9,6 @@ from typing import Annotated, Any
 
 from typer import Option
 
-CaseFilter = Annotated[
-    str | None,
-    Option(metavar="FILTER", help="Only cases whose name has these comma-separated parts; | separates alternatives."),
-]
 Budget = Annotated[float | None, Option(min=0, metavar="SECONDS", help="Begin no further case after so long.")]
 Json = Annotated[Path | None, Option(metavar="FILE", help="Write everything as JSON.")]
 Markdown = Annotated[Path | None, Option(metavar="FILE", help="Write the tables for a document.")]
@@ -21,10 +17,6 @@ Html = Annotated[Path | None, Option(metavar="FILE", help="Write tables and draw
 Results = Annotated[
     Path | None, Option(metavar="DIR", help="Append the figures of each case, when it is done, to DIR/FAMILY.jsonl.")
 ]
-FailSlower = Annotated[
-    float | None, Option(min=0, metavar="PERCENT", help="Exit code 1 if tilefold surely became slower by more.")
-]
-Noise = Annotated[float, Option(min=0, metavar="PERCENT", help="What may differ between runs of the same code.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,28 +31,18 @@ class RunOptions:
             show_default="those usual here",
         ),
     ] = None
-    against: Annotated[
-        str | None, Option(metavar="NAMES", help="As --peers, but they must be installed; `installed`: all that are.")
+    case: Annotated[
+        str | None,
+        Option(
+            metavar="FILTER", help="Only cases whose name has these comma-separated parts; | separates alternatives."
+        ),
     ] = None
-    case: CaseFilter = None
     rounds: Annotated[int, Option(min=1, help="Turns that each implementation gets.")] = 5
     budget: Budget = None
     log: Annotated[bool, Option("--log", help="A line for each step, to see where a run got stuck.")] = False
-    csv: Annotated[Path | None, Option(metavar="FILE", help="Write the figures as CSV.")] = None
     json: Json = None
     markdown: Markdown = None
-    refresh: Annotated[
-        str | None, Option(metavar="FILE[#LABEL]", help="Put them between a document's marks for the family.")
-    ] = None
     results: Results = None
-    compare: Annotated[
-        Path | None,
-        Option(
-            metavar="OLD", help="Compare with a .json or .jsonl (FILE@COMMIT: one commit's) or a folder of results."
-        ),
-    ] = None
-    fail_slower: FailSlower = None
-    noise: Noise = 2.0
     power: Annotated[bool, Option(help="Record clocks, power and temperature (NVIDIA).")] = True
 
 

@@ -14,7 +14,7 @@ import torch
 
 from tilefold.bench import setting, timers
 from tilefold.bench.loop import FAILED, MEMORY, OK, checked, first_line, gpu_lost
-from tilefold.bench.records.record import append_rows
+from tilefold.bench.record import append_rows
 from tilefold.bench.run import TIMES_L2
 from tilefold.errors import DeviceError, PlanError, TilefoldError
 from tilefold.plan.device import Device

@@ -9,7 +9,6 @@ import torch
 
 from cases.cli import command, refused, reports
 from cases.refusals import refuses
-from tilefold.bench.choice import chosen
 from tilefold.bench.decode import peers as decode_peers
 from tilefold.bench.decode.cases import DecodeCase, decode_cases
 from tilefold.bench.decode.inputs import DecodeJudge, make_decode_inputs
@@ -178,7 +177,7 @@ def test_a_budget_and_refusals(tmp_path):
     assert "0 of 1 cases were reached" in run("--case", "float16", "--budget", "0").output
     refused(
         run,
-        ("--peers tk", "peers must be from plain, cudnn, flash, math, fa4, flex, flashinfer, vllm (or none), got 'tk'"),
+        ("--peers tk", "peers must be from tilefold, plain, cudnn, flash, math, fa4, flex, flashinfer, vllm (or none), got 'tk'"),
         ("--case b77", "case filter 'b77' matches none of"),
         (("--json", tmp_path / "no" / "file.json"), "--json must be a file that can be written"),
     )
@@ -190,7 +189,12 @@ def test_too_little_memory_is_a_note():
         raise torch.OutOfMemoryError("out of memory")
 
     row = run_case(
-        replace(DECODE, inputs=none_left), ONE, chosen(DECODE.peers, ("math",)), "cpu", Options(1), lambda *_: None
+        replace(DECODE, inputs=none_left),
+        ONE,
+        [DECODE_PEERS[name] for name in ("tilefold", "math")],
+        "cpu",
+        Options(1),
+        lambda *_: None,
     )
     assert [(one.status, one.note) for one in row.cells] == [("no memory", "out of memory")] * 2
 

@@ -8,6 +8,7 @@ import torch
 
 from cases.bench import RIGHT, SETTING, rows, shown, timing
 from tilefold import reference
+from tilefold.bench import record
 from tilefold.bench.attention import report
 from tilefold.bench.attention.cases import DECODE, VIDEO, Case, cases_of
 from tilefold.bench.attention.crossing import crossing_of
@@ -16,7 +17,6 @@ from tilefold.bench.attention.peers import SPARSE as FAMILY
 from tilefold.bench.family import Peer
 from tilefold.bench.implementation import make_inputs, prepared
 from tilefold.bench.judge import Judge, sampled_heads, visible
-from tilefold.bench.records import record
 from tilefold.bench.run import Cell, run_case
 from tilefold.bench.setting import Options
 from tilefold.errors import ValueRangeError

@@ -1,4 +1,4 @@
-"""Suites, --against, --compare, --refresh and the record of power, on tiny cases in the interpreter."""
+"""Suites and the record of power, on tiny cases in the interpreter."""
 
 import json
 from dataclasses import replace
@@ -6,66 +6,22 @@ from dataclasses import replace
 import pytest
 
 from cases.cli import command, refused
-from cases.refusals import refuses
 from tilefold.bench import power
-from tilefold.bench.attention.peers import IMPLEMENTATIONS
-from tilefold.bench.choice import chosen
 from tilefold.bench.engine import Request
 from tilefold.bench.loop import run_each
 from tilefold.bench.matrix.gemm import GEMM
-from tilefold.bench.records.readme import Place, refreshed
-from tilefold.bench.records.record import markdown_text
-from tilefold.bench.records.runs import read_measured
+from tilefold.bench.record import markdown_text
 from tilefold.bench.setting import Options, setting_of
 from tilefold.bench.suites import ENGINES, SUITES, suite_named
 from tilefold.bench.timers import Timing
 from tilefold.bench.video import sweep
-from tilefold.errors import Unsupported, ValueRangeError
+from tilefold.errors import ValueRangeError
 from tilefold.plan.sparse.video import STAGES
 
 TINY = "b3_m20_n33_k17_sharedb"  # the cheapest case of gemm
 
 
 run = command("bench")
-
-
-# ---------------------------------------------------------------- who takes part
-
-
-def test_peers_are_meant_by_name_title_or_package():
-    def names(*asked, must=False):
-        return [one.name for one in chosen(IMPLEMENTATIONS, asked, must)]
-
-    assert names("fa2", "math", "flash") == ["tilefold", "flash", "math"]
-    assert names("torch") == ["tilefold", "cudnn", "flash", "flex", "efficient", "math"]
-    assert names("flash_attn_4") == ["tilefold", "fa4", "fa4-det"]
-    assert names("none") == ["tilefold"]
-    assert "fa4" not in names("installed") and {"math", "portable"} <= set(names("installed"))
-    for asked, must, error, message in (
-        (
-            ("fa3",),
-            False,
-            ValueRangeError,
-            r"\(or none\), got 'fa3'; installed here: cudnn, .*could be: fa4 \(pip install flash",
-        ),
-        (("math", "fa4"), True, Unsupported, "fa4 needs flash-attn-4, which is not installed; installed here: cudnn"),
-    ):
-        with pytest.raises(error, match=message):
-            names(*asked, must=must)
-
-
-@pytest.mark.interpreter
-def test_against_insists_and_does_not_go_with_peers():
-    refused(
-        command("bench", "lowbit"),
-        (
-            "--against torchao",
-            "error: torchao needs torchao, which is not installed; installed here: cublas, scaled_mm, tinygemm",
-        ),
-        ("--against cublas --peers none", "error: give --against or --peers, not both"),
-        ("--fail-slower 5", "error: --fail-slower 5 needs --compare"),
-        ("--compare /nowhere.json", "cannot be read as benchmark results"),
-    )
 
 
 def test_what_could_be_measured_is_listed():
@@ -92,7 +48,7 @@ def test_suites_are_listed_and_every_part_has_cases():
 
 
 def test_video_is_a_family_of_suites(monkeypatch):
-    """A point that raises does not cost the others theirs, fails the run, and is found again in a comparison."""
+    """A point that raises does not cost the others theirs, and fails the run."""
     engine = ENGINES["video"]
     (quick,) = engine.cases(Request(quick=True), gpu=True)
     assert quick.name == "sparsity_d128_h12_n23296x1_b64_s80"
@@ -108,7 +64,7 @@ def test_video_is_a_family_of_suites(monkeypatch):
         return sweep.SweepRow(point, 5, dict.fromkeys((*STAGES, "pipeline", "dense cuDNN"), timing))
 
     monkeypatch.setattr(sweep, "measure_point", measured)
-    peers, kept = chosen(engine.known, ("cudnn",)), []
+    peers, kept = engine.beside(("cudnn",), "cuda"), []
     rows = engine.run(points[4:6], peers, "cuda", Options(1), lambda *_: None, kept.append)
     assert rows == kept and [row.status for row in rows] == ["failed", "ok"]
     assert engine.wrong(rows) and not engine.wrong(rows[1:])
@@ -117,11 +73,6 @@ def test_video_is_a_family_of_suites(monkeypatch):
     states = [(record["implementation"], record["status"]) for record in records]
     assert states == [("tilefold", "failed"), ("tilefold", "ok")]
     assert "no such kernel" in records[0]["note"] and any("no such kernel" in note for note in engine.notes(rows))
-    found = read_measured(records)
-    assert (found[0].key.implementation, found[0].status, found[0].ours) == ("pipeline", "failed", True)
-    assert {one.key.implementation: one.ours for one in found[1:]} == {
-        **dict.fromkeys((*STAGES, "pipeline"), True), "dense cuDNN": False,
-    }  # fmt: skip
     assert "brackets" not in markdown_text(engine.sheets(rows, setting), setting, ())
 
 
@@ -131,7 +82,7 @@ def test_a_suite_refuses_what_none_of_its_families_has():
         command("bench", "suite", "matrix"),
         (
             "--peers fa4",
-            "peers must be from torch, cublas, scaled_mm, tinygemm, torchao, gemlite, bitsandbytes (or none), got 'fa4'",
+            "--peers must be from torch, cublas, scaled_mm, tinygemm, torchao, gemlite, bitsandbytes (or none), got 'fa4'",
         ),
         ("--case b77", "case filter 'b77' matches no case of the suite 'matrix'"),
     )
@@ -147,27 +98,23 @@ class Steady(power.Sampler):
 
 @pytest.mark.interpreter
 @pytest.mark.no_poison
-def test_a_suite_writes_one_document_and_is_compared_with_the_next(tmp_path, monkeypatch):
-    """The second run has a broken product: the suite goes on to its other family, and the comparison fails."""
+def test_a_suite_writes_one_document_and_goes_on_after_a_failure(tmp_path, monkeypatch):
+    """The second run has a broken product: the suite goes on to its other family, and fails."""
     monkeypatch.setattr(power, "Sampler", Steady)
-    old, table, results, readme = (tmp_path / name for name in ("old.json", "t.md", "results", "README.md"))
-    readme.write_text("before\n<!-- tilefold bench gemm -->\nold figures\n<!-- end -->\nafter\n")
+    figures, table, results = (tmp_path / name for name in ("figures.json", "t.md", "results"))
     common = ("suite", "matrix", "--case", f"{TINY}|stride2", "--rounds", 1, "--peers", "torch,cublas")
-    first = run(*common, "--json", old, "--markdown", table, "--results", results, "--refresh", readme)
+    first = run(*common, "--json", figures, "--markdown", table, "--results", results)
     assert "warning: the SM clock moved between 1755 and 1980 MHz (11 %)" in first.output
     assert "no case has what the filter asks for" in first.output  # of lowbit
-    document = json.loads(old.read_text())
+    document = json.loads(figures.read_text())
     assert {(row["family"], row["implementation"]) for row in document["rows"]} == {
         (family, name) for family in ("gemm", "conv") for name in ("tilefold", "torch")
     }
     assert document["power"]["gemm"]["sm_mhz"]["least"] == 1755 and set(document["families"]) == {"gemm", "conv"}
     assert all(row["rounds_ms"]["events"] and row["power"]["samples"] == 3 for row in document["rows"])
-    text = readme.read_text()
-    assert text.startswith("before\n<!-- tilefold bench gemm -->\n\n| case |") and text.endswith(
-        "<!-- end -->\nafter\n"
-    )
-    assert "old figures" not in text and "While it was measured: SM clock 1755 (1755 to 1980) MHz" in text
-    assert table.read_text().startswith("### gemm\n") and "### conv\n" in table.read_text()
+    text = table.read_text()
+    assert text.startswith("### gemm\n\n| case |") and "### conv\n" in text
+    assert "While it was measured: SM clock 1755 (1755 to 1980) MHz" in text
     assert f"appended 2 rows to {results / 'conv.jsonl'}" in first.said
 
     def broken(inputs):
@@ -175,33 +122,8 @@ def test_a_suite_writes_one_document_and_is_compared_with_the_next(tmp_path, mon
 
     peers = GEMM.peers | {"tilefold": replace(GEMM.peers["tilefold"], prepare=broken)}
     monkeypatch.setattr(ENGINES["gemm"], "family", replace(GEMM, peers=peers))
-    second = run(*common, "--compare", old, code=1)
+    second = run(*common, code=1)
     assert "gemm 1 of 1 1 failed conv 1 of 1 1 ok" in second.said
-    assert "regression: gemm b3_m20_n33_k17_sharedb_bias_silu tilefold, events: ok -> failed" in second.said
-
-
-@pytest.mark.interpreter
-@pytest.mark.no_poison
-def test_results_of_one_family_are_compared_and_named_by_their_family(tmp_path):
-    results = tmp_path / "results"
-    common = ("gemm", "--case", TINY, "--rounds", 1, "--against", "installed", "--results", results)
-    first = run(*common, "--csv", tmp_path / "gemm.csv")
-    assert f"appended 2 rows to {results / 'gemm.jsonl'}" in first.said
-    heading = (tmp_path / "gemm.csv").read_text().splitlines()[0]
-    assert "events_us" in heading and "rounds_ms" not in heading
-    lines = (results / "gemm.jsonl").read_text().splitlines()
-    slow = json.loads(lines[0])
-    assert slow["implementation"] == "tilefold" and slow["ours"]
-    gone = slow | {"case": "gone", "status": "ok"}
-    (tmp_path / "old.jsonl").write_text("\n".join([*lines, json.dumps(gone)]) + "\n")
-    second = run(*common, "--compare", tmp_path / "old.jsonl", "--fail-slower", 1000)
-    assert "tilefold: 1 unclear" in second.output and "only in the old run (1): gemm gone tilefold" in second.output
-    (tmp_path / "other.jsonl").write_text(json.dumps(slow | {"device": "Made-up GPU"}) + "\n")
-    refused = run(*common, "--compare", tmp_path / "other.jsonl", "--fail-slower", 5, code=2)
-    assert "by times of Made-up GPU" in refused.said
-
-
-# ---------------------------------------------------------------- a failing case, marked blocks
 
 
 def test_a_case_that_raises_is_reported_and_the_next_one_is_begun():
@@ -213,24 +135,3 @@ def test_a_case_that_raises_is_reported_and_the_next_one_is_begun():
     kept = []
     found = run_each([1, 2, 3], one, lambda case, why: (case, why), kept.append)
     assert found == kept == [(1, "fine"), (2, "this case ended with AssertionError: no inputs"), (3, "fine")]
-
-
-def test_blocks_are_replaced_and_nothing_else(tmp_path):
-    text = (
-        "a\n<!-- tilefold bench dense -->\nx\n<!-- end -->\nb\n<!-- tilefold bench dense backward -->\n<!-- end -->\n"
-    )
-    new, done = refreshed(text, {"dense backward": "| t |\n"})
-    assert done == ["dense backward"]
-    assert new == text.replace("backward -->\n", "backward -->\n\n| t |\n\n")
-    assert refreshed(new, {"dense backward": "| t |\n"})[0] == new
-    file = tmp_path / "page.md"
-    file.write_text(text)
-    assert Place(file).blocks() == ["dense", "dense backward"]
-    Place(file, "backward").check(["dense"])
-    with pytest.raises(
-        ValueRangeError, match="has no block <!-- tilefold bench gemm --> .* it has dense, dense backward"
-    ):
-        Place(file).check(["gemm"])
-    file.write_text(text.replace("x\n<!-- end -->", "x"))
-    refuses(ValueRangeError, "has no <!-- end -->", Place(file).check, ["dense"])
-    refuses(ValueRangeError, "--refresh must be a text file", Place(tmp_path / "none.md").blocks)

@@ -11,7 +11,6 @@ from tilefold import reference
 from tilefold.bench.attention.peers import IMPLEMENTATIONS
 from tilefold.bench.family import Calls, Peer
 from tilefold.bench.judge import Judge
-from tilefold.bench.records.runs import read_measured
 from tilefold.bench.setting import Options
 from tilefold.bench.suites import ENGINES
 from tilefold.bench.timers import Timing
@@ -126,8 +125,6 @@ def test_peers_that_follow_lists_are_held_to_the_lists_and_timed(tmp_path, monke
     else:
         assert row["speedup"]["lists TK"] == {"fine": row["ms"]["lists TK"] / row["ms"]["fine"]}
         assert "lists TK ms" in result.output and row["versions"]["TK"] == row["torch"]
-        ours = {one.key.implementation: one.ours for one in read_measured([row])}
-        assert ours["fine"] and not ours["lists TK"] and not ours["dense math"]
     assert "BSA: nvidia-cudnn-frontend is not installed" in result.output
     assert "FA4: flash-attn-4 is not installed" in result.output
 

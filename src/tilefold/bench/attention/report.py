@@ -9,7 +9,7 @@ from tilefold.bench.attention.crossing import Crossing, crossing_of
 from tilefold.bench.family_report import OURS, family_records, speedup
 from tilefold.bench.loop import OK
 from tilefold.bench.page import grouped_tables
-from tilefold.bench.records.record import LABELS, Sheet, digits, times
+from tilefold.bench.record import LABELS, Sheet, digits, times
 from tilefold.bench.run import Cell, Row
 from tilefold.bench.setting import Setting
 from tilefold.bench.video import reported

@@ -8,7 +8,7 @@ from typing import Any
 from tilefold.bench.page import Rows, to_markdown
 from tilefold.bench.parallel.loads import Work
 from tilefold.bench.parallel.setup import Rates
-from tilefold.bench.records.record import number
+from tilefold.bench.record import number
 
 
 @dataclass(frozen=True)

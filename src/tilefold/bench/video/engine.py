@@ -8,7 +8,7 @@ import torch
 from tilefold.bench.choice import select_cases
 from tilefold.bench.engine import Engine, Request
 from tilefold.bench.loop import FAILED, MEMORY, WRONG, first_line
-from tilefold.bench.records.record import Sheet
+from tilefold.bench.record import Sheet
 from tilefold.bench.run import Progress
 from tilefold.bench.setting import Options, Setting
 from tilefold.bench.video import report, sweep

@@ -14,7 +14,7 @@ from tilefold.bench.attention.lists import Pattern
 from tilefold.bench.implementation import Inputs
 from tilefold.bench.judge import Judge
 from tilefold.bench.loop import OK, WRONG, first_line
-from tilefold.bench.records.record import Sheet, head, tail, times
+from tilefold.bench.record import Sheet, head, tail, times
 from tilefold.bench.setting import Options, Setting
 from tilefold.bench.timers import Timing
 from tilefold.bench.video.engine import PipelineEngine

@@ -6,7 +6,7 @@ from typing import Any
 
 from tilefold.bench import page
 from tilefold.bench.attention.crossing import Crossing, crossing_of
-from tilefold.bench.records.record import digits, finite, head, times, version_in
+from tilefold.bench.record import digits, finite, head, times, version_in
 from tilefold.bench.setting import Setting
 from tilefold.bench.video.stages import TOTAL, implementations
 from tilefold.bench.video.sweep import FINE, SWEEPS, SweepRow

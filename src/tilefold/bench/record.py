@@ -1,11 +1,9 @@
 """What the records, documents and notes of every family have in common, so that one reader understands them all.
 
 A record is one implementation on one case: where and when (`head`), the family's own columns, what the check found and with what
-versions (`tail`).  `rounds_ms` holds every round's time by method, from which a later comparison has its confidence interval.
+versions (`tail`).  `rounds_ms` holds every round's time by method.
 """
 
-import csv
-import io
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -115,17 +113,6 @@ def times(value: float) -> str:
 def json_text(setting: Setting, rows: Sequence[Mapping[str, Any]], **more: Any) -> str:
     """{"setting", ..., "rows"} as JSON; more: what else a family or a run has to say."""
     return json.dumps({"setting": asdict(setting), **more, "rows": list(rows)}, indent=2, allow_nan=False) + "\n"
-
-
-def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows as CSV with a heading, without what is no single figure; empty where nothing was measured."""
-    flat = [{name: value for name, value in row.items() if not isinstance(value, dict | list | tuple)} for row in rows]
-    columns = list(dict.fromkeys(name for row in flat for name in row))
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(flat)
-    return buffer.getvalue()
 
 
 def markdown_text(sheets: Sequence[Sheet], setting: Setting, notes: Sequence[str], power: str = "") -> str:

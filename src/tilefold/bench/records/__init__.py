@@ -1,1 +1,0 @@
-"""What runs leave: records, documents that show them, and two runs compared."""
