@@ -64,14 +64,13 @@ def test_every_available_implementation_is_right_and_timed(causal):
     case = Case("dense", AttentionProblem(2, 1024, 1024, 8, 8, 128, 128, causal=causal))
     names = ("tilefold", *DEFAULT_PEERS["dense"]["cuda"], "efficient", "math")
     implementations = [DENSE.peers[name] for name in names]
-    options = Options(rounds=2, rep_ms=5.0, host=True, graph=True)
+    options = Options(rounds=2, rep_ms=5.0, graph=True)
     row = run_case(DENSE, case, implementations, "cuda", options, lambda *_: None)
     cells = {cell.implementation: cell for cell in row.cells}
     assert not [cell for cell in cells.values() if cell.status not in ("ok", "refused")]
     ours = cells["tilefold"]
     assert ours.status == "ok"
     assert ours.timing.ms > 0
-    assert ours.host.us > 0
     assert ours.graph is not None, ours.note
     assert cells["flash"].status == cells["math"].status == "ok"
 
@@ -128,13 +127,6 @@ def test_split_lists_take_far_less_than_a_copy_of_k():
     cell, (_, key_bytes) = ours(Case("sparse", DECODE, Pattern("random", 9.9)))
     assert cell.scratch <= key_bytes // 4
     assert cell.graph is not None, cell.note
-    assert 0 < cell.warm.ms < 1.1 * cell.graph.ms
-
-
-@pytest.mark.alone
-def test_a_short_list_stays_in_the_cache_when_warm_and_does_not_when_cold():
-    cell, _ = ours(Case("sparse", DECODE, Pattern("random", 90)))
-    assert cell.warm.ms < 0.97 * cell.graph.ms
 
 
 def test_the_backward_of_sparse_attention_states_its_scratch():

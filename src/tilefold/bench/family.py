@@ -84,7 +84,7 @@ class Family:
     record: what a case adds to its record.  lines: sentences below the tables.  rotating: what replays go around.
     roof: (case, device type) -> operations a second that the device can do at most; 0: moving bytes is all that counts.
     prepare: (implementation, sets of inputs) -> its calls.  replayed: whether a case is replayed from CUDA graphs even unasked.
-    attention: no copy is timed beside; the memory that a call takes and warm replays are measured, too."""
+    attention: no copy is timed beside; the memory that a call takes is measured, too."""
 
     name: str
     cases: Callable[[str], tuple[Any, ...]]

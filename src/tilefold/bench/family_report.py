@@ -98,7 +98,6 @@ def family_records(
 
 def _record(row: Row, cell: Cell, setting: Setting, figures: dict[str, Any]) -> dict[str, Any]:
     peer = row.family.peers[cell.implementation]
-    timed = {"events": cell.timing, "graph": cell.graph, "warm": cell.warm, "host": cell.host}
     return {
         **head(setting, row.family.name, row.case.name, row.case.direction if row.family.attention else "forward"),
         **row.family.record(row.case),
@@ -109,7 +108,7 @@ def _record(row: Row, cell: Cell, setting: Setting, figures: dict[str, Any]) -> 
         **figures,
         "bytes": row.case.bytes,
         "flops": row.case.flops,
-        **tail(setting, cell.verdict, cell.note, rounds_of(timed)),
+        **tail(setting, cell.verdict, cell.note, rounds_of({method: cell.by(method) for method in METHODS})),
     }
 
 

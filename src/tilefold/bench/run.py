@@ -30,9 +30,8 @@ class Cell:
 
     status: "ok"; "WRONG" (the output fails the tolerance, never timed); "refused" (cannot take the case here); "no memory";
     "failed" (raised something else). note: why. timing: calls between GPU events with a cold L2 cache, on the CPU by the wall,
-    there only for "ok"; host and graph where they were asked for.
-    graph: replays over so many buffers that none is in the L2 cache when its turn comes; warm: replays over one set of buffers,
-    of which stays in L2 what fits. scratch: bytes that a call allocates at its peak beyond its inputs and results (GPU only).
+    there only for "ok".
+    graph: replays over so many buffers that none is in the L2 cache when its turn comes, where they were asked for. scratch: bytes that a call allocates at its peak beyond its inputs and results (GPU only).
     """
 
     case: Any  # a Case
@@ -41,9 +40,7 @@ class Cell:
     note: str = ""
     verdict: Comparison | None = None
     timing: Timing | None = None
-    host: Timing | None = None
     graph: Timing | None = None
-    warm: Timing | None = None
     scratch: int | None = None
 
     def by(self, method: str) -> Timing | None:
@@ -107,11 +104,8 @@ def run_case(
                     ready[peer.name] = calls
             progress(case, "timing")
             copied = _timed(cells, ready, family, device, options)
-            if options.host:
-                for name, calls in ready.items():
-                    cells[name] = replace(cells[name], host=host_timing(calls, device, cells[name].timing))
             if replayed:
-                _replayed(cells, ready, family, options.rounds)
+                _replayed(cells, ready, options.rounds)
     except torch.OutOfMemoryError as error:
         for peer in peers:
             if peer.name not in cells or cells[peer.name].status == OK:
@@ -173,43 +167,19 @@ def _timed(cells: dict[str, Cell], ready: dict[str, Calls], family: Family, devi
     return 2 * COPY_BYTES[device] / (found[COPY].ms * 1e-3) if COPY in found else 0.0
 
 
-def _replayed(cells: dict[str, Cell], ready: dict[str, Calls], family: Family, rounds: int) -> None:
-    """Put replays into the cells: over all sets of inputs, of attention also over one."""
-    cold: dict[str, timers.Sampler] = {}
-    warm: dict[str, timers.Sampler] = {}
+def _replayed(cells: dict[str, Cell], ready: dict[str, Calls], rounds: int) -> None:
+    """Put replays over all sets of inputs into the cells."""
+    samplers: dict[str, timers.Sampler] = {}
     for name, calls in ready.items():
         try:
             with calls.context():
-                cold[name] = timers.graph_sampler(calls.calls)
-                if family.attention:
-                    warm[name] = timers.graph_sampler(calls.calls[:1])
-                    cells[name] = replace(cells[name], note=warm_note(cells[name].case.bytes, l2_bytes()))
+                samplers[name] = timers.graph_sampler(calls.calls)
         except Exception as error:  # a library that cannot be captured still has its other figure
             if "CUDA error" in str(error) and "captur" not in str(error):
                 raise
-            cold.pop(name, None)
             cells[name] = replace(cells[name], note=f"no graph: {first_line(error)}")
-    for name, timing in timers.time_alternating(cold, rounds, method="graph").items():
+    for name, timing in timers.time_alternating(samplers, rounds, method="graph").items():
         cells[name] = replace(cells[name], graph=timing)
-    for name, timing in timers.time_alternating(warm, rounds, method="graph").items():
-        cells[name] = replace(cells[name], warm=timing)
-
-
-def warm_note(touched: int, cache: int) -> str:
-    """What has to be said of warm replays that touch more than the cache holds; "" if they fit."""
-    if touched <= cache:
-        return ""
-    return f"a replay touches {touched / 1e6:.0f} MB, L2 holds {cache / 1e6:.0f}: warm, too, reads from memory"
-
-
-def host_timing(calls: Calls, device: str, timing: Timing | None) -> Timing:
-    """The host cost of a call that takes so long: of as many calls at a time as about 50 ms hold, 10 to 100; on the CPU,
-    where it is the whole cost, of one."""
-    with calls.context():
-        if device == "cuda":
-            number = min(100, max(10, round(50 / max(timing.ms if timing else 1.0, 0.01))))
-            return timers.time_host(calls.calls[0], torch.cuda.synchronize, calls=number)
-        return timers.time_host(calls.calls[0], torch.cpu.synchronize, calls=1, repetitions=2)
 
 
 def _sampler(calls: Calls, device: str, rep_ms: float) -> timers.Sampler:

@@ -16,12 +16,11 @@ from tilefold.ops.environment import installed, triton_version
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to measure. rounds: turns that each implementation gets. rep_ms: GPU time sampled in a turn. host, graph: measure the
-    host cost of a call, and CUDA-graph replays, too. budget_s: no case is begun after so many seconds."""
+    """How to measure. rounds: turns that each implementation gets. rep_ms: GPU time sampled in a turn. graph: measure CUDA-graph
+    replays, too. budget_s: no case is begun after so many seconds."""
 
     rounds: int = 5
     rep_ms: float = 40.0
-    host: bool = False
     graph: bool = False
     budget_s: float | None = None
 

@@ -21,7 +21,7 @@ from tilefold.cli.runtime import dtype_named, names_from, prepare_runtime, print
 
 ATTENTION = ("dense", "sparse")
 # Options -> the families that have them: the others' cases say it, or they do it always.
-ONLY = {**dict.fromkeys(("dtype", "direction", "host", "graph"), ATTENTION), "sparsity": ("sparse",)}
+ONLY = {**dict.fromkeys(("dtype", "direction", "graph"), ATTENTION), "sparsity": ("sparse",)}
 
 EPILOG = """
 **Examples**
@@ -147,7 +147,6 @@ def bench(
         str | None,
         Option(metavar="PERCENTS", help="Random lists at these instead of the usual cases, as 1,10,20,...,99."),
     ] = None,
-    host: Annotated[bool, Option("--host", help="Measure the host cost of a call, too.")] = False,
     graph: Annotated[bool, Option("--graph", help="Measure CUDA-graph replays, too (GPU).")] = False,
 ) -> None:
     """Time the cases of a family and write what was asked for."""
@@ -164,8 +163,8 @@ def bench(
     cases = engine.cases(request, runtime.gpu)
     names = None if run.peers is None else names_from(run.peers.lower(), "--peers", tuple(engine.known))
     session.begin()
-    options = Options(session.rounds, host=host, graph=graph, budget_s=run.budget)
-    done = session.measure(engine, cases, engine.beside(names, runtime.device), options, host or graph)
+    options = Options(session.rounds, graph=graph, budget_s=run.budget)
+    done = session.measure(engine, cases, engine.beside(names, runtime.device), options, graph)
     if done.results:
         session.finish([done])
 

@@ -177,7 +177,10 @@ def test_a_budget_and_refusals(tmp_path):
     assert "0 of 1 cases were reached" in run("--case", "float16", "--budget", "0").output
     refused(
         run,
-        ("--peers tk", "peers must be from tilefold, plain, cudnn, flash, math, fa4, flex, flashinfer, vllm (or none), got 'tk'"),
+        (
+            "--peers tk",
+            "peers must be from tilefold, plain, cudnn, flash, math, fa4, flex, flashinfer, vllm (or none), got 'tk'",
+        ),
         ("--case b77", "case filter 'b77' matches none of"),
         (("--json", tmp_path / "no" / "file.json"), "--json must be a file that can be written"),
     )

@@ -10,7 +10,6 @@ from tilefold.bench.attention import report
 from tilefold.bench.attention.cases import cases_of
 from tilefold.bench.family_report import family_lines
 from tilefold.bench.run import Cell
-from tilefold.bench.timers import Timing
 from tilefold.reference import Comparison
 
 
@@ -81,16 +80,14 @@ def test_equal_notes_are_said_once():
     ]
 
 
-def test_details_show_host_and_graph_only_where_measured():
+def test_details_show_replays_only_where_measured():
     found = measured()
-    text = shown(*report.detail_tables(found))
-    assert "host us" not in text
-    assert "cold us" not in text
-    with_host = Cell(found[0].case, "tilefold", "ok", "", RIGHT, timing(1.0), Timing(0.0213, 0.02, 0.022, 11, "host"))
-    text = shown(*report.detail_tables(rows([with_host])))
-    assert "host us" in text
-    assert "21.3" in text
-    assert "cold us" not in text
+    assert "replay us" not in shown(*report.detail_tables(found))
+    cell = Cell(found[0].case, "tilefold", "ok", "", RIGHT, timing(1.0), graph=timing(0.0213))
+    text = shown(*report.detail_tables(rows([cell])))
+    assert "replay us" in text and "21.3" in text
+    (row,) = report.records_of(rows([cell]), SETTING)
+    assert row["graph_us"] == pytest.approx(21.3)
 
 
 @pytest.mark.parametrize(("ms", "unit"), [(1.0, "TFLOP/s"), (1e4, "GFLOP/s"), (1e9, "MFLOP/s")])

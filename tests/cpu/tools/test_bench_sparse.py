@@ -325,11 +325,3 @@ def test_documents_and_rows_carry_the_new_figures():
     assert row["kept"] == "364/364"
     assert row["version"] == "0.1.0"
     assert row["tflops"] == pytest.approx(VIDEO.seq_q**2 * 4 * 128 * 12 / 10e-3 / 1e12)
-
-
-def test_cold_and_warm_replays_have_columns_of_their_own():
-    case = Case("sparse", DECODE, Pattern("random", 90))
-    cell = Cell(case, "tilefold", "ok", "", RIGHT, timing(0.03), graph=timing(0.0125), warm=timing(0.0118))
-    assert {"cold", "warm"} < set(shown(*report.detail_tables(rows([cell])), width=140).split())
-    (row,) = report.records_of(rows([cell]), SETTING)
-    assert (row["graph_us"], row["graph_warm_us"]) == (pytest.approx(12.5), pytest.approx(11.8))

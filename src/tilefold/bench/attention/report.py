@@ -103,13 +103,10 @@ def crossing_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def detail_tables(rows: Sequence[Row], width: int = 100) -> "list[RenderableType]":
-    """Under each case a row an implementation: median and spread, error beside its limit, and if measured: host cost, graph
-    replays (cold: K and V come from memory; warm: what fits stays in the L2 cache), memory that a call takes beyond inputs and
-    results.  Columns that do not fit the width follow in a table of their own."""
+    """Under each case a row an implementation: median and spread, error beside its limit, and if measured: graph replays, memory
+    that a call takes beyond inputs and results.  Columns that do not fit the width follow in a table of their own."""
     measured: dict[str, Callable[[Cell], str]] = {
-        "host us": lambda cell: digits(cell.host.us) if cell.host else "",
-        "cold us": lambda cell: digits(cell.graph.us) if cell.graph else "",
-        "warm us": lambda cell: digits(cell.warm.us) if cell.warm else "",
+        "replay us": lambda cell: digits(cell.graph.us) if cell.graph else "",
         "MB more": lambda cell: "" if cell.scratch is None else f"{cell.scratch / 1e6:.1f}",
     }
     judged = [(row, cell) for row in rows for cell in row.cells if cell.verdict is not None]
@@ -213,9 +210,7 @@ def _figures(row: Row, cell: Cell) -> dict[str, Any]:
         "method": time.method if time else None,
         "tflops": rate / 1e12 if rate else None,
         "tilefold_speedup": speedup(row, cell.implementation, "events"),
-        "host_us": cell.host.us if cell.host else None,
         "graph_us": cell.graph.us if cell.graph else None,
-        "graph_warm_us": cell.warm.us if cell.warm else None,
         "scratch_bytes": cell.scratch,
     }
 
