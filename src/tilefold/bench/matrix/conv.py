@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from tilefold import ops
 from tilefold.bench.family import normal_numbers
-from tilefold.bench.matrix.product import BYTES, Call, Operands, name_of, ours, roof_of, torch_family, unusual
+from tilefold.bench.matrix.product import BYTES, Call, Operands, name_of, roof_of, torch_family, unusual
 
 METHODS = ("auto", "implicit", "im2col")
 
@@ -76,7 +77,7 @@ def by_torch(i: Operands) -> Call:
 
 def by_tilefold(i: Operands) -> Call:
     """The public function as a user calls it."""
-    function = ours("conv2d")
+    function = ops.conv2d
     return lambda: function(i.x, i.y, i.bias, **i.case.options, method=i.case.method)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilefold import ops
 from tilefold.bench.family import normal_numbers
 from tilefold.bench.matrix.product import (
     ACTIVATIONS,
@@ -15,7 +16,6 @@ from tilefold.bench.matrix.product import (
     WholeJudge,
     activated,
     name_of,
-    ours,
     roof_of,
     torch_family,
     unusual,
@@ -107,7 +107,7 @@ def gemm_judge(inputs: Operands) -> WholeJudge:
 
 def by_tilefold(i: Operands) -> Call:
     """The public function as a user calls it."""
-    function: Any = ours("bmm" if i.case.batch else "matmul")
+    function: Any = ops.bmm if i.case.batch else ops.matmul
     options = {"bias": i.bias, "activation": i.case.activation, "order": i.case.order}
     return lambda: function(i.x, i.y, **options)
 

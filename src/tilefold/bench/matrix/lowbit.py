@@ -6,12 +6,13 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor
 
+from tilefold import ops
 from tilefold.bench.choice import of_size
 from tilefold.bench.family import Family, Peer, by_name, each, normal_numbers
 from tilefold.bench.matrix import eight
 from tilefold.bench.matrix.eight import EightCase
 from tilefold.bench.matrix.lowbit_peers import LIBRARIES, by_own_weight
-from tilefold.bench.matrix.product import BYTES, Call, Operands, WholeJudge, name_of, ours, product_of, roof_of, unusual
+from tilefold.bench.matrix.product import BYTES, Call, Operands, WholeJudge, name_of, product_of, roof_of, unusual
 from tilefold.quant import quantize_weight
 
 
@@ -64,9 +65,9 @@ def lowbit_judge(inputs: Operands) -> WholeJudge:
 def by_tilefold(i: Operands) -> Call:
     """The public function as a user calls it; with weights in 8 bits and a scale a row it quantises x."""
     if i.scale is not None:
-        eight_bits = ours("matmul_w8a8")
+        eight_bits = ops.matmul_w8a8
         return lambda: eight_bits(i.x, i.y, i.scale)
-    function = ours("lowbit_matmul")
+    function = ops.lowbit_matmul
     return lambda: function(i.x, i.y)
 
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from tilefold import ops
 from tilefold.bench.family import Judge, normal_numbers
-from tilefold.bench.matrix.product import BYTES, Call, Operands, WholeJudge, name_of, ours, torch_family, unusual
+from tilefold.bench.matrix.product import BYTES, Call, Operands, WholeJudge, name_of, torch_family, unusual
 from tilefold.reference import Comparison
 
 ITEMS = {**BYTES, "uint8": 1, "float64": 8}
@@ -82,8 +83,8 @@ def move_judge(i: Operands) -> Judge:
 
 def by_tilefold(i: Operands) -> Call:
     """The public functions as a user calls them."""
-    function = ours(i.case.op)
-    return (lambda: function(i.x, method=i.case.method)) if i.y is None else (lambda: function(i.x, i.y))
+    transpose, add = ops.transpose, ops.add
+    return (lambda: transpose(i.x, method=i.case.method)) if i.y is None else (lambda: add(i.x, i.y))
 
 
 def by_torch(i: Operands) -> Call:

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilefold import ops, reference
+from tilefold import reference
 from tilefold.bench.choice import of_size
 from tilefold.bench.family import Family, Judge, Peer, by_name, each
 from tilefold.bench.judge import verdict_of
-from tilefold.errors import Unsupported
 from tilefold.ops.device import device_of
 from tilefold.reference import Comparison
 
@@ -116,10 +115,3 @@ def roof_of(case: Any, device: str) -> float:
     if case.dtype == "float8_e4m3fn" or hasattr(case, "kind"):
         return 2 * machine.matmul_rate("bfloat16")
     return machine.matmul_rate(case.dtype)
-
-
-def ours(name: str) -> Any:
-    """An operation of the collection.  Unsupported where this build does not have it."""
-    if name not in ops.COLLECTION:
-        raise Unsupported(f"tilefold.ops.{name} is not in this build")
-    return getattr(ops, name)
