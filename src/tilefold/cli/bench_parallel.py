@@ -135,6 +135,7 @@ def _heads(text: str) -> tuple[int, int]:
 def _run(work: "Work", runtime: Runtime, ranks: int | None) -> "list[Line] | None":
     """The lines, or None on ranks that do not report.  In torchrun's processes, or in some that are started here."""
     import torch.distributed as dist
+    from torch.multiprocessing.spawn import ProcessException, spawn
 
     if dist.is_available() and dist.is_initialized():
         return _on_rank(work)
@@ -150,17 +151,14 @@ def _run(work: "Work", runtime: Runtime, ranks: int | None) -> "list[Line] | Non
     ranks = ranks or here
     if runtime.gpu and ranks > here:
         raise ValueRangeError(f"--ranks must be at most {here}, the GPUs of this machine, got {ranks}")
-    context = torch.multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        processes = [context.Process(target=_started, args=(rank, ranks, work, folder)) for rank in range(ranks)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-        found = Path(folder) / "lines"
-        if not found.exists():
-            raise CommunicationError("the ranks did not come to an end; their errors are above")
-        return pickle.loads(found.read_bytes())  # type: ignore[no-any-return]  # of our own process
+        try:
+            spawn(_started, (ranks, work, folder), ranks)
+        except ProcessException as error:
+            raise CommunicationError(
+                f"the ranks did not come to an end: {str(error).strip().splitlines()[-1]}"
+            ) from None
+        return pickle.loads((Path(folder) / "lines").read_bytes())  # type: ignore[no-any-return]  # of our own process
 
 
 def _on_rank(work: "Work") -> "list[Line] | None":
