@@ -290,8 +290,12 @@ class Operation:
         def launch(wanted: Sequence[bool], *flat: Any) -> Any:
             grads, results, inputs = parts(flat)
             found = gradient.make(arguments.whole(inputs), results, grads, tuple(wanted))
-            made = zip(found, wanted, strict=True)
-            return returned([inputs[0].new_empty(0) if t is None or not asked else t for t, asked in made])
+            made = [t if asked else None for t, asked in zip(found, wanted, strict=True)]
+            return returned([inputs[0].new_empty(0) if t is None else own(t, grads) for t in made])
+
+        def own(t: torch.Tensor, grads: Sequence[Any]) -> torch.Tensor:
+            """What an operator may return: none of its inputs."""
+            return t.clone(memory_format=torch.contiguous_format) if any(t is grad for grad in grads) else t
 
         def fake(wanted: Sequence[bool], *flat: Any) -> Any:
             inputs = parts(flat)[2]
@@ -401,11 +405,3 @@ def first_derivative(name: str, make: Callable[..., Any], refuse: Callable[..., 
 def _made(name: str, **methods: Callable[..., Any]) -> Any:
     """An autograd function."""
     return type(name, (torch.autograd.Function,), {key: staticmethod(fn) for key, fn in methods.items()})
-
-
-def one_by_one(
-    call: Callable[..., torch.Tensor], count: int, dims: Sequence[int | None], *tensors: torch.Tensor
-) -> tuple[torch.Tensor, int]:
-    """`vmap` of an autograd function for operations that have no batched form: a call for each of `count` slices along dims."""
-    pairs = tuple(zip(tensors, dims, strict=True))
-    return torch.stack([call(*(t if d is None else t.select(d, i) for t, d in pairs)) for i in range(count)]), 0

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import tilefold
-from cases import rand, same
+from cases import rand
 from cases.refusals import refuses
 from tilefold import ops, quant, sparse
 from tilefold.errors import Unsupported
@@ -48,7 +48,9 @@ def packed(x):
     return tilefold.attention_varlen(x[:, None], x[:, None], x[:, None], offsets, offsets, 12, 12)
 
 
-TANGENTS = {name: CALLS[name] for name in ("matmul", "bmm", "conv2d", "lowbit_matmul", "attention")} | {
+TANGENTS = {
+    name: CALLS[name] for name in ("matmul", "bmm", "conv2d", "lowbit_matmul", "add", "transpose", "attention")
+} | {
     "attention of one query": lambda x: tilefold.attention(x[None, :1, None], *[x.repeat(20, 1)[None, :, None]] * 2),
     "attention_varlen": packed,
     "sparse_attention": lambda x: tilefold.sparse_attention(*[x[None, :, None]] * 3, listed(x)),
@@ -145,7 +147,7 @@ def test_a_tangent_is_refused_and_not_lost(name, enabled, device):
         torch.func.jvp(TANGENTS[name], (x,), (x,))
 
 
-@pytest.mark.parametrize("name", ["matmul", "conv2d", "lowbit_matmul"])
+@pytest.mark.parametrize("name", ["matmul", "conv2d", "lowbit_matmul", "add", "transpose"])
 def test_transforms_without_a_rule_are_named(name, device):
     x = rand(20, 32, dtype=F32, device=device)
     words = "tilefold::.* has no rule for vmap: of torch.func, it takes grad and vjp only"
@@ -161,25 +163,3 @@ def test_second_derivatives_are_refused(name, device):
     x = rand(20, 32, dtype=F32, device=device).requires_grad_()
     (dx,) = torch.autograd.grad(CALLS[name](x).sum(), x, create_graph=True)
     refuses(Unsupported, "first derivatives only", dx.sum().backward)
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("name", ["add", "transpose"])
-def test_add_and_transpose_pass_tangents(name, enabled, device):
-    call, plain = CALLS[name], {"add": lambda x: x + x, "transpose": lambda x: x.t()}[name]
-    x, dx = rand(6, 4, dtype=F32, device=device), rand(6, 4, dtype=F32, device=device)
-    with torch.set_grad_enabled(enabled):
-        assert same(torch.func.jvp(call, (x,), (dx,)), torch.func.jvp(plain, (x,), (dx,)))
-        with forward_ad.dual_level():
-            got = forward_ad.unpack_dual(call(forward_ad.make_dual(x, dx))).tangent
-            assert torch.equal(got, plain(dx))
-
-
-@pytest.mark.parametrize("name", ["add", "transpose"])
-def test_add_and_transpose_under_torch_func(name, device):
-    call, plain = CALLS[name], {"add": lambda x: x + x, "transpose": lambda x: x.t()}[name]
-    x = rand(3, 6, 4, dtype=F32, device=device)
-    assert torch.equal(torch.func.vmap(call, 2)(x), torch.func.vmap(plain, 2)(x))
-    for transform in (torch.func.grad, torch.func.hessian):
-        got, wanted = (transform(lambda x, f=f: f(x).pow(3).sum())(x[0, :2]) for f in (call, plain))
-        torch.testing.assert_close(got, wanted)

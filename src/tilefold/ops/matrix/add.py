@@ -1,4 +1,4 @@
-"""x + y: check, launch, and the operator for torch's dispatcher."""
+"""x + y: check, launch, and the operator with its gradient."""
 
 from typing import Any
 
@@ -7,9 +7,8 @@ import torch
 from ...check import TensorSpec, bind
 from ..bound import Bound, Example, Launched
 from ..device import device_of, interpreting
-from ..operator import one_by_one
+from ..operator import Gradient, Operation
 from ..records import recorded
-from ..watch import in_forward_mode, is_transformed, is_watched, wants_gradient
 
 DTYPES = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -22,23 +21,9 @@ def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
     x, y: the same shape, 1-D or 2-D, the same dtype (fp16, bf16, fp32, fp64 or an integer), any strides.  The result lies as
     x and y do if those have the same dense strides, else row by row.  Sixteen-bit sums are made in fp32 and rounded once.
-    Differentiable any number of times, forwards too.  Raises ShapeError, DtypeError, DeviceError or LayoutError.
+    First derivatives.  Raises ShapeError, DtypeError, DeviceError, LayoutError or Unsupported.
     """
-    transformed = is_transformed()
-    if torch.compiler.is_compiling() or (not transformed and is_watched((x, y))):
-        found: torch.Tensor = add_op(x, y)
-        return found
-    if transformed or in_forward_mode() or (torch.is_grad_enabled() and wants_gradient((x, y))):
-        return Sum.apply(x, y)  # type: ignore[no-any-return, no-untyped-call]
-    return _forward(x, y)
-
-
-def _forward(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    p = _prepare(x, y)
-    out = torch.empty_strided(x.shape, p.shape, dtype=x.dtype, device=x.device)
-    if p.bound is not None:
-        p.bound((x, y, out))
-    return out
+    return ADD(x, y)  # type: ignore[no-any-return]
 
 
 def _check(x: torch.Tensor, y: torch.Tensor) -> None:
@@ -71,12 +56,12 @@ def _prepare(x: torch.Tensor, y: torch.Tensor) -> Launched:
         device_of(x.device)
     strides = _strides(x, y)
     if x.numel() == 0:
-        return Launched(strides)
+        return Launched(strides, run=_run)
     emulate = interpreting() and x.dtype == torch.bfloat16
 
     def bound(fn: Any, programs: int, constants: dict[str, Any], values: dict[str, Any]) -> Launched:
         constants = {"EMULATE": emulate, **constants}
-        return Launched(strides, Bound.of(fn, programs, ("X", "Y", "Out"), values, constants, x.device))
+        return Launched(strides, Bound.of(fn, programs, ("X", "Y", "Out"), values, constants, x.device), run=_run)
 
     if _flat(x, y):
         block = BLOCK // x.element_size()
@@ -94,43 +79,26 @@ def _prepare(x: torch.Tensor, y: torch.Tensor) -> Launched:
     return bound(add_strided, -(-shape[0] // rows) * -(-shape[1] // columns), constants, values)
 
 
-class Sum(torch.autograd.Function):
-    """The gradient of a sum is the gradient of both; its tangent is the sum of theirs."""
-
-    @staticmethod
-    def forward(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return _forward(x, y)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        """Apart from forward, as functorch's transforms want it; nothing is kept."""
-
-    @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return dout, dout
-
-    @staticmethod
-    def jvp(ctx: Any, dx: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-        return add(dx, dy)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, int]:
-        return one_by_one(add, info.batch_size, in_dims, x, y)
+def _run(found: Launched, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_strided(x.shape, found.shape, dtype=x.dtype, device=x.device)
+    if found.bound is not None:
+        found.bound((x, y, out))
+    return out
 
 
-@torch.library.custom_op("tilefold::add", mutates_args=())
-def add_op(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """`add` for those who trace or watch."""
-    return _forward(x, y)
-
-
-@add_op.register_fake
-def _(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def _fake(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     _check(x, y)
     return x.new_empty_strided(x.shape, _strides(x, y))
 
 
-add_op.register_autograd(lambda ctx, dout: (dout, dout))
+GRADIENT = Gradient(
+    ("x", "y"),
+    lambda args, results, grads, wanted: (grads[0], grads[0]),
+    unread=(0,),
+    kept=lambda tensors, _: (None, None),
+    same=((0, 1),),
+)
+ADD = Operation("add", _prepare, _fake, GRADIENT)
 
 
 def example_launch(dtype: str, strided: bool) -> Example:

@@ -1,4 +1,4 @@
-"""[M, N] -> [N, M]: check, plan, launch, and the operator for torch's dispatcher."""
+"""[M, N] -> [N, M]: check, plan, launch, and the operator with its gradient."""
 
 from typing import Any
 
@@ -12,12 +12,11 @@ from ...plan.matrix.transpose import (
     check_method,
     plan_transpose,
 )
-from ..bound import Bound, Box, Example, Slot
+from ..bound import Bound, Box, Example, Launched, Slot
 from ..device import device_of
-from ..operator import one_by_one
+from ..operator import Gradient, Operation
 from ..records import recorded
 from ..source import facts_of_values
-from ..watch import in_forward_mode, is_transformed, is_watched, resolved, wants_gradient
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 DTYPES = (
@@ -31,25 +30,10 @@ def transpose(x: torch.Tensor, *, method: str = "auto") -> torch.Tensor:
 
     method: "registers" (a tile is loaded, turned and stored in rows), "strides" (stored by swapped offsets), "descriptors" (the
     tensor memory accelerator loads and stores; sm_90 and newer, rows at multiples of 16 bytes), "auto": by the plan's rule.
-    Differentiable any number of times, forwards too.  Raises ShapeError, DtypeError, DeviceError, LayoutError, ValueRangeError
-    for another method, Unsupported, saying why, for descriptors that are not possible.
+    First derivatives.  Raises ShapeError, DtypeError, DeviceError, LayoutError, ValueRangeError for another method, Unsupported,
+    saying why, for descriptors that are not possible.
     """
-    transformed = is_transformed()
-    if torch.compiler.is_compiling() or (not transformed and is_watched((x,))):
-        found: torch.Tensor = transpose_op(x, method)
-        return found
-    if transformed or in_forward_mode() or (torch.is_grad_enabled() and wants_gradient((x,))):
-        return Transpose.apply(x, method)  # type: ignore[no-any-return, no-untyped-call]
-    return _forward(x, method)
-
-
-def _forward(x: torch.Tensor, method: str) -> torch.Tensor:
-    bound = _prepare(x, method)
-    out = torch.empty((x.shape[1], x.shape[0]), dtype=x.dtype, device=x.device)
-    if bound is not None:
-        bits = INTEGERS[x.element_size()]
-        bound((x.view(bits), out.view(bits)))
-    return out
+    return TRANSPOSE(x, method)  # type: ignore[no-any-return]
 
 
 def _check(x: torch.Tensor, method: str) -> None:
@@ -67,9 +51,9 @@ def _problem(x: torch.Tensor) -> TransposeProblem:
 
 
 @recorded("transpose", lambda x, method: (facts_of_values(x, method), x.is_conj()))
-def _prepare(x: torch.Tensor, method: str) -> Bound | None:
+def _prepare(x: torch.Tensor, method: str) -> Launched:
     _check(x, method)
-    return _bind(x, plan_transpose(_problem(x), device_of(x.device), method))
+    return Launched(None, _bind(x, plan_transpose(_problem(x), device_of(x.device), method)), run=_run)
 
 
 def _bind(x: torch.Tensor, plan: TransposePlan) -> Bound | None:
@@ -91,47 +75,26 @@ def _bind(x: torch.Tensor, plan: TransposePlan) -> Bound | None:
     return Bound.of(kernel, plan.programs, ("X", "Out"), values, constants, x.device, num_warps=plan.num_warps)
 
 
-class Transpose(torch.autograd.Function):
-    """Its gradient is the transpose of the gradient, its tangent that of the tangent."""
-
-    @staticmethod
-    def forward(x: torch.Tensor, method: str) -> torch.Tensor:
-        return _forward(x, method)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        """Apart from forward, as functorch's transforms want it; nothing is kept."""
-
-    @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _backward(ctx, dout)
-
-    @staticmethod
-    def jvp(ctx: Any, dx: torch.Tensor, _: None) -> torch.Tensor:
-        return transpose(resolved(dx))
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], x: torch.Tensor, method: str) -> tuple[torch.Tensor, int]:
-        return one_by_one(lambda each: transpose(each, method=method), info.batch_size, in_dims[:1], x)
+def _run(found: Launched, x: torch.Tensor, method: str) -> torch.Tensor:
+    out = torch.empty((x.shape[1], x.shape[0]), dtype=x.dtype, device=x.device)
+    if found.bound is not None:
+        bits = INTEGERS[x.element_size()]
+        found.bound((x.view(bits), out.view(bits)))
+    return out
 
 
-def _backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, None]:
-    return transpose(resolved(dout)), None
-
-
-@torch.library.custom_op("tilefold::transpose", mutates_args=())
-def transpose_op(x: torch.Tensor, method: str) -> torch.Tensor:
-    """`transpose` for those who trace or watch."""
-    return _forward(x, method)
-
-
-@transpose_op.register_fake
-def _(x: torch.Tensor, method: str) -> torch.Tensor:
+def _fake(x: torch.Tensor, method: str) -> torch.Tensor:
     _check(x, method)
     return x.new_empty((x.shape[1], x.shape[0]))
 
 
-transpose_op.register_autograd(_backward)
+def _gradients(args: Any, results: Any, grads: tuple[Any, ...], wanted: Any) -> tuple[torch.Tensor]:
+    given = grads[0], "auto"
+    return (_run(_prepare(*given), *given),)
+
+
+GRADIENT = Gradient(("x",), _gradients, unread=(0,), kept=lambda tensors, _: (None,))
+TRANSPOSE = Operation("transpose", _prepare, _fake, GRADIENT)
 
 
 def example_launch(dtype: str, plan: TransposePlan) -> Example:
