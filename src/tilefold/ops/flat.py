@@ -230,6 +230,8 @@ def field_of(
         return Sides(name)
     if annotation == ModArgs:
         return Args(name)
+    if get_origin(annotation) is tuple and set(get_args(annotation)) <= {int, ...}:
+        return Field(name, Sequence[int], list, tuple)
     if get_origin(annotation) is tuple:
         return Pair(name, get_args(annotation))
     if isinstance(annotation, ForwardRef | str) or Constant in alternatives:  # the annotations of plans are text

@@ -9,7 +9,7 @@ import torch
 from ..check import check_number
 from ..errors import DtypeError, ValueRangeError
 from ..ops.sparse import select as _select
-from ..ops.sparse.select import GINI, SelectCall, Selected, select_dispatched
+from ..ops.sparse.select import GINI, SELECT, SelectCall, Selected
 from ..ops.watch import is_transformed, is_watched
 from ..plan.sparse.select import LONGEST_ROW
 from .index import BlockIndex
@@ -187,9 +187,9 @@ def _run(scores: torch.Tensor, call: SelectCall) -> Selected:
     """By the kernel, through the dispatcher where something watches, or by torch where rows are too long for it."""
     if scores.shape[3] > LONGEST_ROW:
         return select_long(scores, call)
-    if is_traced((scores, call.force, call.block_sizes, *call.settings)):
-        return select_dispatched(scores, call)
-    return _select.forward(scores, call)
+    if is_traced((scores, call.force, call.block_sizes, *call.amount, *call.bounds)):
+        return Selected(*SELECT.dispatched(scores, call))
+    return Selected(*_select.forward(scores, call))
 
 
 def is_traced(tensors: tuple[object, ...]) -> bool:

@@ -98,7 +98,7 @@ def make_call(
     else:
         room = blocks
     kind = {"gini": "gini", "top_p": "mass", "top_k": "count"}[method]
-    return SelectCall(kind, amount, least, most, min(room, blocks), geometry, first, reach, force, sizes)
+    return SelectCall(kind, amount, (least, most), min(room, blocks), geometry, first, reach, force, sizes)
 
 
 def check_method(method: str, numbers: dict[str, Any]) -> None:

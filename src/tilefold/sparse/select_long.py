@@ -35,8 +35,8 @@ def select_long(scores: torch.Tensor, call: SelectCall) -> Selected:
         tau = _tau(call, gini)
         goal = (tau.double() * mass.sum(-1)).ceil().masked_fill(tau >= 1, float("inf"))
         needed = free & (x > 0) & ((mass.cumsum(-1) - mass) < goal[..., None])
-    count = torch.maximum(needed.sum(-1) + held, _blocks(call.least, gini, blocks))
-    count = torch.maximum(torch.minimum(count, _blocks(call.most, gini, blocks)), held).clamp(max=call.capacity)
+    count = torch.maximum(needed.sum(-1) + held, _blocks(call.bounds[0], gini, blocks))
+    count = torch.maximum(torch.minimum(count, _blocks(call.bounds[1], gini, blocks)), held).clamp(max=call.capacity)
     kept = rank < count[..., None]
     whole = mass.sum(-1)
     share = (mass * kept).sum(-1).double() / whole.clamp(min=1)

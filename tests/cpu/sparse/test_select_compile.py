@@ -13,7 +13,7 @@ from cases import graph_gives, one_graph, qkv, same
 from cases.host import READS, NoReads, refuse_values
 from cases.select import rows
 from tilefold import sparse
-from tilefold.ops.sparse.select import GINI, SELECT
+from tilefold.ops.sparse.select import GINI, SELECT, SelectCall
 from tilefold.sparse import Selection
 
 pytestmark = pytest.mark.no_poison
@@ -81,14 +81,13 @@ def test_opcheck(device):
     per_head = heads.view(1, -1, 1).expand(2, 3, 5)
     force = (scores > 0.9).expand(scores.shape)
     sizes = torch.full((2, 3, 20), 64, dtype=torch.int32, device=device)
-    geometry = [64, 64, 320, 1280]
-    never = -(1 << 30)
-    for given in (
-        (None, None, "gini", (0.5, 0.9, 1.0, 20.0), 20, geometry, 0, never, True, None),
-        (force, sizes, "mass", (per_head, 1.0, 9.0), 9, geometry, 1, 1, True, None),
-        (None, None, "count", (4.0, 1.0, 20.0), 4, geometry, 0, never, False, 0.5),
+    geometry = 64, 64, 320, 1280
+    for call in (
+        SelectCall("gini", (0.5, 0.9), (1.0, 20.0), 20, geometry),
+        SelectCall("mass", (per_head,), (1.0, 9.0), 9, geometry, 1, 1, force, sizes),
+        SelectCall("count", (4.0,), (1.0, 20.0), 4, geometry, gini=False, softmax=0.5),
     ):
-        torch.library.opcheck(SELECT.op, SELECT.flat(scores, *given))
+        torch.library.opcheck(SELECT.op, SELECT.flat(scores, call))
     torch.library.opcheck(GINI.op, (scores, sizes))
 
 

@@ -1,6 +1,5 @@
 """Block selection: plan, allocate, launch.  The arguments arrive checked and in one form; `tilefold.sparse.select` makes it."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -25,16 +24,15 @@ NOWHERE = -(1 << 30)  # the reach of no window at all
 class SelectCall(NamedTuple):
     """A selection but for its scores.
 
-    method: "gini" (amount: tau_min, tau_max), "mass" (amount: tau) or "count" (amount: blocks); least, most: blocks a list;
-    capacity: entries a list, at most the KV blocks; geometry: block_q, block_k, seq_q, seq_k; force_first: blocks from the start;
-    reach: blocks to either side of a query block's own, NOWHERE for none; force: bool view [B, H, Qb, KVb]; block_sizes: int32
-    view [B, H, KVb]; gini: whether Gini coefficients are made, which "gini" needs; softmax: None, or the scale of
-    logits whose softmax is the scores."""
+    method: "gini" (amount: tau_min, tau_max), "mass" (amount: tau) or "count" (amount: blocks); bounds: the least and the most
+    blocks a list; each of amount and bounds is a `Setting`; capacity: entries a list, at most the KV blocks; geometry: block_q,
+    block_k, seq_q, seq_k; force_first: blocks from the start; reach: blocks to either side of a query block's own, NOWHERE for
+    none; force: bool view [B, H, Qb, KVb]; block_sizes: int32 view [B, H, KVb]; gini: whether Gini coefficients are made, which
+    "gini" needs; softmax: None, or the scale of logits whose softmax is the scores."""
 
     method: str
-    amount: tuple[Setting, ...]
-    least: Setting
-    most: Setting
+    amount: ModArgs
+    bounds: ModArgs
     capacity: int
     geometry: tuple[int, int, int, int]
     force_first: int = 0
@@ -43,10 +41,6 @@ class SelectCall(NamedTuple):
     block_sizes: torch.Tensor | None = None
     gini: bool = True
     softmax: float | None = None
-
-    @property
-    def settings(self) -> tuple[Setting, ...]:
-        return (*self.amount, self.least, self.most)
 
     @property
     def forced(self) -> bool:
@@ -64,6 +58,8 @@ class Selected(NamedTuple):
     mass: torch.Tensor
 
 
+Five = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""`Selected`, as torch's dispatcher has it."""
 KINDS = (torch.int32, torch.int32, torch.float32, torch.float32, torch.float32)  # of the results
 GIVEN = ("Scores", "Sizes", "Force", "Index", "Count", "Gini", "Tau", "Mass", "amount", "least", "most")
 """What a call gives to the kernel."""
@@ -76,7 +72,7 @@ def result_shapes(scores: torch.Tensor, call: SelectCall) -> tuple[tuple[int, ..
     return (*rows, call.capacity), rows, rows if call.gini else (0,), tau, rows
 
 
-def forward(scores: torch.Tensor, call: SelectCall) -> Selected:
+def forward(scores: torch.Tensor, call: SelectCall) -> Five:
     """Lists, their lengths, and what they were made by, in one launch."""
     shapes = zip(result_shapes(scores, call), KINDS, strict=True)
     made = Selected(*(torch.empty(shape, dtype=kind, device=scores.device) for shape, kind in shapes))
@@ -109,15 +105,15 @@ def scores_of(logits: torch.Tensor, sizes: torch.Tensor | None, softmax: float |
 
 
 def _key(scores: torch.Tensor, call: SelectCall) -> Any:
-    most = None if isinstance(call.most, torch.Tensor) else call.most
-    tensors = (scores, call.force, call.block_sizes, *call.settings)
-    return scores.shape[3], *map(_fact, tensors), *call[4:8], call.method, most, call.gini, call.softmax
+    most = None if isinstance(call.bounds[1], torch.Tensor) else call.bounds[1]
+    tensors = (scores, call.force, call.block_sizes, *call.amount, *call.bounds)
+    return scores.shape[3], *map(_fact, tensors), *call[3:7], call.method, most, call.gini, call.softmax
 
 
 @recorded("select", _key)
 def _prepare(scores: torch.Tensor, call: SelectCall) -> Bound:
     check_forced(scores, call)
-    bare = call._replace(amount=(), least=0, most=0, force=None, block_sizes=None)
+    bare = call._replace(amount=(), bounds=(0, 0), force=None, block_sizes=None)
     if served := function_at("select", scores.device, bare):
         return served if call.softmax is None else _served_logits(served, call.softmax)  # type: ignore[no-any-return]
     return _bind(_plan(scores, call.forced, call.gini), call, scores)
@@ -153,8 +149,8 @@ def most_forced(scores: torch.Tensor, call: SelectCall) -> int:
 
 def check_forced(scores: torch.Tensor, call: SelectCall) -> None:
     """ValueRangeError if what the arguments force does not fit the lists; what tensors force is not known here."""
-    most = most_forced(scores, call)
-    room = call.capacity if isinstance(call.most, torch.Tensor) else int(min(call.capacity, call.most))
+    most, limit = most_forced(scores, call), call.bounds[1]
+    room = call.capacity if isinstance(limit, torch.Tensor) else int(min(call.capacity, limit))
     if most > room:
         raise ValueRangeError(
             f"max_blocks leaves room for {room} blocks a list, but force_first, force_self and local_window force up to {most}"
@@ -177,8 +173,8 @@ def _fact(value: Setting | None) -> Any:
 
 def _settings(call: SelectCall) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
     """amount, least and most as the kernel's `setting` takes them."""
-    amount, least, most = tuple(map(_setting, call.amount)), _setting(call.least), _setting(call.most)
-    return amount, least, most
+    least, most = call.bounds
+    return tuple(map(_setting, call.amount)), _setting(least), _setting(most)
 
 
 def _setting(value: Setting) -> tuple[Any, ...]:
@@ -227,30 +223,9 @@ def _bound(fn: Any, given: tuple[str, ...], plan: "SelectPlan", scores: torch.Te
 
 # ---------------------------------------------------------------- the dispatcher: opaque operators without gradients
 
-Five = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
-
-def _forward(
-    scores: torch.Tensor, force: torch.Tensor | None, block_sizes: torch.Tensor | None, method: str, settings: ModArgs,
-    capacity: int, geometry: Sequence[int], force_first: int, reach: int, gini: bool,
-    softmax: float | None,
-) -> Five:  # fmt: skip
-    """(indices, counts, gini, tau, mass) as `ops.sparse.select.forward`; settings: as of `SelectCall`."""
-    options = (method, settings, capacity, geometry, force_first, reach, gini, softmax)
-    return cast("Five", tuple(forward(scores, _call(force, block_sizes, *options))))
-
-
-def _call(
-    force: Any, block_sizes: Any, method: str, settings: ModArgs, capacity: int, geometry: Any, *others: Any
-) -> SelectCall:
-    *amount, least, most = cast("tuple[Setting, ...]", settings)
-    first, reach, gini, softmax = others
-    shape = capacity, tuple(geometry), first, reach
-    return SelectCall(method, tuple(amount), least, most, *shape, force, block_sizes, gini, softmax)
-
-
-def _fake(scores: torch.Tensor, *given: Any) -> Five:
-    shapes = result_shapes(scores, _call(*given))
+def _fake(scores: torch.Tensor, call: SelectCall) -> Five:
+    shapes = result_shapes(scores, call)
     return cast("Five", tuple(scores.new_empty(s, dtype=kind) for s, kind in zip(shapes, KINDS, strict=True)))
 
 
@@ -259,16 +234,8 @@ def _fake_gini(scores: torch.Tensor, block_sizes: torch.Tensor | None) -> torch.
 
 
 NONE = "selections have no gradients: detach() the scores"
-SELECT = Operation("select", _forward, _fake, NONE)
+SELECT = Operation("select", forward, _fake, NONE)
 GINI = Operation("gini", gini, _fake_gini, NONE)
-
-
-def select_dispatched(scores: torch.Tensor, call: SelectCall) -> Selected:
-    """The same as ops.sparse.select.forward, through the dispatcher."""
-    tensors, window = (scores, call.force, call.block_sizes), (list(call.geometry), call.force_first, call.reach)
-    return Selected(
-        *SELECT.dispatched(*tensors, call.method, call.settings, call.capacity, *window, call.gini, call.softmax)
-    )
 
 
 # ---------------------------------------------------------------- without a GPU
@@ -286,7 +253,7 @@ def example_select(plan: "SelectPlan", method: str = "gini", sizes: bool = False
     block_sizes = meta(p.kv_blocks, dtype=torch.int32).expand(p.batch, p.heads, p.kv_blocks) if sizes else None
     geometry = (64, 64, 64 * p.q_blocks, 64 * p.kv_blocks)
     amount = (setting,) * (2 if method == "gini" else 1)
-    call = SelectCall(method, amount, setting, setting, p.kv_blocks, geometry, int(forced), 1 if forced else NOWHERE, force,
+    call = SelectCall(method, amount, (setting, setting), p.kv_blocks, geometry, int(forced), 1 if forced else NOWHERE, force,
                       block_sizes, p.gini)  # fmt: skip
     i32 = torch.int32
     gini = meta(*rows) if p.gini else None
