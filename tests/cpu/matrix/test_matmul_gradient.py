@@ -8,6 +8,7 @@ from cases.matmul import ACTIVATIONS, check_gradients, matrix
 from tilefold import ops
 from tilefold.errors import Unsupported
 from tilefold.ops.matrix.matmul import MATMUL
+from tilefold.ops.matrix.product import Epilogue
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -101,5 +102,5 @@ def test_func_grad(device):
 @pytest.mark.no_poison
 def test_opcheck(device):
     a, b, bias = (rand(*shape, device=device).requires_grad_() for shape in ((2, 20, 18), (18, 35), (35,)))
-    args = (a, b, bias, None, None, "silu", "grouped", False, None, "", True, "")
-    torch.library.opcheck(MATMUL.op, args)
+    epilogue = Epilogue("silu", out_dtype=a.dtype, saved=True)
+    torch.library.opcheck(MATMUL.op, MATMUL.flat(a, b, bias, None, None, epilogue))

@@ -58,7 +58,7 @@ def conv2d(
     batched = x[None] if isinstance(x, torch.Tensor) and x.dim() == 3 else x
     call = _call(batched, weight, bias, stride, padding, dilation, groups, method, activation, tf32, plan)
     keep = call.activation in NAMES[2:] and torch.is_grad_enabled() and wants_gradient((x, weight, bias))
-    out, _ = CONV(batched, weight, bias, *map(list, call[:4]), *call[4:8], keep, list(call.settings))
+    out, _ = CONV(batched, weight, bias, call._replace(keep=keep))
     return out[0] if x.dim() == 3 else out  # type: ignore[no-any-return]
 
 
@@ -297,39 +297,22 @@ def _prepare_backward(
 # ---------------------------------------------------------------- the operator
 
 
-def _forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stride: list[int], pad: list[int], size: list[int],
-    dilation: list[int], groups: int, method: str, activation: str, tf32: bool, keep: bool, settings: list[int],
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The result, and what was there before the activation."""
-    return forward(
-        x, weight, bias, _call_of(stride, pad, size, dilation, groups, method, activation, tf32, keep, settings)
-    )
-
-
-def _call_of(stride: Any, pad: Any, size: Any, dilation: Any, *rest: Any) -> Call:
-    *options, settings = rest
-    return Call(tuple(stride), tuple(pad), tuple(size), tuple(dilation), *options, tuple(settings))  # type: ignore[call-arg]
-
-
-def _forward_fake(x: torch.Tensor, weight: torch.Tensor, bias: Any, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    call = _call_of(*rest)
+def _fake(x: torch.Tensor, weight: torch.Tensor, bias: Any, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     out = dense((x.shape[0], weight.shape[0], *call.out), result_last(x, weight), x)
     return out, torch.empty_like(out) if call.keep else out.new_empty(0)
 
 
 def _gradients(args: tuple[Any, ...], results: Any, grads: tuple[Any, ...], wanted: tuple[bool, ...]) -> Any:
-    x, weight, _, *rest = args
-    call = _call_of(*rest)
+    x, weight, _, call = args
     return gradients(grads[0], x, weight, results[0 if call.activation == "relu" else 1], call, wanted)
 
 
-def _unread(x: Any, weight: Any, bias: Any, *rest: Any) -> tuple[int, ...]:
-    return (1,) if _call_of(*rest).activation == "relu" else (0,)
+def _unread(x: Any, weight: Any, bias: Any, call: Call) -> tuple[int, ...]:
+    return (1,) if call.activation == "relu" else (0,)
 
 
 GRADIENT = Gradient(("x", "weight", "bias"), _gradients, unread=_unread, still=(1,), fresh=gradient_of)
-CONV = Operation("conv2d", _forward, _forward_fake, GRADIENT)
+CONV = Operation("conv2d", forward, _fake, GRADIENT)
 
 
 # ---------------------------------------------------------------- without a GPU

@@ -101,11 +101,9 @@ def _call(a: torch.Tensor, b: torch.Tensor, bias: Any, scale_a: Any, scale_b: An
         wanted = is_transformed() or (torch.is_grad_enabled() and wants_gradient((*tensors, scale_a, scale_b)))
     if a.dtype in EIGHT and wanted:
         _refuse_gradients({"a": a, "b": b, "bias": bias, "scale_a": scale_a, "scale_b": scale_b})
-    saved = wanted and activation not in (None, "relu")
-    name = plan_name(plan)
-    made = MATMUL(a, b, bias, scale_a, scale_b, activation or "none", order, tf32, out_dtype, name, saved, asked)
-    out: torch.Tensor = made[0]
-    return out
+    saved, dtype = wanted and activation not in (None, "relu"), result_dtype(a, out_dtype)
+    epilogue = Epilogue(activation or "none", order, tf32, dtype, saved, False, plan_name(plan), asked)
+    return MATMUL(a, b, bias, scale_a, scale_b, epilogue)[0]  # type: ignore[no-any-return]
 
 
 # ---------------------------------------------------------------- checks
@@ -222,42 +220,32 @@ def result_dtype(a: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _forward(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    scale_a: torch.Tensor | None,
-    scale_b: torch.Tensor | None,
-    activation: str,
-    order: str,
-    tf32: bool,
-    out_dtype: torch.dtype | None,
-    plan: str,
-    saved: bool,
-    numerics: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, scale_a: torch.Tensor | None, scale_b: torch.Tensor | None,
+    epilogue: Epilogue,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(result, what the activation is applied to, empty unless saved)."""
-    epilogue = Epilogue(activation, order, tf32, result_dtype(a, out_dtype), saved, False, plan, numerics)
     out, pre = product(a, b, bias, scale_a, scale_b, epilogue)
     return out, out.new_empty(0) if pre is None else pre
 
 
-def _fake(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    bias, scale_a, scale_b, activation, order, tf32, out_dtype, _, saved, _ = rest
-    given = None if activation == "none" else activation
-    check(a, b, bias, scale_a, scale_b, given, order, tf32, out_dtype, a.dim() + b.dim() > 4)
+def _fake(
+    a: torch.Tensor, b: torch.Tensor, bias: Any, scale_a: Any, scale_b: Any, after: Epilogue
+) -> tuple[torch.Tensor, torch.Tensor]:
+    given, batched = None if after.activation == "none" else after.activation, a.dim() + b.dim() > 4
+    check(a, b, bias, scale_a, scale_b, given, after.order, after.tf32, after.out_dtype, batched)
     batch = [t.shape[0] for t in (a, b) if t.dim() == 3][:1]
-    out = a.new_empty((*batch, a.shape[-2], b.shape[-1]), dtype=result_dtype(a, out_dtype))
-    return out, out.new_empty(out.shape if saved else 0)
+    out = a.new_empty((*batch, a.shape[-2], b.shape[-1]), dtype=after.out_dtype)
+    return out, out.new_empty(out.shape if after.saved else 0)
 
 
 def _gradients(args: tuple[Any, ...], results: Any, grads: tuple[Any, ...], wanted: tuple[bool, ...]) -> Any:
-    a, b, bias, _, _, activation, order, tf32, *_ = args
-    saved = results[0 if activation == "relu" else 1]
-    return gradient(grads[0], a, b, bias, saved, activation, order, tf32, wanted)
+    a, b, bias, _, _, after = args
+    saved = results[0 if after.activation == "relu" else 1]
+    return gradient(grads[0], a, b, bias, saved, after.activation, after.order, after.tf32, wanted)
 
 
-def _unread(a: Any, b: Any, bias: Any, scale_a: Any, scale_b: Any, activation: str, *others: Any) -> tuple[int, ...]:
-    return (1,) if activation == "relu" else (0,)
+def _unread(*args: Any) -> tuple[int, ...]:
+    return (1,) if args[-1].activation == "relu" else (0,)
 
 
 MATMUL = Operation("matmul", _forward, _fake, Gradient(("a", "b", "bias"), _gradients, unread=_unread, still=(1,)))
