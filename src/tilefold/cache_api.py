@@ -366,8 +366,10 @@ def attention_shared_prefix(
     if not isinstance(return_lse, bool):
         raise DtypeError(f"return_lse must be a bool, got {return_lse!r}")
     mode = mode_of(check)
-    given = shared_prefix.SharedPrefix(cache_seqlens, block_table, cache_batch_idx, cu_seqlens_q, sinks, prefix_length,
-                                       max_seqlen_q, causal, scale, softcap, num_splits, cascade, k_scale, v_scale,
-                                       check_numerics(numerics))  # fmt: skip
-    out, lse = shared_prefix.attend(q, k_cache, v_cache, given, mode)
+    cache = Cache(
+        cache_seqlens, None, cache_batch_idx, block_table, cu_seqlens_q, max_q=max_seqlen_q, splits=num_splits
+    )
+    call = Call(causal, None, scale, softcap, sinks=sinks, source=cache, scales=Scales(k=k_scale, v=v_scale),
+                numerics=check_numerics(numerics))  # fmt: skip
+    out, lse = shared_prefix.attend(q, k_cache, v_cache, call, prefix_length, cascade, mode)
     return (out, lse) if return_lse else out
