@@ -94,14 +94,16 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, chec
     device = device_of(q.device, "attention_cached")
     if 0 in (*shapes[1], sizes["batch"], sizes["seq_q"]):
         return Prepared(None, *shapes, sizes=sizes)
-    bound = _bound(q, k, v, call, sizes, device)
+    bound = bind_cached(q, k, v, call, sizes, device)
     look = _look if check is True or (check is False and on_host(q)) else None
     ways = _replacing if isinstance(check, Watch) else run
     return Prepared(None, *shapes, bound, look=look, sizes=sizes, run=ways)
 
 
-def _bound(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, sizes: dict[str, int], device: Any) -> Any:
-    """What the results are made by."""
+def bind_cached(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, sizes: dict[str, int], device: Any
+) -> Any:
+    """What the results of a checked call are made by."""
     from ...plan.cache.cached import plan_cached
 
     cache = cache_of(call)

@@ -1,7 +1,7 @@
 """attention_kvcache: check, plan, allocate, launch; and the operator for torch's dispatcher.
 
 By the decode kernel, but for prompts (more rows a KV head than plan.decode's MOST_ROWS) over caches in the queries' dtype: those
-are attention_cached's, whose tiles have the rows of one head."""
+have the kernel of `cached`, whose tiles have the rows of one head."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -20,7 +20,7 @@ from ..records import recorded
 from ..serve import function_at, plan_at
 from ..source import Cache, Scales, is_plain, key_of
 from ..watch import is_watched, refuse_derivatives
-from .cached import attention_cached
+from .cached import bind_cached
 from .cached_call import (
     cache_of,
     cached_shapes,
@@ -55,15 +55,6 @@ _FLOATING = ("q", "k_cache", "v_cache", "alibi_slopes", "sinks", "k_scale", "v_s
 def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Step | None:
     """The call ready for the other layers of a model, if the decode kernel serves it."""
     return step_of(q, k, v, call, prepare(q, k, v, call, False))
-
-
-def _as_prompts(
-    p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, check: bool | Watch
-) -> Pair:
-    """The results of attention_cached, of a call with this record."""
-    if check is True:
-        check_contents(p.sizes, q, k, call)
-    return attention_cached(q, k, v, call, check if isinstance(check, Watch) else False)
 
 
 def _noting(p: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, watch: Watch) -> Pair:
@@ -171,7 +162,8 @@ def _prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, che
         and made.problem.storage == "plain"
         and decode_kernel_refusal(made.problem.attention)
     ):
-        return Prepared(None, *shapes, sizes=sizes, run=_as_prompts)
+        bound = bind_cached(q, k, v, call, sizes, device)
+        return Prepared(None, *shapes, bound, look=look, sizes=sizes, run=_replacing if watched else run)
     # The kernel trusts packed calls, which take longer; and where there is no page, it cannot read another one.
     trusted = cache_of(call).cu_q is not None or sizes.get("pages") == 0
     return record(
