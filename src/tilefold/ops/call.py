@@ -10,8 +10,8 @@ from ..check import FLOATS, TensorSpec, bind, check_number
 from ..errors import DeviceError, DtypeError, ShapeError, TilefoldError, Unsupported, ValueRangeError
 from ..types import Constant, Layout, ModArgs, ModFunction, Rules, Window
 from .numerics import check_numerics
+from .reads import check_unpacking
 from .source import UNSCALED, Lists, Packed, Paged, Scales, Source
-from .unpacking import check_unpacking
 
 if TYPE_CHECKING:  # imported where it is needed: `import tilefold` stays light
     from ..plan import AttentionFp8Plan, AttentionPlan, DecodePlan, InvariantPlan

@@ -9,7 +9,6 @@ import functools
 import inspect
 import itertools
 import linecache
-import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -19,6 +18,7 @@ from triton.language import math
 
 from ..device import approximate
 from ..errors import Unsupported
+from .reads import definition_of
 
 Node = ast.expr
 NUMBER = itertools.count()
@@ -58,11 +58,10 @@ class Derivative(ast.NodeVisitor):
     def __init__(self, mod: Any, what: str = "the score", hint: str = HINT) -> None:
         self.source, self.what, self.hint = getattr(mod, "fn", mod), what, hint
         self.name = self.source.__name__
-        try:
-            source = textwrap.dedent(inspect.getsource(self.source))
-        except (OSError, TypeError):
-            raise Unsupported(f"the source of {self.name} cannot be read, so it has no derivative: {hint}") from None
-        self.tree = next(each for each in ast.parse(source).body if isinstance(each, ast.FunctionDef))
+        tree = definition_of(self.source)
+        if tree is None:
+            raise Unsupported(f"the source of {self.name} cannot be read, so it has no derivative: {hint}")
+        self.tree = tree
         self.space = {**self.source.__globals__, **_closure(self.source), OWN: tl}
         self.active: set[str] = set()
         self.calls = 0
