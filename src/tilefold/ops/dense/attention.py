@@ -180,27 +180,41 @@ def mean_of_call(q: torch.Tensor, call: Call) -> int:
 
 
 def _of_other_lengths(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared | None:
-    """The record of a call from that of other lengths; None where these have another kernel, tile or version of it."""
+    """The record of a call from that of other lengths; None where these have another kernel, tile or version of it, or offsets
+    of another width."""
     plan, old = _plan_of_lengths(near, q, lengths_of_call(q, k, call)[1], call), cast("Any", near.planned)
     if type(plan) is not type(old) or plan.kernel != old.kernel or plan.tile != old.tile or plan.options != old.options:
         return None
-    return _bind_again(near, q, k, v, call, plan)
+    if not _binder(plan.kernel) and near.bound.launch.keywords["WIDE"] != _is_wide(q, call, plan):
+        return None
+    return _of_lengths(near, q, k, v, call, plan, plan)
 
 
 def _of_the_same_tiles(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Prepared:
     """The record of a call from that of one whose lengths have the same `_key_of_tiles`: its plan is made when somebody asks."""
-    lengths, old = lengths_of_call(q, k, call), cast("AttentionPlan", near.planned)
-    shape, at = near.out_shape, 2 if call.layout == "bhsd" else 1
+    old = cast("AttentionPlan", near.planned)
+    plan = functools.partial(dense_rules().plan_alike, old, *lengths_of_call(q, k, call))
+    return _of_lengths(near, q, k, v, call, old, plan, near.shared)
+
+
+def _of_lengths(
+    near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, tiles: "AttentionPlan", plan: Any,
+    shared: Any = None,
+) -> Prepared:  # fmt: skip
+    """The record of a call from that of other lengths.  tiles: a plan of the call's tiles, near's kernel and versions; plan: the
+    call's own, or what makes it; shared: as of `Prepared`."""
+    lengths, shape, at = lengths_of_call(q, k, call), near.out_shape, 2 if call.layout == "bhsd" else 1
     if call.packed is not None:
         shapes: Any = (q.shape[0], *shape[1:]), (near.lse_shape[0], q.shape[0])
     else:
         shapes = (*shape[:at], lengths[0], *shape[at + 1 :]), (*near.lse_shape[:2], lengths[0])
-    own = _binder(old.kernel)
-    values = own.values_of_lengths(q, call, old, shapes[0], lengths)
-    grid = None if call.packed is None else own.grid_of(old, values["items"])
-    bound = near.bound.with_values(values, grid, (q, k, v))
-    plan = functools.partial(dense_rules().plan_alike, old, *lengths)
-    return near.of_lengths(plan, shapes, bound, near.shared)
+    if own := _binder(tiles.kernel):
+        values = own.values_of_lengths(q, call, tiles, shapes[0], lengths)
+        grid = own.grid_of(tiles, values["items"])
+    else:
+        sizes = lengths_of(tiles.problem)
+        values, grid = _values_of_lengths(q, k, v, call, tiles, sizes, near.scale, shapes[0]), tiles.grid
+    return near.of_lengths(plan, shapes, near.bound.with_values(values, grid, (q, k, v)), shared)
 
 
 def _plan_of_lengths(near: Prepared, q: torch.Tensor, keys: int, call: Call) -> Any:
@@ -219,25 +233,6 @@ def _grown(near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ca
     problem = near.problem.of_lengths(*lengths_of_call(q, k, call))
     plan = functools.partial(dense_rules().plan_forward, problem, near.bound.plan.device)
     return near.of_lengths(plan, (near.out_shape, near.lse_shape), near.bound.grown(k, v, call, problem.seq_k))
-
-
-def _bind_again(
-    near: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, plan: "AttentionPlan"
-) -> Prepared | None:
-    """The record of a call of other lengths under this plan, which has the kernel, tile and versions of near's; None where the
-    kernel's offsets have another width."""
-    n = plan.problem
-    sizes = lengths_of(n)
-    shapes = result_shapes(call, {**sizes, "dim_v": n.dim_v, "total_q": q.shape[0]})
-    if own := _binder(plan.kernel):
-        values = own.values_of_lengths(q, call, plan, shapes[0], (n.seq_q, n.seq_k))
-        grid = own.grid_of(plan, values["items"])
-    else:
-        if near.bound.launch.keywords["WIDE"] != _is_wide(q, call, plan):
-            return None
-        values, grid = _values_of_lengths(q, k, v, call, plan, sizes, near.scale, shapes[0]), plan.grid
-    bound = near.bound.with_values(values, grid, (q, k, v))
-    return near.of_lengths(plan, shapes, bound)
 
 
 def _is_wide(q: torch.Tensor, call: Call, plan: "AttentionPlan") -> bool:

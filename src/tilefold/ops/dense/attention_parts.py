@@ -209,8 +209,9 @@ def option_values(
         "mask_mods": (),
         "dropout": Slot("call", dropout_of) if call.dropout_p else (),
     }
-    if mods_of(mods, softcap, call, exact) != ((), ()):
+    if score_mods_of(mods, softcap, call, exact):
         made["score_mods"] = Slot("call", lambda given: score_mods_of(mods, softcap, given, exact))
+    if mask_mods_of(mods, call, band):
         made["mask_mods"] = Slot("call", lambda given: mask_mods_of(mods, given, band))
     return made
 
@@ -221,16 +222,8 @@ def dropout_of(call: Call) -> tuple[Any, ...]:
     return (call.dropout_seed, float(p), 1.0 / (1.0 - p)) if p else ()
 
 
-def mods_of(
-    mods: Any, softcap: float, call: Call, exact: bool, band: str = ""
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Score mods in the order applied, and mask mods; mods: the module device.mods; exact: the inputs are fp32; band: of
-    `band_of`."""
-    return score_mods_of(mods, softcap, call, exact), mask_mods_of(mods, call, band)
-
-
 def score_mods_of(mods: Any, softcap: float, call: Call, exact: bool) -> tuple[Any, ...]:
-    """(function, its arguments) of each."""
+    """(function, its arguments) of each, in the order applied; mods: the module device.mods; exact: the inputs are fp32."""
     score: list[Any] = []
     if softcap:
         score.append((mods.softcap_exact if exact else mods.softcap, (softcap,)))
@@ -247,7 +240,7 @@ def score_mods_of(mods: Any, softcap: float, call: Call, exact: bool) -> tuple[A
 
 
 def mask_mods_of(mods: Any, call: Call, band: str = "") -> tuple[Any, ...]:
-    """(function, its arguments) of each, but of the one that is the band."""
+    """(function, its arguments) of each, but of the one that is the band of `band_of`."""
     masks: list[Any] = []
     if call.mask is not None:
         masks.append((mods.keep, (call.mask, *element_strides(call.mask))))

@@ -6,7 +6,7 @@ import torch
 
 from ..bound import Bound, Slot, attribute, strides_named
 from ..call import Call
-from ..dense.attention_parts import mask_mods_of, mods_of
+from ..dense.attention_parts import mask_mods_of, score_mods_of
 from ..integers import runtime_ints
 from ..source import Lists
 
@@ -41,7 +41,7 @@ def mod_values(mods: Any, call: Call, dtype: torch.dtype) -> dict[str, Any]:
     """Score and mask mods by the kernels' names; a user's function may have other arguments in each call."""
     exact = dtype == torch.float32
     bare = call._replace(score_mod=None, mask_mod=None)
-    score, masks = mods_of(mods, float(call.softcap), bare, exact)
+    score, masks = score_mods_of(mods, float(call.softcap), bare, exact), mask_mods_of(mods, bare)
     masks = ((mods.causal, ()), *masks) if call.causal else masks
     made: dict[str, Any] = {"score_mods": score, "mask_mods": masks}
     if call.score_mod is not None:
