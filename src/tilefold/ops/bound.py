@@ -383,7 +383,7 @@ class Prepared:
     scale: float = 1.0
     keep: tuple[Any, ...] = ()  # objects whose id is part of the key
     look: Callable[..., None] | None = None  # reads what says where keys lie, before the launch
-    sizes: Any = None  # of all dimensions, of a call over a cache
+    sizes: Any = None  # of all dimensions, of a call over a cache; of coarse attention, of what its scores are made of
     run: Callable[..., tuple[torch.Tensor, torch.Tensor]] = run
     shared: dict[Any, Any] | None = None  # backward passes of lengths that make the same tiles, if shared
     ways: list[Any] = field(default_factory=lambda: [None, None])  # of `Operation`: without gradients, and with

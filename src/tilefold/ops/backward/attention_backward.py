@@ -20,7 +20,20 @@ from ..source import facts_of
 from .attention_backward_loads import elements_of, loads_of_call, needed, no_gradients
 from .attention_backward_short import ShortBound, bind_short
 from .attention_backward_terms import Made, TermsBound
-from .backward_parts import ROWS, bind_weights, boxes, readable, score_slope, side_strides, slopes_of, tiled, weighted
+from .backward_parts import (
+    ROWS,
+    bind_weights,
+    boxes,
+    readable,
+    score_slope,
+    side_strides,
+    slopes_of,
+    statistics_by,
+    three_by,
+    tiled,
+    weighted,
+    zeros_for,
+)
 
 if TYPE_CHECKING:
     from ...plan.backward.attention_backward import AttentionBackwardPlan
@@ -79,10 +92,7 @@ def backward(
     keys = wanted[1] or wanted[2]  # dk and dv come together
     asked, loads = (wanted[0], keys, keys, *wanted[3:5]), needed(call, wanted[5:])
     if prepared.planned is None:
-        targets = zip((q, k, v, call.bias, call.sinks), asked, strict=True)
-        return tuple(
-            torch.zeros(t.shape, dtype=t.dtype, device=t.device) if t is not None and w else None for t, w in targets
-        ) + no_gradients(call, wanted[5:], loads)
+        return *zeros_for((q, k, v, call.bias, call.sinks), asked), *no_gradients(call, wanted[5:], loads)
     if isinstance(prepared.bound, BoundFunction):
         plan = backward_plan_of(prepared.problem, call, q, wanted[3], loads)
         own = function_at("attention_backward", q.device, plan)
@@ -100,22 +110,13 @@ def backward(
         if not (loads or of_bias or of_sinks):
             return *three, None, None, *no_gradients(call, wanted[5:])
         terms = _terms_bound(prepared, bound.plan, (q, k, v, out), (dout, dlse), call, loads)
-        beside = terms.rows(out, dout, lse, dlse) if loads or of_sinks or not stored else ()
+        beside = statistics_by(terms.delta, out, dout, lse, dlse) if loads or of_sinks or not stored else ()
         return *three, *terms.gradients((q, k, v, dout, *beside), call, wanted[3:], *stored)
-    lse2, delta = bound.terms.rows(out, dout, lse, dlse)
+    lse2, delta = statistics_by(bound.terms.delta, out, dout, lse, dlse)
     if bound.weights is not None and whole:
         dout, delta = weighted(bound.weights, (q, k, lse2), dout, delta, call)
-    new = torch.empty if call.packed is None else torch.zeros  # rows of no sequence have no program
-    dq = dk = dv = None
-    if wanted[0]:
-        dq = new(q.shape, dtype=q.dtype, device=q.device)
-    if keys:
-        dk, dv = (new(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
     rows = q, k, v, dout, lse2, delta
-    for kernel, made in ((bound.queries, dq), (bound.keys, dk)):
-        if kernel is not None and made is not None:
-            kernel((*rows, dq, dk, dv, call))
-    return dq, dk, dv, *bound.terms.gradients(rows, call, wanted[3:])
+    return *three_by(bound.queries, bound.keys, rows, asked, call), *bound.terms.gradients(rows, call, wanted[3:])
 
 
 # ---------------------------------------------------------------- the first time

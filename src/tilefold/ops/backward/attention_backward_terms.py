@@ -57,20 +57,11 @@ class TermsBound(NamedTuple):
             n.batch,
         )
 
-    def rows(
-        self, out: torch.Tensor, dout: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """lse in base 2, and delta."""
-        # Each on its own: parts of one tensor would begin at addresses of another alignment, and kernels be compiled for that.
-        lse2, delta = (torch.empty(lse.shape, dtype=torch.float32, device=lse.device) for _ in range(2))
-        self.delta((out, dout, lse, dlse, lse2, delta))
-        return lse2, delta
-
     def gradients(
         self, tensors: tuple[torch.Tensor, ...], call: Call, wanted: Sequence[bool], stored: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, ...]:
-        """Of the bias, the sinks and the tensors of score_args, None where not wanted; tensors: q, k, v, dout, and `rows`;
-        stored: dS, where the plan has it stored."""
+        """Of the bias, the sinks and the tensors of score_args, None where not wanted; tensors: q, k, v, dout, lse in base 2
+        and delta; stored: dS, where the plan has it stored."""
         given = (stored,) if stored is not None else (*tensors, call)
         dbias = self._of_bias(given, call.bias) if wanted[0] and call.bias is not None else None
         dsinks = self._of_sinks(tensors, call, call.sinks) if wanted[1] and call.sinks is not None else None

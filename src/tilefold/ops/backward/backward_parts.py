@@ -35,6 +35,46 @@ def delta_bound(
     return Bound.of(backward_delta, programs, OF_DELTA, values, constants, device)
 
 
+def statistics_by(
+    bound: Bound, out: torch.Tensor, dout: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """lse in base 2, and delta, by a launch of `delta_bound`."""
+    # Each on its own: parts of one tensor would begin at addresses of another alignment, and kernels be compiled for that.
+    lse2, delta = (torch.empty(lse.shape, dtype=torch.float32, device=lse.device) for _ in range(2))
+    bound((out, dout, lse, dlse, lse2, delta))
+    return lse2, delta
+
+
+def three_by(
+    queries: Bound | None,
+    keys: Bound | None,
+    rows: tuple[torch.Tensor, ...],
+    wanted: Sequence[bool],
+    call: Call,
+    *given: Any,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """(dq, dk, dv) by the portable kernels, None where not wanted.  rows: q, k, v, dout, lse in base 2 and delta; given: what
+    the kernels get behind the call."""
+    new = torch.empty if call.packed is None else torch.zeros  # rows of no sequence have no program
+    dq = dk = dv = None
+    if wanted[0]:
+        dq = new(rows[0].shape, dtype=rows[0].dtype, device=rows[0].device)
+    if wanted[1] or wanted[2]:
+        dk, dv = (new(t.shape, dtype=t.dtype, device=t.device) for t in rows[1:3])
+    for kernel, made in ((queries, dq), (keys, dk)):
+        if kernel is not None and made is not None:
+            kernel((*rows, dq, dk, dv, call, *given))
+    return dq, dk, dv
+
+
+def zeros_for(tensors: Sequence[torch.Tensor | None], wanted: Sequence[bool]) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of a call that computes nothing, None where not wanted."""
+    pairs = zip(tensors, wanted, strict=True)
+    return tuple(
+        [torch.zeros(t.shape, dtype=t.dtype, device=t.device) if t is not None and w else None for t, w in pairs]
+    )
+
+
 def tiled(
     kernel: Any, tile: "Tile", grid: tuple[int, int, int], given: Sequence[str], values: Mapping[str, Any],
     constants: Mapping[str, Any], device: torch.device,

@@ -9,7 +9,7 @@ import torch
 from ...check import TensorSpec, bind
 from ...errors import ValueRangeError
 from ..backward.backward_parts import boxes, side_strides, tiled
-from ..bound import Bound, Example, meta
+from ..bound import Bound, Example, Prepared, meta
 from ..call import NARROW_HEAD_DIM, SPECS, check_heads, scale_of
 from ..dense.attention_parts import boxable
 from ..device import device_of
@@ -18,7 +18,7 @@ from ..records import recorded
 from ..serve import function_at, plan_at
 from ..source import facts_of_values
 from . import coarse_backward
-from .coarse_backward import CoarseCall, Prepared, constants_of, values_of
+from .coarse_backward import CoarseCall, constants_of, values_of
 from .project import SIZES
 
 if TYPE_CHECKING:
@@ -39,10 +39,10 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: CoarseCall)
     p = prepare(q, k, v, call)
     out = torch.empty(p.out_shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(p.lse_shape, dtype=torch.float32, device=q.device)
-    if p.plan is None:  # no query, or no row: then nothing is live
-        scores = torch.zeros(p.scores_shape[1:], dtype=torch.float32, device=q.device)
+    if p.bound is None:  # no query, or no row: then nothing is live
+        scores = torch.zeros(p.sizes[1:], dtype=torch.float32, device=q.device)
         return out.zero_(), scores, lse.fill_(-math.inf)
-    parts = torch.empty(p.scores_shape, dtype=torch.float32, device=q.device)
+    parts = torch.empty(p.sizes, dtype=torch.float32, device=q.device)
     p.bound((q, k, v, out, lse, parts, call.block_sizes, call.query_sizes))
     if parts.shape[0] == 1:
         return out, parts[0], lse
@@ -73,7 +73,7 @@ def shapes_of(n: dict[str, int], layout: str) -> tuple[tuple[int, ...], tuple[in
 
 @recorded("attend_rows", lambda q, k, v, call: facts_of_values(q, k, v, *call))
 def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: CoarseCall) -> Prepared:
-    """The record of this call's shapes and options; checks everything the first time they are seen."""
+    """The record of this call's shapes and options, its sizes those of the scores' parts; checks everything."""
     from ...plan.sparse.coarse import plan_coarse
 
     n = check(q, k, v, call)
@@ -81,11 +81,11 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: CoarseCall)
     scale = scale_of(call, n["dim_qk"])
     device = device_of(q.device, "attend_rows")
     if 0 in (*scores_shape, *lse_shape):
-        return Prepared(None, out_shape, (1, *scores_shape), lse_shape)
+        return Prepared(None, out_shape, lse_shape, sizes=(1, *scores_shape))
     problem = problem_of(q, k, v, n, call)
     if (own := plan_at("attend_rows", problem, device, call)) is not None:
         bound = function_at("attend_rows", q.device, own, call.layout, scale)
-        return Prepared(own, out_shape, (1, *scores_shape), lse_shape, scale, bound)
+        return Prepared(own, out_shape, lse_shape, bound, scale, sizes=(1, *scores_shape))
     plan = plan_coarse(problem, device)
     return bind_forward(q, k, v, call, plan, (out_shape, (plan.parts, *scores_shape), lse_shape), scale)
 
@@ -125,9 +125,8 @@ def bind_forward(
     }
     boxed = boxes(layout, tile.block_n, K=(k, n.block_qk), V=(v, n.block_v)) if plan.boxes[0] else {}
     values = {**strides, **values_of(plan, call, scale), **boxed}
-    return Prepared(
-        plan, *shapes, scale, tiled(coarse_forward, tile, plan.grid("forward"), GIVEN, values, constants, q.device)
-    )
+    bound = tiled(coarse_forward, tile, plan.grid("forward"), GIVEN, values, constants, q.device)
+    return Prepared(plan, shapes[0], shapes[2], bound, scale, sizes=shapes[1])
 
 
 # ---------------------------------------------------------------- the operator

@@ -1,13 +1,12 @@
-"""Coarse attention: its call and record, what all of its kernels share; backward: statistics, dq, and dk and dv over shares of
+"""Coarse attention: its call, what all of its kernels share; backward: statistics, dq, and dk and dv over shares of
 the queries."""
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from ..backward.backward_parts import ROWS, boxes, delta_bound, readable, side_strides, tiled
-from ..bound import Bound, Example, meta, strides_named
+from ..backward.backward_parts import ROWS, boxes, delta_bound, readable, side_strides, statistics_by, tiled
+from ..bound import Bound, Example, Prepared, meta, strides_named
 from ..dense.attention_parts import boxable, dims_of, lengths_of
 from ..device import interpreting
 from ..serve import BoundFunction, function_at
@@ -33,19 +32,6 @@ class CoarseCall(NamedTuple):
     layout: str
     finite: bool
     names: str = "k v"
-
-
-@dataclass(slots=True)
-class Prepared:
-    """All that follows from a call's key; plan None: nothing to compute."""
-
-    plan: "CoarsePlan | None"
-    out_shape: tuple[int, ...]
-    scores_shape: tuple[int, ...]  # with the parts in front
-    lse_shape: tuple[int, ...]
-    scale: float = 1.0
-    bound: Any = None
-    backward: dict[Any, Any] = field(default_factory=dict)
 
 
 def constants_of(plan: "CoarsePlan", dtype: torch.dtype, wide: bool) -> dict[str, Any]:
@@ -92,17 +78,16 @@ def backward(
         return dq, dk, dv
     dout, dlse = readable(dout), None if dlse is None else dlse.contiguous()
     key = facts_of(dout), None if dlse is None else facts_of(dlse)
-    bound: Launches = p.backward.get(key) or p.backward.setdefault(key, bind(plan, (q, k, v, out), dout, call, p.scale))
-    lse2, delta = (torch.empty(lse.shape, dtype=torch.float32, device=lse.device) for _ in range(2))
-    bound.delta((out, dout, lse, dlse, lse2, delta))
+    bound: Launches = p.further.get(key) or p.further.setdefault(key, bind(plan, (q, k, v, out), dout, call, p.scale))
+    rows = q, k, v, dout, *statistics_by(bound.delta, out, dout, lse, dlse)
     dq, dk, dv = (t.new_empty(0) for t in (q, k, v))
     sizes = call.block_sizes, live_queries(call)
     if want_q:
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        bound.queries((q, k, v, dout, lse2, delta, dq, None, None, *sizes))
+        bound.queries((*rows, dq, None, None, *sizes))
     if want_rows and bound.keys is not None:
         parts = shares(plan, q.device)
-        bound.keys((q, k, v, dout, lse2, delta, None, *parts, *sizes))
+        bound.keys((*rows, None, *parts, *sizes))
         dk, dv = (_added(part, call.layout, t.dtype) for part, t in zip(parts, (k, v), strict=True))
     return dq, dk, dv
 

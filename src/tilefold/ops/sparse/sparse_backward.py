@@ -6,7 +6,19 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ...errors import DtypeError, Unsupported
-from ..backward.backward_parts import ROWS, boxes, delta_bound, readable, score_slope, side_strides, slopes_of, tiled
+from ..backward.backward_parts import (
+    ROWS,
+    boxes,
+    delta_bound,
+    readable,
+    score_slope,
+    side_strides,
+    slopes_of,
+    statistics_by,
+    three_by,
+    tiled,
+    zeros_for,
+)
 from ..bound import Bound, Example, attribute, meta
 from ..dense.attention_parts import dims_of, lengths_of
 from ..device import device_of, interpreting
@@ -117,11 +129,7 @@ def backward(
     score_slope(call.score_mod, call.score_grad)
     prepared = found or sparse.prepare(q, k, v, call)
     if prepared.planned is None:
-        made = (
-            torch.zeros(t.shape, dtype=t.dtype, device=t.device) if w else None
-            for t, w in zip(saved[:3], wanted, strict=True)
-        )
-        return cast("Gradients", tuple(made))
+        return cast("Gradients", zeros_for(saved[:3], wanted))
     if isinstance(prepared.bound, BoundFunction):
         own = function_at("sparse_attention_backward", q.device, _plan(prepared, call, q))
         return cast("Gradients", own((*saved, dout, dlse, call, wanted)))
@@ -131,20 +139,8 @@ def backward(
     if not isinstance(bound, Launches):
         gradients = sparse_backward_hopper.run(bound, saved, dout, dlse, call, transposed)
         return cast("Gradients", tuple(g if want else None for g, want in zip(gradients, wanted, strict=True)))
-    lse2, delta = (torch.empty(lse.shape, dtype=torch.float32, device=lse.device) for _ in range(2))
-    bound.delta((out, dout, lse, dlse, lse2, delta))
-    new = torch.empty if call.packed is None else torch.zeros  # rows of no sequence have no program
-    dq = dk = dv = None
-    if wanted[0]:
-        dq = new(q.shape, dtype=q.dtype, device=q.device)
-    if wanted[1] or wanted[2]:
-        dk, dv = (new(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
-    given = (q, k, v, dout, lse2, delta, dq, dk, dv, call, transposed)
-    if dq is not None:
-        bound.queries(given)
-    if dk is not None and bound.keys is not None:
-        bound.keys(given)
-    return dq, dk, dv
+    rows = q, k, v, dout, *statistics_by(bound.delta, out, dout, lse, dlse)
+    return three_by(bound.queries, bound.keys, rows, wanted, call, transposed)
 
 
 # ---------------------------------------------------------------- the first time
