@@ -199,7 +199,7 @@ STAGES = {
     "checks": ("check_options", "sizes_of", "check_hooks", "_checked", "check_call", "_key_of_any_length"),
     "problem": ("problem_of", "problem_of_decode"),
     "plan": ("plan_forward", "plan_decode", "plan_sparse", "backward_plan_of", "backward_plan"),
-    "bind": ("bind", "_bind", "_bind_again", "bind_decode", "bound_launches"),
+    "bind": ("bind", "_bind", "_of_lengths", "bind_decode", "bound_launches"),
     "compile": ("compile", "found", "compiled"),
 }
 """Functions of tilefold by the stage that they are."""

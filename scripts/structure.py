@@ -136,7 +136,7 @@ def counts() -> dict[str, Any]:
         "operators and fakes by hand (lines)": f"{len(glue)} ({sum(map(length, glue))})",
         "records of a call": sum(
             isinstance(node, ast.ClassDef)
-            and bool(re.fullmatch(r"\w*Call|Cache|SharedPrefix", node.name))
+            and bool(re.fullmatch(r"\w*Call|Cache", node.name))
             and any("NamedTuple" in ast.dump(base) or "Record" in ast.dump(base) for base in node.bases)
             for tree in ops.values()
             for node in ast.walk(tree)

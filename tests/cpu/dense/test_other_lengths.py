@@ -13,7 +13,7 @@ from examples import examples
 from tilefold.ops.bound import Bound, Slot
 from tilefold.ops.call import Call, result_shapes, sizes_of
 from tilefold.ops.dense import attention
-from tilefold.ops.dense.attention import _bind, _bind_again, _key_of_any_length
+from tilefold.ops.dense.attention import _bind, _key_of_any_length, _of_lengths
 from tilefold.ops.dense.attention_hopper import bind
 from tilefold.ops.dense.attention_parts import problem_of
 from tilefold.ops.launch import Launch
@@ -76,7 +76,7 @@ def test_the_record_is_that_of_a_call_of_its_own(sort, lengths):
     if plan.tile != near.plan.tile or plan.options != near.plan.options:
         assert attention._of_other_lengths(near, q, k, v, call) is None
         return
-    again = _bind_again(near, q, k, v, call, plan)
+    again = _of_lengths(near, q, k, v, call, plan, plan)
     as_its_own(again, own, q, k, v, call)
     assert again.bound.launch._compiled is near.bound.launch._compiled and near.plan.problem.seq_q != plan.problem.seq_q
 
