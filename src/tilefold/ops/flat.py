@@ -257,7 +257,8 @@ class Arguments(Group):
         self.open = any(name.endswith("_kinds") for name, _ in self.options)  # whether mods bring tensors
         self.plain = several(self.places)
         records = [(at, field) for at, field in enumerate(self.fields) if isinstance(field, Group)]
-        self.records = tuple([(at, several(record.places), record) for at, record in records])
+        holding = [(at, record) for at, record in records if record.places or record.nested]  # tensors
+        self.records = tuple([(at, several(record.places), record) for at, record in holding])
         self.prepared = [
             at for at, record in records if isinstance(record, Record) and "prepared" in record.kind._fields
         ]
