@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from tilefold.plan.base import Fault
 from tilefold.plan.capabilities import architecture_refusal
 from tilefold.plan.device import Device
 from tilefold.plan.limits import Tile, shared_fault
@@ -33,9 +34,7 @@ def type_refusal(problem: AttentionProblem, device: Device) -> str | None:
     return None
 
 
-def tile_fault(
-    kernel: str, tile: Tile, fixed: Mapping[str, int | None], shared: int, device: Device
-) -> tuple[str, str] | None:
+def tile_fault(kernel: str, tile: Tile, fixed: Mapping[str, int | None], shared: int, device: Device) -> Fault:
     """(field, sentence) of the first thing that does not fit, or None.
 
     fixed: the fields of a tile that the kernel has one value of; shared: bytes of shared memory that a program needs."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tilefold.errors import DtypeError, Unsupported
+from tilefold.plan.base import Fault, unusable
 from tilefold.plan.device import Device
 from tilefold.plan.problem import MAX_HEAD_DIM, AttentionProblem
 
@@ -115,7 +116,7 @@ def _is_power_of_two(n: int) -> bool:
     return n > 0 and n & (n - 1) == 0
 
 
-def tile_violation(problem: AttentionProblem, device: Device, kernel: str, tile: Tile) -> tuple[str, str] | None:
+def tile_violation(problem: AttentionProblem, device: Device, kernel: str, tile: Tile) -> Fault:
     """The first limit that a tile breaks, as (field, sentence), or None if it fits."""
     for field in ("block_m", "block_n"):
         value = getattr(tile, field)
@@ -133,15 +134,14 @@ def tile_violation(problem: AttentionProblem, device: Device, kernel: str, tile:
     return kernel_fault or _resource_violation(problem, device, kernel, tile)
 
 
-def _kernel_violation(problem: AttentionProblem, device: Device, kernel: str, tile: Tile) -> tuple[str, str] | None:
+def _kernel_violation(problem: AttentionProblem, device: Device, kernel: str, tile: Tile) -> Fault:
     if kernel not in KERNELS:
         return "kernel", f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}"
     if (kernel == VARLEN) != problem.varlen:
         return "kernel", f"kernel {kernel} does not serve a problem with varlen={problem.varlen}"
     if kernel == BOX:
-        refusal = box_refusal(problem, device)
-        if refusal:
-            return "kernel", f"kernel {kernel} cannot be used: {refusal}"
+        if fault := unusable(f"kernel {kernel}", box_refusal(problem, device)):
+            return fault
         if tile.block_n > MAX_BOX_ROWS:
             return "block_n", f"block_n must be at most {MAX_BOX_ROWS} with box loads, got {tile.block_n}"
     grid = grid_of(problem, tile.block_m)
@@ -150,7 +150,7 @@ def _kernel_violation(problem: AttentionProblem, device: Device, kernel: str, ti
     return None
 
 
-def _resource_violation(problem: AttentionProblem, device: Device, kernel: str, tile: Tile) -> tuple[str, str] | None:
+def _resource_violation(problem: AttentionProblem, device: Device, kernel: str, tile: Tile) -> Fault:
     if fault := shared_fault("shared_bytes", shared_bytes(problem, device, tile), device):
         return fault
     held, limit = accumulator_registers(problem, device, tile), tile.maxnreg or device.registers_per_thread
@@ -162,7 +162,7 @@ def _resource_violation(problem: AttentionProblem, device: Device, kernel: str, 
     return None
 
 
-def shared_fault(field: str, shared: int, device: Device) -> tuple[str, str] | None:
+def shared_fault(field: str, shared: int, device: Device) -> Fault:
     """(field, sentence) where a program needs more bytes of shared memory than it can have, else None."""
     need, have = shared / 1024, device.smem_per_block / 1024
     if need <= have:
@@ -170,9 +170,7 @@ def shared_fault(field: str, shared: int, device: Device) -> tuple[str, str] | N
     return field, f"needs {need:.0f} KiB of shared memory, a program on {device.name} has {have:.0f} KiB"
 
 
-def first_fit(
-    tiles: Iterable[Tile], device: Device, violation: Callable[[Tile], tuple[str, str] | None], what: str
-) -> Tile:
+def first_fit(tiles: Iterable[Tile], device: Device, violation: Callable[[Tile], Fault], what: str) -> Tile:
     """The first tile that breaks no limit; Unsupported with what each one breaks.  what: they are for."""
     faults = []
     for tile in tiles:
@@ -191,9 +189,14 @@ def box_refusal(problem: AttentionProblem, device: Device) -> str | None:
         return (
             "sequences of a packed batch start at rows that only the device knows, a box would read across their ends"
         )
-    if not problem.descriptors:
-        return "the base or the strides of K or V are not multiples of 16 bytes"
-    return None
+    return strides_refusal(keys=problem.descriptors)
+
+
+def strides_refusal(queries: bool = True, keys: bool = True) -> str | None:
+    """Why descriptors cannot read tensors, as a sentence, or None.  queries, keys: whether they can read Q, and K and V."""
+    if queries and keys:
+        return None
+    return f"the base or the strides of {'K or V' if queries else 'Q'} are not multiples of 16 bytes"
 
 
 def grid_of(problem: AttentionProblem, block_m: int) -> tuple[int, int, int]:

@@ -18,7 +18,7 @@ from tilefold.plan.backward.attention_backward_short import KERNEL as SHORT
 from tilefold.plan.backward.backward import PASS, backward_box_refusal, backward_tile_violation, not_a_tile
 from tilefold.plan.backward.backward_time import RATES, features
 from tilefold.plan.backward.kept_backward import NARROW
-from tilefold.plan.base import Plan, changed, require_device, require_fit
+from tilefold.plan.base import Fault, Plan, changed, require_device, require_fit, unusable
 from tilefold.plan.cost import Cost, attention_cost
 from tilefold.plan.device import Device
 from tilefold.plan.limits import MAX_BOX_ROWS, MAX_GRID, MOD_BYTES, Tile, first_fit, require_supported
@@ -381,8 +381,7 @@ def _reduce(
     problem: AttentionProblem, device: Device, others: OtherGradients = NO_OTHERS, options: ReduceOptions | None = None
 ) -> AttentionBackwardPlan:
     options = options or ReduceOptions(late=reduced.is_late(problem))
-    if refusal := reduced.reduce_refusal(problem, device):
-        raise PlanError(f"plan field kernel: {REDUCE} cannot be used: {refusal}")
+    require_fit(unusable(REDUCE, reduced.reduce_refusal(problem, device)))
     tile, heads = reduced.reduce_tile(problem), reduced.heads_at_once(problem, options)
     require_fit(reduced.reduce_violation(problem, device, tile, options, heads, 0))
     order = (
@@ -487,9 +486,7 @@ def _shares(problem: AttentionProblem, device: Device, tile: Tile, bias: tuple[i
     return max(1, min(wanted, parts, MAX_SHARES))
 
 
-def _tile_violation(
-    problem: AttentionProblem, device: Device, kernel: str, tile: Tile, own: str
-) -> tuple[str, str] | None:
+def _tile_violation(problem: AttentionProblem, device: Device, kernel: str, tile: Tile, own: str) -> Fault:
     most = MAX_BOX_ROWS if kernel == BOX else 1024
     for name, size in (("block_m", tile.block_m), ("block_n", tile.block_n)):
         if type(size) is not int or not 16 <= size <= most or size & (size - 1):
@@ -499,7 +496,7 @@ def _tile_violation(
     return backward_tile_violation(problem, device, tile, own)
 
 
-def _violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
+def _violation(plan: AttentionBackwardPlan) -> Fault:
     """(field, sentence) of the first limit that is broken, or None."""
     n, device = plan.problem, plan.device
     if fault := not_a_tile(queries=plan.queries, keys=plan.keys, scores=plan.scores):
@@ -519,9 +516,8 @@ def _violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
             "heads_at_once",
             f"must be 0, as keys_at_once, with {plan.kernel}, which keeps no dS, got {plan.heads_at_once}",
         )
-    refusal = backward_box_refusal(n, device) if plan.kernel == BOX else None
-    if refusal:
-        return "kernel", f"{plan.kernel} cannot be used: {refusal}"
+    if plan.kernel == BOX and (fault := unusable(BOX, backward_box_refusal(n, device))):
+        return fault
     for name, tile, own in (("queries", plan.queries, "block_m"), ("keys", plan.keys, "block_n")):
         fault = _tile_violation(n, device, plan.kernel, tile, own)
         if fault:
@@ -534,7 +530,7 @@ def _violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
     )
 
 
-def _whole_violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
+def _whole_violation(plan: AttentionBackwardPlan) -> Fault:
     """Of a plan whose kernel makes dq, dk and dv."""
     beside = plan.kernel != HOPPER and plan._others != NO_OTHERS
     for name in ("queries",) if beside else ("queries", "scores"):
@@ -562,13 +558,13 @@ def _whole_violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
     )
 
 
-def _scores_violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
+def _scores_violation(plan: AttentionBackwardPlan) -> Fault:
     kernel = BOX if plan.kernel == REDUCE else plan.kernel  # boxes read what a bias needs
     fault = _tile_violation(plan.problem, plan.device, kernel, plan.scores, "scores")
     return fault and (f"scores.{fault[0]}", fault[1])
 
 
-def _stored_violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
+def _stored_violation(plan: AttentionBackwardPlan) -> Fault:
     if not plan.stores_ds:
         return None
     if plan.bias[2:] != (plan.problem.seq_q,):
@@ -582,11 +578,11 @@ def _stored_violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
     return None
 
 
-def _hopper_fault(problem: AttentionProblem, device: Device, tile: Tile) -> tuple[str, str] | None:
+def _hopper_fault(problem: AttentionProblem, device: Device, tile: Tile) -> Fault:
     return (packed.packed_violation if problem.varlen else spans.hopper_backward_violation)(problem, device, tile)
 
 
-def _bias_violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
+def _bias_violation(plan: AttentionBackwardPlan) -> Fault:
     n, bias = plan.problem, plan.bias
     if bias:
         accepted = [{1, n.batch}, {1, n.heads}, {1, n.seq_q}]
@@ -599,7 +595,7 @@ def _bias_violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
     return None
 
 
-def _loads_violation(plan: AttentionBackwardPlan) -> tuple[str, str] | None:
+def _loads_violation(plan: AttentionBackwardPlan) -> Fault:
     if any(type(elements) is not int or elements < 1 for elements in plan.loads):
         return "loads", f"must hold numbers of elements, at least 1, got {plan.loads!r}"
     accepted = (1, 2) if plan.loads else (0,)

@@ -5,7 +5,7 @@ head and so many keys of it that eight batches have."""
 
 from functools import lru_cache
 
-from tilefold.plan.backward.backward import ROWS_OF_DOUT
+from tilefold.plan.backward.backward import rows_refusal
 from tilefold.plan.backward.kept_backward import (
     NARROW,
     PROGRAMS_PER_SM,
@@ -16,6 +16,7 @@ from tilefold.plan.backward.kept_backward import (
     divisors,
     kept_limit,
 )
+from tilefold.plan.base import Fault
 from tilefold.plan.device import Device
 from tilefold.plan.hopper import type_refusal
 from tilefold.plan.limits import MAX_GRID, Tile, box_refusal
@@ -57,15 +58,11 @@ def common_refusal(problem: AttentionProblem, device: Device) -> str | None:
         return f"it stores 4 columns at a time, head dims are {n.dim_qk} and {n.dim_v}"
     if not (n.unchanged or is_capped(n)):
         return "it has no changes of scores but softcap of head dims above 128, no masks but causal and window, and no dropout"
-    if n.dim_v * n.itemsize % 16:
-        return ROWS_OF_DOUT
-    if not n.query_descriptors:
-        return "the base or the strides of Q are not multiples of 16 bytes"
+    if refusal := rows_refusal(n):
+        return refusal
     if n.seq_k == 0:
         return "there are no keys"
-    if n.seq_q == 0:
-        return "there are no queries"
-    return None
+    return None if n.seq_q else "there are no queries"
 
 
 def is_capped(problem: AttentionProblem) -> bool:
@@ -204,7 +201,7 @@ def is_kept_well(problem: AttentionProblem, device: Device) -> bool:
 # ---------------------------------------------------------------- limits
 
 
-def kept_violation(problem: AttentionProblem, device: Device, heads: int, keys: int) -> tuple[str, str] | None:
+def kept_violation(problem: AttentionProblem, device: Device, heads: int, keys: int) -> Fault:
     """(field, sentence) of the first thing about the KV heads and keys of a batch that does not fit, or None."""
     n = problem
     total = n.batch * n.kv_heads

@@ -18,8 +18,9 @@ from tilefold.plan.backward.attention_backward_hopper import (
     width_of,
 )
 from tilefold.plan.backward.kept_backward import MOST_KEPT, NARROW, SPARE, UNIT, backward_tile_fault
+from tilefold.plan.base import Fault, unusable
 from tilefold.plan.device import Device
-from tilefold.plan.limits import MAX_GRID, Tile
+from tilefold.plan.limits import MAX_GRID, Tile, strides_refusal
 from tilefold.plan.problem import AttentionProblem
 
 ENTRY_BYTES = 48  # of one piece of work
@@ -56,8 +57,8 @@ def packed_refusal(problem: AttentionProblem, device: Device) -> str | None:
         return refusal
     if width_of(n) <= NARROW and (n.dim_qk != n.dim_v or n.dim_qk not in WIDTHS):
         return f"it has head dims of 64 and 128, the same for V, or wider ones, not {n.dim_qk} and {n.dim_v}"
-    if not n.descriptors:
-        return "the base or the strides of K or V are not multiples of 16 bytes"
+    if refusal := strides_refusal(keys=n.descriptors):
+        return refusal
     if n.batch * n.heads >= MAX_BLOCKS:
         return f"sequences times heads are {n.batch * n.heads}, more than {MAX_BLOCKS - 1}"
     slots, least = kept_at_once(n, device)[1] // UNIT, longest(n) + int(LEAST_FREE * places(problem, device))
@@ -69,10 +70,10 @@ def packed_refusal(problem: AttentionProblem, device: Device) -> str | None:
     return None
 
 
-def packed_violation(problem: AttentionProblem, device: Device, tile: Tile) -> tuple[str, str] | None:
+def packed_violation(problem: AttentionProblem, device: Device, tile: Tile) -> Fault:
     """(field, sentence) of the first thing that does not fit, or None."""
-    if refusal := packed_refusal(problem, device):
-        return "kernel", f"{KERNEL} cannot be used: {refusal}"
+    if fault := unusable(KERNEL, packed_refusal(problem, device)):
+        return fault
     return backward_tile_fault(KERNEL, width_of(problem), problem.itemsize, device, tile)
 
 
@@ -103,7 +104,7 @@ def scratch_bytes(problem: AttentionProblem, device: Device, heads: int, keys: i
     return kept_bytes(n, device, heads, keys) + statistics + entries
 
 
-def kept_violation(problem: AttentionProblem, device: Device, heads: int, keys: int) -> tuple[str, str] | None:
+def kept_violation(problem: AttentionProblem, device: Device, heads: int, keys: int) -> Fault:
     """As packed_violation, of the heads and keys at a time."""
     n = problem
     if heads != 1 or type(heads) is not int:

@@ -8,12 +8,13 @@ from typing import Any
 
 from tilefold.plan.backward.attention_backward_hopper import is_kept_well, width_of
 from tilefold.plan.backward.attention_backward_packed import packed_refusal
-from tilefold.plan.backward.backward import ROWS_OF_DOUT
+from tilefold.plan.backward.backward import rows_refusal
 from tilefold.plan.backward.kept_backward import divisors
+from tilefold.plan.base import Fault, unusable
 from tilefold.plan.dense.attention_hopper import LISTS_FROM
 from tilefold.plan.device import Device
 from tilefold.plan.hopper import tile_fault, type_refusal
-from tilefold.plan.limits import MAX_GRID, Tile, box_refusal
+from tilefold.plan.limits import MAX_GRID, Tile, box_refusal, strides_refusal
 from tilefold.plan.problem import AttentionProblem
 
 KERNEL = "attention_backward_reduce"
@@ -116,9 +117,7 @@ def reduce_refusal(problem: AttentionProblem, device: Device) -> str | None:
         return f"it has head dims of {LEAST_DIM} to 128, multiples of 4, not {n.dim_qk} and {n.dim_v}"
     if n.varlen and not n.unchanged:
         return "of packed batches it has no changes of scores"
-    if n.varlen and not n.descriptors:
-        return "the base or the strides of K or V are not multiples of 16 bytes"
-    if not n.varlen and (refusal := box_refusal(n, device)):
+    if refusal := strides_refusal(keys=n.descriptors) if n.varlen else box_refusal(n, device):
         return refusal
     if n.dropout:
         return "it has no dropout"
@@ -128,10 +127,8 @@ def reduce_refusal(problem: AttentionProblem, device: Device) -> str | None:
         return f"it has no {others[0]}"
     if not n.unchanged and n.seq_q == 0:
         return "there are no queries"
-    if n.dim_v * n.itemsize % 16:
-        return ROWS_OF_DOUT
-    if not n.query_descriptors:
-        return "the base or the strides of Q are not multiples of 16 bytes"
+    if refusal := rows_refusal(n):
+        return refusal
     if n.seq_k == 0:
         return "there are no keys"
     if rows(n) * (queries_of(n) * columns_of(n) // 32) >= 1 << 31:
@@ -435,12 +432,10 @@ def reduce_shared(problem: AttentionProblem, stages: int) -> int:
 
 def reduce_violation(
     problem: AttentionProblem, device: Device, tile: Tile, options: ReduceOptions | None, heads: int, keys: int
-) -> tuple[str, str] | None:
+) -> Fault:
     """(field, sentence) of the first thing that does not fit, or None."""
     n = problem
-    if refusal := reduce_refusal(n, device):
-        return "kernel", f"{KERNEL} cannot be used: {refusal}"
-    if fault := options_violation(options):
+    if fault := unusable(KERNEL, reduce_refusal(n, device)) or options_violation(options):
         return fault
     if n.unchanged and options is not None and options.late:
         return "options.late", "is a version of changes of scores, which the problem does not have"
@@ -471,7 +466,7 @@ def reduce_violation(
     return None
 
 
-def options_violation(options: object) -> tuple[str, str] | None:
+def options_violation(options: object) -> Fault:
     """As reduce_violation, of the options alone."""
     if not isinstance(options, ReduceOptions):
         return "options", f"must be ReduceOptions with {KERNEL}, got {options!r}"

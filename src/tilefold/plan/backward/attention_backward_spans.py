@@ -12,6 +12,7 @@ from typing import NamedTuple
 from tilefold.plan.backward import attention_backward_hopper as dense
 from tilefold.plan.backward.attention_backward_hopper import KERNEL
 from tilefold.plan.backward.kept_backward import UNIT, WIDE, backward_tile_fault, kept_limit, least_kept
+from tilefold.plan.base import Fault, unusable
 from tilefold.plan.device import Device
 from tilefold.plan.limits import Tile
 from tilefold.plan.problem import AttentionProblem
@@ -187,15 +188,14 @@ def hopper_backward_refusal(problem: AttentionProblem, device: Device) -> str | 
     return None
 
 
-def hopper_backward_violation(problem: AttentionProblem, device: Device, tile: Tile) -> tuple[str, str] | None:
+def hopper_backward_violation(problem: AttentionProblem, device: Device, tile: Tile) -> Fault:
     """(field, sentence) of the first thing that does not fit, or None."""
-    refusal = hopper_backward_refusal(problem, device)
-    if refusal:
-        return "kernel", f"{KERNEL} cannot be used: {refusal}"
+    if fault := unusable(KERNEL, hopper_backward_refusal(problem, device)):
+        return fault
     return backward_tile_fault(KERNEL, dense.width_of(problem), problem.itemsize, device, tile)
 
 
-def span_violation(problem: AttentionProblem, queries: int) -> tuple[str, str] | None:
+def span_violation(problem: AttentionProblem, queries: int) -> Fault:
     """As hopper_backward_violation, of the queries of a span alone."""
     if type(queries) is not int or queries < 0 or queries % UNIT:
         return "queries_at_once", f"must be 0 (all) or a multiple of {UNIT}, got {queries!r}"
@@ -204,9 +204,7 @@ def span_violation(problem: AttentionProblem, queries: int) -> tuple[str, str] |
     return None
 
 
-def kept_violation(
-    problem: AttentionProblem, device: Device, queries: int, heads: int, keys: int
-) -> tuple[str, str] | None:
+def kept_violation(problem: AttentionProblem, device: Device, queries: int, heads: int, keys: int) -> Fault:
     """As hopper_backward_violation, of the queries of a span, and of the KV heads and keys of a batch."""
     if not queries and type(queries) is int:
         return dense.kept_violation(problem, device, heads, keys)
@@ -221,9 +219,7 @@ def kept_violation(
 
 
 @lru_cache(maxsize=256)
-def _launch_violation(
-    problem: AttentionProblem, device: Device, queries: int, heads: int, keys: int
-) -> tuple[str, str] | None:
+def _launch_violation(problem: AttentionProblem, device: Device, queries: int, heads: int, keys: int) -> Fault:
     """That of the first launch that has one."""
     faults = (dense.kept_violation(one, device, *batch) for one, *batch in _launches(problem, queries, heads, keys))
     return next(filter(None, faults), None)

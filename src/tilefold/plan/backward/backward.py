@@ -1,8 +1,9 @@
 """What every plan of a backward pass asks of a tile: shared memory, registers, warps; estimated before anything is compiled."""
 
 from tilefold.plan.architecture import SM_90
+from tilefold.plan.base import Fault
 from tilefold.plan.device import Device
-from tilefold.plan.limits import MOD_BYTES, Tile, box_refusal, shared_fault
+from tilefold.plan.limits import MOD_BYTES, Tile, box_refusal, shared_fault, strides_refusal
 from tilefold.plan.problem import AttentionProblem
 
 
@@ -27,7 +28,7 @@ def backward_shared_bytes(problem: AttentionProblem, device: Device, tile: Tile,
 
 def backward_tile_violation(
     problem: AttentionProblem, device: Device, tile: Tile, own: str, held: int | None = None
-) -> tuple[str, str] | None:
+) -> Fault:
     """The first limit of the device that a tile breaks, as (field, sentence), or None.
 
     held: fp32 accumulators of a program beside two tiles of scores; None: those of dq, or of dk and dv."""
@@ -54,7 +55,7 @@ def backward_tile_violation(
     return None
 
 
-def not_a_tile(**tiles: object) -> tuple[str, str] | None:
+def not_a_tile(**tiles: object) -> Fault:
     """(field, sentence) of the first that is no Tile, or None."""
     for name, tile in tiles.items():
         if not isinstance(tile, Tile):
@@ -62,7 +63,6 @@ def not_a_tile(**tiles: object) -> tuple[str, str] | None:
     return None
 
 
-ROWS_OF_DOUT = "the rows of the gradient of out are not multiples of 16 bytes"
 PASS = "the backward pass of this problem"  # as what no tile fits
 
 
@@ -70,8 +70,11 @@ def backward_box_refusal(problem: AttentionProblem, device: Device) -> str | Non
     """Why q, k, v and the gradient of out cannot stream by as boxes, as a sentence, or None if they can."""
     if problem.dtype == "float32":
         return "fp32 products are not made from shared memory, and boxes would only take registers"
+    return rows_refusal(problem) or box_refusal(problem, device)
+
+
+def rows_refusal(problem: AttentionProblem) -> str | None:
+    """Why q and the gradient of out cannot be read by descriptors, as a sentence, or None if they can."""
     if problem.dim_v * problem.itemsize % 16:
-        return ROWS_OF_DOUT
-    if not problem.query_descriptors:
-        return "the base or the strides of Q are not multiples of 16 bytes"
-    return box_refusal(problem, device)
+        return "the rows of the gradient of out are not multiples of 16 bytes"
+    return strides_refusal(problem.query_descriptors)

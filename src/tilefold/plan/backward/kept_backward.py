@@ -4,6 +4,7 @@ Both keep the dS of some segments at a time, each in a slot of a ring (kernels/h
 
 from math import isqrt
 
+from tilefold.plan.base import Fault
 from tilefold.plan.device import Device
 from tilefold.plan.hopper import tile_fault
 from tilefold.plan.limits import Tile
@@ -72,7 +73,7 @@ def backward_shared(dim: int, itemsize: int, stages: int) -> int:
     return tiles * itemsize + exchange + stages * 2 * UNIT * 4 + BARRIER_BYTES
 
 
-def backward_tile_fault(kernel: str, dim: int, itemsize: int, device: Device, tile: Tile) -> tuple[str, str] | None:
+def backward_tile_fault(kernel: str, dim: int, itemsize: int, device: Device, tile: Tile) -> Fault:
     """(field, sentence) of the first thing about a tile that does not fit, or None.  With one buffer a consumer would wait for a
     tile whose place it holds."""
     if tile.num_stages == 1:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from tilefold.plan.base import Plan, changed, require_derived, require_device, require_fit
+from tilefold.plan.base import Fault, FittedPlan, changed, require_derived, require_fit
 from tilefold.plan.cost import Bound, Cost, attention_cost, bound, live_keys
 from tilefold.plan.dense.attention import AttentionPlan, Buffer, Rejected, plan_attention, result_buffers
 from tilefold.plan.dense.fp8_hopper import (
@@ -27,7 +27,7 @@ NO_TILE = Tile(0, 0, 0, 0)  # of tensors that are dequantised
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionFp8Plan(Plan):
+class AttentionFp8Plan(FittedPlan):
     """The decision for one problem with e4m3 inputs on one device. `print` it; keep it as JSON; change it with `with_tile`.
 
     problem: sizes and mask; its dtype, bfloat16, is the output's, its descriptors are those of the e4m3 tensors.
@@ -58,8 +58,11 @@ class AttentionFp8Plan(Plan):
     rejected: tuple[Rejected, ...] = ()
 
     def __post_init__(self) -> None:
-        require_fit(_violation(self.problem, self.device, self.kernel, self.tile, self.options))
+        require_fit(self._fault(self.problem, self.device))
         require_derived(self, _derived(self.problem, self.kernel, self.tile))
+
+    def _fault(self, problem: AttentionProblem, device: Device) -> Fault:
+        return _violation(problem, device, self.kernel, self.tile, self.options)
 
     def __str__(self) -> str:
         from tilefold.plan.explain import explain_fp8
@@ -106,12 +109,6 @@ class AttentionFp8Plan(Plan):
         )
         return _plan(self.problem, self.device, chosen, tile, options, why, (replaced,))
 
-    def check(self, problem: AttentionProblem, device: Device) -> None:
-        """PlanError, naming the field, unless this plan serves exactly `problem` on `device`; as of an AttentionPlan."""
-        self.problem.require_same(problem)
-        require_device(self.device, device)
-        require_fit(_violation(problem, device, self.kernel, self.tile, self.options))
-
 
 @lru_cache(maxsize=4096)
 def plan_attention_fp8(problem: AttentionProblem, device: Device, portable: bool = False) -> AttentionFp8Plan:
@@ -135,9 +132,7 @@ def plan_attention_fp8(problem: AttentionProblem, device: Device, portable: bool
     return replace(plan, evidence=plan.portable.evidence)
 
 
-def _violation(
-    problem: AttentionProblem, device: Device, kernel: str, tile: Tile, options: tuple[str, ...]
-) -> tuple[str, str] | None:
+def _violation(problem: AttentionProblem, device: Device, kernel: str, tile: Tile, options: tuple[str, ...]) -> Fault:
     """(field, sentence) of the first limit that is broken, or None."""
     if problem.dtype != "bfloat16":
         return "problem", f"its dtype is the output's, bfloat16, got {problem.dtype}"

@@ -14,9 +14,10 @@ of tests/cpu/plan/test_plan_attention.py holds it to what was measured, and docs
 
 from functools import cache, lru_cache
 
+from tilefold.plan.base import Fault, unusable
 from tilefold.plan.device import Device
 from tilefold.plan.hopper import tile_fault, type_refusal
-from tilefold.plan.limits import MAX_GRID, Tile
+from tilefold.plan.limits import MAX_GRID, Tile, strides_refusal
 from tilefold.plan.problem import AttentionProblem
 
 KERNEL = "attention_forward_hopper"
@@ -106,11 +107,7 @@ def hopper_refusal(problem: AttentionProblem, device: Device) -> str | None:
         return f"with head dims above {SPLIT_FROM - 1} it has no {min(changed)}"
     if n.dim_v % 4:
         return f"it stores 4 columns at a time, V has {n.dim_v}"
-    if not n.query_descriptors:
-        return "the base or the strides of Q are not multiples of 16 bytes"
-    if not n.descriptors:
-        return "the base or the strides of K or V are not multiples of 16 bytes"
-    return None
+    return strides_refusal(n.query_descriptors, n.descriptors)
 
 
 def hopper_unmeasured(problem: AttentionProblem) -> str | None:
@@ -301,13 +298,10 @@ def _mod_bytes(problem: AttentionProblem, block_m: int, block_n: int) -> int:
     return sum(rows * size * block_m // 64 * block_n + RING_BYTES for rows, size in rings if rows)
 
 
-def hopper_violation(
-    problem: AttentionProblem, device: Device, tile: Tile, options: tuple[str, ...]
-) -> tuple[str, str] | None:
+def hopper_violation(problem: AttentionProblem, device: Device, tile: Tile, options: tuple[str, ...]) -> Fault:
     """(field, sentence) of the first thing that does not fit, or None."""
-    refusal = hopper_refusal(problem, device)
-    if refusal:
-        return "kernel", f"{KERNEL} cannot be used: {refusal}"
+    if fault := unusable(KERNEL, hopper_refusal(problem, device)):
+        return fault
     what, rows, keys = _sizes_of_tile(problem, options)
     if tile.block_m not in rows:
         return "block_m", f"must be {_either(rows)} with {what}, got {tile.block_m}"
@@ -317,8 +311,8 @@ def hopper_violation(
     if held > limit:
         have = REGISTERS[warpgroups_of(problem, tile)][1]
         return "block_n", f"accumulators and probabilities need {held} registers, of {have} a thread can spare {limit}"
-    if fault := _option_fault(problem, tile, options):
-        return "options", fault
+    if why := _option_fault(problem, tile, options):
+        return "options", why
     blocks = hopper_grid(problem, tile, options)[0]
     if blocks > MAX_GRID:
         return "grid", f"grid needs {blocks} blocks of queries, a launch counts at most {MAX_GRID}"

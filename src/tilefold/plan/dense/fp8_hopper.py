@@ -1,10 +1,11 @@
 """When the Gluon kernel of bytes for sm_90 serves attention with e4m3 inputs: its tiles, its versions, what it refuses."""
 
+from tilefold.plan.base import Fault, unusable
 from tilefold.plan.capabilities import architecture_refusal
 from tilefold.plan.dense.attention_hopper import POLYNOMIALS, consumers_of
 from tilefold.plan.device import Device
 from tilefold.plan.hopper import tile_fault
-from tilefold.plan.limits import MAX_GRID, Tile, grid_of
+from tilefold.plan.limits import MAX_GRID, Tile, grid_of, strides_refusal
 from tilefold.plan.problem import AttentionProblem
 
 KERNEL = "attention_forward_fp8"
@@ -31,8 +32,8 @@ def fp8_refusal(problem: AttentionProblem, device: Device, options: tuple[str, .
         )
     if n.dim_v % 4:
         return f"it stores 4 columns at a time, V has {n.dim_v}"
-    if not n.query_descriptors:
-        return "the base or the strides of Q are not multiples of 16 bytes"
+    if refusal := strides_refusal(n.query_descriptors):
+        return refusal
     if not n.descriptors:
         return "the base or the strides of K are not multiples of 16 bytes, or there are no keys"
     return None
@@ -74,12 +75,10 @@ def fp8_shared_bytes(problem: AttentionProblem, tile: Tile) -> int:
     return tile.block_m * qk + tile.num_stages * tile.block_n * (qk + v) + BARRIER_BYTES
 
 
-def fp8_violation(
-    problem: AttentionProblem, device: Device, tile: Tile, options: tuple[str, ...]
-) -> tuple[str, str] | None:
+def fp8_violation(problem: AttentionProblem, device: Device, tile: Tile, options: tuple[str, ...]) -> Fault:
     """(field, sentence) of the first thing that does not fit, or None."""
-    if refusal := fp8_refusal(problem, device, options):
-        return "kernel", f"{KERNEL} cannot be used: {refusal}"
+    if fault := unusable(KERNEL, fp8_refusal(problem, device, options)):
+        return fault
     if tile.block_m not in (128, 192):
         return "block_m", f"must be 128 or 192 with {KERNEL}, got {tile.block_m}"
     if tile.block_n not in (64, 128):

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+from tilefold.plan.base import Fault
 from tilefold.plan.dense import attention_hopper as hopper
 from tilefold.plan.device import Device
 from tilefold.plan.limits import Tile
@@ -20,7 +21,7 @@ class SpecialisedKernel(NamedTuple):
     unserved: Callable[[AttentionProblem, Device], str | None]
     tile: Callable[[AttentionProblem, Device], Tile]
     options: Callable[[AttentionProblem, Tile, Device], tuple[str, ...]]
-    violation: Callable[[AttentionProblem, Device, Tile, tuple[str, ...]], tuple[str, str] | None]
+    violation: Callable[[AttentionProblem, Device, Tile, tuple[str, ...]], Fault]
     grid: Callable[[AttentionProblem, Tile, tuple[str, ...]], tuple[int, int, int]]
     shared_bytes: Callable[[AttentionProblem, Tile, tuple[str, ...]], int]
     programs: Callable[[AttentionProblem, Tile, Device, tuple[str, ...]], int]

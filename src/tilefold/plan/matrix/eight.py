@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from tilefold.errors import PlanError, Unsupported
 from tilefold.plan.architecture import SM_90
-from tilefold.plan.base import Shown
+from tilefold.plan.base import Fault, Shown, require_fit, unusable
 from tilefold.plan.capabilities import architecture_refusal
 from tilefold.plan.dense.attention import Rejected
 from tilefold.plan.device import Device
@@ -66,8 +66,8 @@ class EightPlan(Shown):
                 raise PlanError(f"plan field {name} must be a power of two, got {value!r}")
         if self.kernel not in (PORTABLE, ROWS, HOPPER):
             raise PlanError(f"plan field kernel must be one of {PORTABLE}, {ROWS}, {HOPPER}, got {self.kernel!r}")
-        if self.kernel != PORTABLE and (refusal := hopper_refusal(self.problem, self.device)):
-            raise PlanError(f"plan field kernel: {self.kernel} cannot be used: {refusal}")
+        if self.kernel != PORTABLE:
+            require_fit(unusable(self.kernel, hopper_refusal(self.problem, self.device)))
         if fault := _fault(self):
             raise PlanError(f"plan field {fault[0]} with {self.kernel} {fault[1]}")
 
@@ -112,7 +112,7 @@ class EightPlan(Shown):
         return self.stages * (self.block_m + self.block_n) * self.block_k
 
 
-def _fault(plan: EightPlan) -> tuple[str, str] | None:
+def _fault(plan: EightPlan) -> Fault:
     """(field, sentence) of what the kernels for sm_90 do not have, or None."""
     if plan.kernel == PORTABLE:
         return None

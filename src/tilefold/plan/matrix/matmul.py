@@ -5,7 +5,17 @@ from functools import lru_cache
 from typing import Any
 
 from tilefold.errors import PlanError, Unsupported
-from tilefold.plan.base import Plan, changed, fields_of, require_derived, require_device, require_equal, require_fit
+from tilefold.plan.base import (
+    Fault,
+    Plan,
+    changed,
+    fields_of,
+    require_derived,
+    require_device,
+    require_equal,
+    require_fit,
+    unusable,
+)
 from tilefold.plan.cost import Bound, Cost, bound
 from tilefold.plan.dense.attention import Rejected
 from tilefold.plan.device import Device
@@ -227,16 +237,14 @@ def _require_supported(problem: MatmulProblem, device: Device) -> None:
         raise Unsupported(f"a and b in float8_e4m3fn need sm_89 or newer, this is {device.target}; convert them first")
 
 
-def _violation(
-    problem: MatmulProblem, device: Device, kernel: str, tile: MatmulTile, order: str
-) -> tuple[str, str] | None:
+def _violation(problem: MatmulProblem, device: Device, kernel: str, tile: MatmulTile, order: str) -> Fault:
     """(field, sentence) of the first thing that does not fit, or None."""
     if order not in ORDERS:
         return "order", f"must be 'grouped' or 'plain', got {order!r}"
     if kernel not in (PORTABLE, HOPPER):
         return "kernel", f"must be {PORTABLE!r} or {HOPPER!r}, got {kernel!r}"
-    if kernel == HOPPER and (refusal := hopper_refusal(problem, device)):
-        return "kernel", f"{HOPPER} cannot be used: {refusal}"
+    if kernel == HOPPER and (fault := unusable(HOPPER, hopper_refusal(problem, device))):
+        return fault
     if order == "plain" and tile.group != 1:
         return "group", f"must be 1 in plain order, got {tile.group!r}"
     return tile_violation(problem, device, kernel, tile)

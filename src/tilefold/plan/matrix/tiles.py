@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from tilefold.plan.base import Fault
 from tilefold.plan.capabilities import architecture_refusal
 from tilefold.plan.device import Device
 from tilefold.plan.limits import MAX_GRID, shared_fault
@@ -299,7 +300,7 @@ def traffic(problem: MatmulProblem, tile: MatmulTile) -> int:
     return tile.tiles(problem) * side * problem.summed * ITEMSIZE[problem.dtype]
 
 
-def tile_violation(problem: MatmulProblem, device: Device, kernel: str, tile: MatmulTile) -> tuple[str, str] | None:
+def tile_violation(problem: MatmulProblem, device: Device, kernel: str, tile: MatmulTile) -> Fault:
     """(field, sentence) of the first limit that a tile breaks, or None."""
     for field in ("block_m", "block_n", "block_k", "num_warps", "num_stages", "group", "splits"):
         if type(getattr(tile, field)) is not int:
@@ -328,7 +329,7 @@ def tile_violation(problem: MatmulProblem, device: Device, kernel: str, tile: Ma
     return None
 
 
-def _hopper_fault(problem: MatmulProblem, tile: MatmulTile) -> tuple[str, str] | None:
+def _hopper_fault(problem: MatmulProblem, tile: MatmulTile) -> Fault:
     if tile.block_m != 128:
         return "block_m", f"must be 128 with {HOPPER}, got {tile.block_m}"
     if tile.block_n not in (128, 256):

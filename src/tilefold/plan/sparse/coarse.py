@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from tilefold.errors import PlanError, ValueRangeError
 from tilefold.plan.architecture import SM_90
-from tilefold.plan.base import Shown
+from tilefold.plan.base import Fault, Shown
 from tilefold.plan.cost import even_shares
 from tilefold.plan.device import Device
 from tilefold.plan.limits import (
@@ -133,7 +133,7 @@ def plan_coarse(problem: CoarseProblem, device: Device) -> CoarsePlan:
     q_boxes = kv_boxes and problem.descriptors and not problem.query_masked
     loads = BOX if kv_boxes else POINTER
 
-    def fault(tile: Tile) -> tuple[str, str] | None:
+    def fault(tile: Tile) -> Fault:
         return None if device.backend == "interpreter" else tile_violation(n, device, loads, tile)
 
     forward = first_fit(_forward_tiles(problem, device), device, fault, "this coarse problem")

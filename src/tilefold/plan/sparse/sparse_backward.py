@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from tilefold.plan.backward.backward import PASS, backward_box_refusal, backward_tile_violation, not_a_tile
-from tilefold.plan.base import Plan, changed, require_device, require_fit, said_sizes
+from tilefold.plan.base import Fault, FittedPlan, changed, require_fit, said_sizes, unusable
 from tilefold.plan.device import Device
-from tilefold.plan.limits import MAX_GRID, Tile, first_fit, require_supported
+from tilefold.plan.limits import MAX_GRID, Tile, first_fit, require_supported, strides_refusal
 from tilefold.plan.problem import NARROW_HEAD_DIM
 from tilefold.plan.sparse.sparse import SparseProblem
 from tilefold.plan.sparse.sparse_backward_hopper import KERNEL as HOPPER
@@ -27,7 +27,7 @@ KERNELS = (POINTERS, BOX, HOPPER)
 
 
 @dataclass(frozen=True, slots=True)
-class SparseBackwardPlan(Plan):
+class SparseBackwardPlan(FittedPlan):
     """The decision for the backward pass of one sparse problem on one device. `print` it; keep it as JSON.
 
     problem: that of the forward pass. kernel: "sparse_backward" (two kernels with pointer loads), "sparse_backward_box" (what
@@ -48,10 +48,7 @@ class SparseBackwardPlan(Plan):
     heads_at_once: int = 0
     queries_at_once: int = 0
 
-    def __post_init__(self) -> None:
-        require_fit(self._violation(self.problem, self.device))
-
-    def _violation(self, problem: SparseProblem, device: Device) -> tuple[str, str] | None:
+    def _fault(self, problem: SparseProblem, device: Device) -> Fault:
         return _violation(
             problem, device, self.kernel, self.queries, self.keys, self.heads_at_once, self.queries_at_once
         )
@@ -98,19 +95,13 @@ class SparseBackwardPlan(Plan):
         time; PlanError names the field that does not fit."""
         base = self
         if kernel is not None and (kernel == HOPPER) != (self.kernel == HOPPER):
-            if kernel == HOPPER and (refusal := hopper_backward_refusal(self.problem, self.device)):
-                require_fit(("kernel", f"{HOPPER} cannot be used: {refusal}"))
+            if kernel == HOPPER:
+                require_fit(unusable(HOPPER, hopper_backward_refusal(self.problem, self.device)))
             base = _hopper(self.problem, self.device) if kernel == HOPPER else _portable(self.problem, self.device)
         return changed(
             base, queries=queries, keys=keys, kernel=kernel, heads_at_once=heads_at_once, queries_at_once=queries_at_once,
             rule="override", reason="The caller chose these fields.",
         )  # fmt: skip
-
-    def check(self, problem: SparseProblem, device: Device) -> None:
-        """PlanError, naming what differs, unless this plan serves exactly `problem` on a device of this kind."""
-        self.problem.require_same(problem)
-        require_device(self.device, device)
-        require_fit(self._violation(problem, device))
 
 
 @lru_cache(maxsize=4096)
@@ -177,7 +168,7 @@ def _programs(problem: SparseProblem, queries: Tile, keys: Tile) -> tuple[int, i
     )
 
 
-def _tile_violation(problem: SparseProblem, device: Device, tile: Tile, own: str) -> tuple[str, str] | None:
+def _tile_violation(problem: SparseProblem, device: Device, tile: Tile, own: str) -> Fault:
     for name, block, size in (("block_m", problem.block_q, tile.block_m), ("block_n", problem.block_k, tile.block_n)):
         if type(size) is not int or size < 16 or block % size:
             return name, f"must be at least 16 and divide the block of {block} tokens, got {size}"
@@ -185,8 +176,8 @@ def _tile_violation(problem: SparseProblem, device: Device, tile: Tile, own: str
 
 
 def _box_refusal(problem: SparseProblem, device: Device) -> str | None:
-    if not problem.descriptors:
-        return "the base or the strides of Q are not multiples of 16 bytes"
+    if refusal := strides_refusal(problem.descriptors):
+        return refusal
     if problem.masked or problem.query_masked:
         return "rows past a block's valid tokens may hold anything, and a box would read them"
     return backward_box_refusal(problem.attention, device)
@@ -194,7 +185,7 @@ def _box_refusal(problem: SparseProblem, device: Device) -> str | None:
 
 def _violation(
     problem: SparseProblem, device: Device, kernel: str, queries: Tile, keys: Tile, heads: int, at_once: int
-) -> tuple[str, str] | None:
+) -> Fault:
     """(field, sentence) of the first limit that is broken, or None."""
     if fault := not_a_tile(queries=queries, keys=keys):
         return fault
@@ -207,9 +198,8 @@ def _violation(
     for name, number in (("heads_at_once", heads), ("queries_at_once", at_once)):
         if number != 0:
             return name, f"must be 0 with {kernel}, which keeps no dS, got {number}"
-    refusal = _box_refusal(problem, device) if kernel == BOX else None
-    if refusal:
-        return "kernel", f"{kernel} cannot be used: {refusal}"
+    if kernel == BOX and (fault := unusable(BOX, _box_refusal(problem, device))):
+        return fault
     for name, tile, own in (("queries", queries, "block_m"), ("keys", keys, "block_n")):
         fault = _tile_violation(problem, device, tile, own)
         if fault:

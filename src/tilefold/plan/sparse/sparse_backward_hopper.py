@@ -16,9 +16,10 @@ from tilefold.plan.backward.kept_backward import (
     backward_tile_fault,
     divisors,
 )
+from tilefold.plan.base import Fault, unusable
 from tilefold.plan.device import Device
 from tilefold.plan.hopper import chip_refusal
-from tilefold.plan.limits import MAX_GRID, Tile, box_refusal
+from tilefold.plan.limits import MAX_GRID, Tile, box_refusal, strides_refusal
 from tilefold.plan.sparse.sparse_hopper import block_refusal
 
 if TYPE_CHECKING:
@@ -39,8 +40,8 @@ def hopper_backward_refusal(problem: "SparseProblem", device: Device) -> str | N
         return refusal
     if not n.plain or n.causal or n.window != (-1, -1) or n.varlen or problem.page_size:
         return "it has no masks, no changes of scores inside a block, and no packed or paged keys"
-    if not problem.descriptors:
-        return "the base or the strides of Q are not multiples of 16 bytes"
+    if refusal := strides_refusal(problem.descriptors):
+        return refusal
     if problem.capacity == 0 or n.seq_k == 0:
         return "no list has room for a block"
     if n.batch * n.heads * units(problem)[0] >= 1 << 24:
@@ -157,15 +158,14 @@ def shared_bytes(problem: "SparseProblem", tile: Tile) -> int:
     return backward_shared(problem.attention.dim_qk, problem.attention.itemsize, tile.num_stages)
 
 
-def hopper_backward_violation(problem: "SparseProblem", device: Device, tile: Tile) -> tuple[str, str] | None:
+def hopper_backward_violation(problem: "SparseProblem", device: Device, tile: Tile) -> Fault:
     """(field, sentence) of the first thing that does not fit, or None."""
-    refusal = hopper_backward_refusal(problem, device)
-    if refusal:
-        return "kernel", f"{KERNEL} cannot be used: {refusal}"
+    if fault := unusable(KERNEL, hopper_backward_refusal(problem, device)):
+        return fault
     return backward_tile_fault(KERNEL, problem.attention.dim_qk, problem.attention.itemsize, device, tile)
 
 
-def heads_violation(problem: "SparseProblem", heads: int, queries: int) -> tuple[str, str] | None:
+def heads_violation(problem: "SparseProblem", heads: int, queries: int) -> Fault:
     """As hopper_backward_violation, of the numbers of KV heads and of queries at a time."""
     n = problem.attention
     total = n.batch * n.kv_heads

@@ -2,9 +2,10 @@
 
 from typing import TYPE_CHECKING
 
+from tilefold.plan.base import Fault, unusable
 from tilefold.plan.device import Device
 from tilefold.plan.hopper import chip_refusal, tile_fault
-from tilefold.plan.limits import RESERVED_SHARED, Tile
+from tilefold.plan.limits import RESERVED_SHARED, Tile, strides_refusal
 
 if TYPE_CHECKING:
     from tilefold.plan.sparse.sparse import SparseProblem
@@ -26,11 +27,7 @@ def hopper_refusal(problem: "SparseProblem", device: Device) -> str | None:
         return "it has no masks but causal ones and no changes of scores inside a block"
     if problem.page_size and (problem.page_size < MIN_PAGE or problem.page_size & (problem.page_size - 1)):
         return f"it has boxes of pages of 16, 32, 64, ... keys, not of {problem.page_size}"
-    if not problem.descriptors:
-        return "the base or the strides of Q are not multiples of 16 bytes"
-    if not n.descriptors:
-        return "the base or the strides of K or V are not multiples of 16 bytes"
-    return None
+    return strides_refusal(problem.descriptors, n.descriptors)
 
 
 def block_refusal(problem: "SparseProblem") -> str | None:
@@ -94,11 +91,10 @@ def hopper_programs(problem: "SparseProblem", device: Device, items: int) -> int
     return min(items, device.sms * programs_per_sm(problem))
 
 
-def hopper_violation(problem: "SparseProblem", device: Device, tile: Tile, splits: int) -> tuple[str, str] | None:
+def hopper_violation(problem: "SparseProblem", device: Device, tile: Tile, splits: int) -> Fault:
     """(field, sentence) of the first thing that does not fit, or None."""
-    refusal = hopper_refusal(problem, device)
-    if refusal:
-        return "kernel", f"{KERNEL} cannot be used: {refusal}"
+    if fault := unusable(KERNEL, hopper_refusal(problem, device)):
+        return fault
     if splits != 1:
         return "splits", f"must be 1 with {KERNEL}, got {splits}"
     fixed = {"block_m": problem.block_q, "block_n": problem.block_k, "num_warps": 4}
