@@ -9,7 +9,7 @@ from tilefold.plan.dense.specialised import SPECIALISED, SpecialisedKernel
 from tilefold.plan.device import Device
 from tilefold.plan.limits import BOX, MOD_BYTES, POINTER, VARLEN, Tile, box_refusal, grid_of
 from tilefold.plan.problem import AttentionProblem, next_power_of_two
-from tilefold.plan.tuned import MANY_MODS, Tuned, tuned_tile
+from tilefold.plan.tuned import MANY_MODS, tuned_tile
 
 SHORT_QUERIES = 64  # below this a full tile of rows would be mostly padding
 
@@ -147,8 +147,8 @@ def _short(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
 
 def _tuned(problem: AttentionProblem, device: Device) -> tuple[Choice, ...]:
     kernel = _best_kernel(problem, device)
-    found: Tuned | None = tuned_tile(problem, device, "box" if kernel == BOX else "pointer")
-    return (Choice(kernel, found.tile, found.evidence),) if found else ()
+    found = tuned_tile(problem, device, "box" if kernel == BOX else "pointer")
+    return (Choice(kernel, *found),) if found else ()
 
 
 NARROW_BIAS = (
