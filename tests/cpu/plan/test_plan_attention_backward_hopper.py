@@ -231,7 +231,7 @@ def test_what_is_kept_of_packed_sequences() -> None:
         (replace(MIXED, batch=2, seq_q=100, seq_k=100, heads=2, kv_heads=2), (12, 0.0)),
     ):
         plan = forced(problem)
-        gib = packed.kept_bytes(problem, H200, 1, plan.keys_at_once) / 2**30
+        gib = packed.kept_bytes(problem, plan.keys_at_once) / 2**30
         assert (plan.heads_at_once, plan.keys_at_once // 64) == (1, kept[0])
         assert kept[1] <= round(gib, 1) + 0.05 < kept[1] + 0.15
         assert plan.scratch_bytes >= gib * 2**30
@@ -336,7 +336,7 @@ def test_any_packed_problem(problem: AttentionProblem, share: float) -> None:
     n = problem
     totals = (min(1 << 26, max(m, int(share * n.batch * m))) for m in (n.seq_q, n.seq_k))
     order = packed.order_of(n, H200, plan.keys_at_once, *totals)
-    assert packed.kept_bytes(n, H200, 1, plan.keys_at_once) <= MOST_KEPT
+    assert packed.kept_bytes(n, plan.keys_at_once) <= MOST_KEPT
     assert order.slots * n.group * order.width * 64 < 1 << 31
     assert order.shift >= 0
     assert order.slots == order.keys or order.longest + order.shift <= order.slots

@@ -15,9 +15,15 @@ from tilefold.plan.backward.attention_backward_hopper import KERNEL as HOPPER
 from tilefold.plan.backward.attention_backward_reduce import KERNEL as REDUCE
 from tilefold.plan.backward.attention_backward_reduce import ReduceOptions
 from tilefold.plan.backward.attention_backward_short import KERNEL as SHORT
-from tilefold.plan.backward.backward import PASS, backward_box_refusal, backward_tile_violation, not_a_tile
+from tilefold.plan.backward.backward import (
+    PASS,
+    backward_box_refusal,
+    backward_tile_violation,
+    backward_tiles,
+    not_a_tile,
+)
 from tilefold.plan.backward.backward_time import RATES, features
-from tilefold.plan.backward.kept_backward import NARROW
+from tilefold.plan.backward.kept_backward import NARROW, backward_tile, backward_tile_fault
 from tilefold.plan.base import Fault, Plan, changed, require_device, require_fit, unusable
 from tilefold.plan.cost import Cost, attention_cost
 from tilefold.plan.device import Device
@@ -146,7 +152,7 @@ class AttentionBackwardPlan(Plan):
         if self.kernel == HOPPER:
             at_once = self.heads_at_once, self.keys_at_once
             if n.varlen:
-                return packed.scratch_bytes(n, self.device, *at_once)
+                return packed.scratch_bytes(n, self.keys_at_once)
             return spans.scratch_bytes(n, self.device, self.queries_at_once, *at_once)
         return 4 * (4 + n.dim_v if n.dtype == "float32" else 2) * rows + self._others_bytes
 
@@ -318,10 +324,9 @@ def plan_attention_backward(
     if not deterministic:
         plan = plan_attention_backward(problem, device)
         return replace(plan, reason=f"{plan.reason} {REDUCE} is not taken: {options}.")
-    refusal = (packed.packed_refusal if problem.varlen else spans.hopper_backward_refusal)(problem, device)
-    if not refusal:
-        return _hopper(problem, device)
-    return _refusing(_portable(problem, device), HOPPER, refusal)
+    if refusal := _hopper_refusal(problem, device):
+        return _refusing(_portable(problem, device), HOPPER, refusal)
+    return _hopper(problem, device)
 
 
 def _refusing(plan: AttentionBackwardPlan, kernel: str, why: str) -> AttentionBackwardPlan:
@@ -365,7 +370,7 @@ def _short(
 
 
 def _hopper(problem: AttentionProblem, device: Device, others: OtherGradients = NO_OTHERS) -> AttentionBackwardPlan:
-    tile = dense.hopper_backward_tile(problem)
+    tile = backward_tile(dense.width_of(problem))
     require_fit(_hopper_fault(problem, device, tile))
     reason = "A loading warp, wgmma, five products a pair of tiles; the order of every sum is that of the keys or the queries."
     queries = 0 if problem.varlen else spans.queries_at_once(problem, device)
@@ -437,33 +442,22 @@ def _tiles(problem: AttentionProblem, device: Device, kernel: str, own: str) -> 
     64 x 64 with 4 warps, and 8 past a head dim of 128, were the best of the block-sparse backward pass on an H200, whose steps
     these are (docs/performance/sparse_backward.md).  Where something else needs registers, half a tile streams by at a time: in
     the block-sparse kernels that was no slower than spilled registers; not measured here yet."""
-    rows, keys = (min(64, max(16, next_power_of_two(n))) for n in (problem.seq_q, problem.seq_k))
-    width = max(problem.block_qk, problem.block_v)
-    if device.backend == "interpreter":
-        return (Tile(rows, keys, 4, 1),)
-    last = Tile(16, 16, 4, 1)
-    if problem.dtype == "float32":
-        return (Tile(min(rows, 32), min(keys, 32), 8 if width > 64 else 4, 1), last)
-    mods = problem.score_mods + problem.mask_mods
+    n, mods = problem, problem.score_mods + problem.mask_mods
+    rows, keys = (min(64, max(16, next_power_of_two(length))) for length in (n.seq_q, n.seq_k))
+    width = max(n.block_qk, n.block_v)
     loading = any(mod in MOD_BYTES for mod in mods)
-    drawing = problem.dropout  # random numbers are made in registers
-    warps = 8 if width > 128 else 4
-    first = Tile(rows, keys, warps, 2)
-    if own != "block_n":  # products with queries as rows: wgmma takes 64
-        narrow = Tile(rows, min(keys, 32), warps, 2)
-        crowded = loading or drawing
-    else:
-        narrow = Tile(min(rows, 32), keys, 8 if loading and width > 64 else warps, 2)
-        banded = problem.causal or problem.window != (-1, -1)
-        crowded = kernel != BOX or bool(mods) or drawing or problem.group > 1 or banded
-        crowded = crowded and (width <= 128 or loading or drawing)
-    small = Tile(min(rows, 32), min(keys, 32), 4, 1)
-    if width > 256:  # dk and dv of 32 keys are 128 registers in each thread of 8 warps
-        wide = Tile(rows, min(keys, 32), 8, 1) if own == "block_n" else Tile(min(rows, 32), keys, 8, 1)
-        narrow = Tile(min(rows, 32), min(keys, 32), 8, 2)
-        boxed = (wide,) if kernel == BOX else ()  # tiles that pointers load are copied once more
-        return (*boxed, narrow, replace(narrow, num_stages=1), small, last)
-    return (narrow if crowded else first, narrow, replace(narrow, num_stages=1), small, last)
+    crowded = loading or n.dropout  # random numbers are made in registers
+    if own == "block_n":
+        other = kernel != BOX or mods or n.group > 1 or n.causal or n.window != (-1, -1)
+        crowded = crowded or bool(other and width <= 128)
+    found = backward_tiles(n, device, rows, keys, own, crowded, loading)
+    if width <= 256 or device.backend == "interpreter" or n.dtype == "float32":
+        return found
+    # dk and dv of 32 keys are 128 registers in each thread of 8 warps
+    wide = Tile(rows, min(keys, 32), 8, 1) if own == "block_n" else Tile(min(rows, 32), keys, 8, 1)
+    narrow = Tile(min(rows, 32), min(keys, 32), 8, 2)
+    boxed = (wide,) if kernel == BOX else ()  # tiles that pointers load are copied once more
+    return (*boxed, narrow, replace(narrow, num_stages=1), *found[-2:])
 
 
 def _bias_programs(problem: AttentionProblem, tile: Tile, bias: tuple[int, ...]) -> int:
@@ -544,7 +538,7 @@ def _whole_violation(plan: AttentionBackwardPlan) -> Fault:
     elif plan.kernel == REDUCE:
         fault = reduced.reduce_violation(n, device, plan.keys, plan.options, *at_once) or _stored_violation(plan)
     elif n.varlen:
-        fault = _hopper_fault(n, device, plan.keys) or packed.kept_violation(n, device, *at_once)
+        fault = _hopper_fault(n, device, plan.keys) or packed.kept_violation(n, *at_once)
     else:
         fault = _hopper_fault(n, device, plan.keys)
         fault = fault or spans.kept_violation(n, device, plan.queries_at_once, *at_once)
@@ -578,8 +572,13 @@ def _stored_violation(plan: AttentionBackwardPlan) -> Fault:
     return None
 
 
+def _hopper_refusal(problem: AttentionProblem, device: Device) -> str | None:
+    return (packed.packed_refusal if problem.varlen else spans.hopper_backward_refusal)(problem, device)
+
+
 def _hopper_fault(problem: AttentionProblem, device: Device, tile: Tile) -> Fault:
-    return (packed.packed_violation if problem.varlen else spans.hopper_backward_violation)(problem, device, tile)
+    fault = unusable(HOPPER, _hopper_refusal(problem, device))
+    return fault or backward_tile_fault(HOPPER, dense.width_of(problem), problem.itemsize, device, tile)
 
 
 def _bias_violation(plan: AttentionBackwardPlan) -> Fault:

@@ -12,14 +12,15 @@ from tilefold.plan.backward.kept_backward import (
     UNIT,
     WIDE,
     backward_delay,
-    backward_tile,
     divisors,
+    heads_fault,
     kept_limit,
+    work_fault,
 )
 from tilefold.plan.base import Fault
 from tilefold.plan.device import Device
 from tilefold.plan.hopper import type_refusal
-from tilefold.plan.limits import MAX_GRID, Tile, box_refusal
+from tilefold.plan.limits import box_refusal
 from tilefold.plan.problem import AttentionProblem
 
 KERNEL = "attention_backward_hopper"
@@ -183,11 +184,6 @@ def kept_at_once(problem: AttentionProblem, device: Device) -> tuple[int, int]:
     return 1, -(-kv_units // splits) * UNIT
 
 
-def hopper_backward_tile(problem: AttentionProblem) -> Tile:
-    """The one tile of both kinds of work."""
-    return backward_tile(width_of(problem))
-
-
 def is_kept_well(problem: AttentionProblem, device: Device) -> bool:
     """Whether there is room for dS of all batches, or of WELL_SLOTS, or of WELL_HELD key items for each running program."""
     n = problem
@@ -204,9 +200,8 @@ def is_kept_well(problem: AttentionProblem, device: Device) -> bool:
 def kept_violation(problem: AttentionProblem, device: Device, heads: int, keys: int) -> Fault:
     """(field, sentence) of the first thing about the KV heads and keys of a batch that does not fit, or None."""
     n = problem
-    total = n.batch * n.kv_heads
-    if type(heads) is not int or heads < 1 or total % heads:
-        return "heads_at_once", f"must be a divisor of {total} (batch x KV heads), got {heads!r}"
+    if fault := heads_fault(heads, n.batch * n.kv_heads):
+        return fault
     kv_units = tiles(n)[1]
     if type(keys) is not int or keys < UNIT or keys % UNIT or keys > kv_units * UNIT:
         return "keys_at_once", f"must be a multiple of {UNIT} up to {kv_units * UNIT}, got {keys!r}"
@@ -227,11 +222,4 @@ def kept_violation(problem: AttentionProblem, device: Device, heads: int, keys: 
             f"{limit / 2**30:.2g} GiB hold dS of {held * batch * UNIT} keys of one head at a time, fewer than the "
             f"{least * UNIT} that keep the device at work"
         )
-    if kept // (UNIT * n.itemsize) >= 1 << 31:
-        return "heads_at_once", f"dS of {heads} heads has more rows than a descriptor can count"
-    others = query_items(n, device, heads)
-    if batch * (batch + others) >= 1 << 31:
-        return "heads_at_once", f"{heads} heads are more pieces of work than a batch can have"
-    if batches * (batch + others) > MAX_GRID:
-        return "grid", f"more than {MAX_GRID} pieces of work"
-    return None
+    return work_fault(heads, kept // (UNIT * n.itemsize), batch, query_items(n, device, heads), batches)

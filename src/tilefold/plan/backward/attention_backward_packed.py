@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from tilefold.plan.backward.attention_backward_hopper import (
     HELD,
-    KERNEL,
     PAIRS_FROM,
     common_refusal,
     line_width,
@@ -17,10 +16,10 @@ from tilefold.plan.backward.attention_backward_hopper import (
     tiles,
     width_of,
 )
-from tilefold.plan.backward.kept_backward import MOST_KEPT, NARROW, SPARE, UNIT, backward_tile_fault
-from tilefold.plan.base import Fault, unusable
+from tilefold.plan.backward.kept_backward import MOST_KEPT, NARROW, SPARE, UNIT
+from tilefold.plan.base import Fault
 from tilefold.plan.device import Device
-from tilefold.plan.limits import MAX_GRID, Tile, strides_refusal
+from tilefold.plan.limits import MAX_GRID, strides_refusal
 from tilefold.plan.problem import AttentionProblem
 
 ENTRY_BYTES = 48  # of one piece of work
@@ -70,13 +69,6 @@ def packed_refusal(problem: AttentionProblem, device: Device) -> str | None:
     return None
 
 
-def packed_violation(problem: AttentionProblem, device: Device, tile: Tile) -> Fault:
-    """(field, sentence) of the first thing that does not fit, or None."""
-    if fault := unusable(KERNEL, packed_refusal(problem, device)):
-        return fault
-    return backward_tile_fault(KERNEL, width_of(problem), problem.itemsize, device, tile)
-
-
 # ---------------------------------------------------------------- sizes
 
 
@@ -91,28 +83,28 @@ def kept_at_once(problem: AttentionProblem, device: Device) -> tuple[int, int]:
     return 1, UNIT * min(wanted, MOST_KEPT // _line_bytes(problem))
 
 
-def kept_bytes(problem: AttentionProblem, device: Device, heads: int, keys: int) -> int:
+def kept_bytes(problem: AttentionProblem, keys: int) -> int:
     """Memory for dS (bytes), at most: a batch of fewer tokens has fewer slots."""
     return keys // UNIT * _line_bytes(problem)
 
 
-def scratch_bytes(problem: AttentionProblem, device: Device, heads: int, keys: int) -> int:
+def scratch_bytes(problem: AttentionProblem, keys: int) -> int:
     """Bytes beside the gradients, at most: dS, statistics, the order of the work."""
     n = problem
     statistics = 8 * UNIT * n.batch * n.heads * (tiles(n)[0] + 1)
     entries = ENTRY_BYTES * n.batch * (n.kv_heads * longest(n) + n.heads * (tiles(n)[0] + 1))
-    return kept_bytes(n, device, heads, keys) + statistics + entries
+    return kept_bytes(n, keys) + statistics + entries
 
 
-def kept_violation(problem: AttentionProblem, device: Device, heads: int, keys: int) -> Fault:
-    """As packed_violation, of the heads and keys at a time."""
+def kept_violation(problem: AttentionProblem, heads: int, keys: int) -> Fault:
+    """(field, sentence) of the first thing about the heads and keys at a time that does not fit, or None."""
     n = problem
     if heads != 1 or type(heads) is not int:
         return "heads_at_once", f"must be 1 for a packed batch, got {heads!r}"
     least = min(longest(n), _most(n))
     if type(keys) is not int or keys % UNIT or keys < least * UNIT:
         return "keys_at_once", f"must be a multiple of {UNIT} from {least * UNIT}, the longest sequence, got {keys!r}"
-    kept = kept_bytes(n, device, heads, keys)
+    kept = kept_bytes(n, keys)
     if kept > MOST_KEPT:
         return (
             "keys_at_once",

@@ -9,7 +9,7 @@ from typing import Any
 from tilefold.plan.backward.attention_backward_hopper import is_kept_well, width_of
 from tilefold.plan.backward.attention_backward_packed import packed_refusal
 from tilefold.plan.backward.backward import rows_refusal
-from tilefold.plan.backward.kept_backward import divisors
+from tilefold.plan.backward.kept_backward import divisors, heads_fault
 from tilefold.plan.base import Fault, unusable
 from tilefold.plan.dense.attention_hopper import LISTS_FROM
 from tilefold.plan.device import Device
@@ -455,12 +455,8 @@ def reduce_violation(
         return fault
     if tile.num_stages < 2:
         return "num_stages", f"must be at least 2 with {KERNEL}, got {tile.num_stages}"
-    total = _programs_heads(n, options)
-    if type(heads) is not int or heads < 1 or total % heads:
-        return (
-            "heads_at_once",
-            f"must be a divisor of {total} (batch x KV heads, or heads that are apart), got {heads!r}",
-        )
+    if fault := heads_fault(heads, _programs_heads(n, options), "batch x KV heads, or heads that are apart"):
+        return fault
     if keys:
         return "keys_at_once", f"must be 0 with {KERNEL}, which keeps no dS, got {keys!r}"
     return None

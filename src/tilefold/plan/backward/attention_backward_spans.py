@@ -10,11 +10,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from tilefold.plan.backward import attention_backward_hopper as dense
-from tilefold.plan.backward.attention_backward_hopper import KERNEL
-from tilefold.plan.backward.kept_backward import UNIT, WIDE, backward_tile_fault, kept_limit, least_kept
-from tilefold.plan.base import Fault, unusable
+from tilefold.plan.backward.kept_backward import UNIT, WIDE, kept_limit, least_kept
+from tilefold.plan.base import Fault
 from tilefold.plan.device import Device
-from tilefold.plan.limits import Tile
 from tilefold.plan.problem import AttentionProblem
 
 # Key items whose dS has room at a time, for each running program, where spans are chosen; measured on an H200, D=128, 32 heads on
@@ -188,15 +186,8 @@ def hopper_backward_refusal(problem: AttentionProblem, device: Device) -> str | 
     return None
 
 
-def hopper_backward_violation(problem: AttentionProblem, device: Device, tile: Tile) -> Fault:
-    """(field, sentence) of the first thing that does not fit, or None."""
-    if fault := unusable(KERNEL, hopper_backward_refusal(problem, device)):
-        return fault
-    return backward_tile_fault(KERNEL, dense.width_of(problem), problem.itemsize, device, tile)
-
-
 def span_violation(problem: AttentionProblem, queries: int) -> Fault:
-    """As hopper_backward_violation, of the queries of a span alone."""
+    """(field, sentence) of the first thing about the queries of a span that does not fit, or None."""
     if type(queries) is not int or queries < 0 or queries % UNIT:
         return "queries_at_once", f"must be 0 (all) or a multiple of {UNIT}, got {queries!r}"
     if queries and -(-problem.seq_q // queries) > MAX_SPANS:
@@ -205,7 +196,7 @@ def span_violation(problem: AttentionProblem, queries: int) -> Fault:
 
 
 def kept_violation(problem: AttentionProblem, device: Device, queries: int, heads: int, keys: int) -> Fault:
-    """As hopper_backward_violation, of the queries of a span, and of the KV heads and keys of a batch."""
+    """As span_violation, of the KV heads and keys of a batch, too."""
     if not queries and type(queries) is int:
         return dense.kept_violation(problem, device, heads, keys)
     if fault := span_violation(problem, queries):

@@ -1,5 +1,7 @@
 """What every plan of a backward pass asks of a tile: shared memory, registers, warps; estimated before anything is compiled."""
 
+from dataclasses import replace
+
 from tilefold.plan.architecture import SM_90
 from tilefold.plan.base import Fault
 from tilefold.plan.device import Device
@@ -24,6 +26,27 @@ def backward_shared_bytes(problem: AttentionProblem, device: Device, tile: Tile,
     streams = (rows - tile.block_n + tile.num_stages * (tile.block_m + tile.block_n)) * width
     streams += tile.num_stages * scores * loads
     return streams if device.architecture is SM_90 else max(owned, streams)  # elsewhere nothing was measured
+
+
+def backward_tiles(
+    problem: AttentionProblem, device: Device, rows: int, keys: int, own: str, crowded: bool, loading: bool = False
+) -> tuple[Tile, ...]:
+    """Tiles of portable kernels of at most so many rows and keys, best first.
+
+    own: as of `backward_shared_bytes`.  crowded: half a tile streams by at a time, since something else needs registers;
+    loading: what changes scores is loaded."""
+    width = max(problem.block_qk, problem.block_v)
+    if device.backend == "interpreter":
+        return (Tile(rows, keys, 4, 1),)
+    last = Tile(16, 16, 4, 1)
+    if problem.dtype == "float32":
+        return (Tile(min(rows, 32), min(keys, 32), 8 if width > 64 else 4, 1), last)
+    warps = 8 if width > 128 else 4
+    narrow = Tile(rows, min(keys, 32), warps, 2)  # products with queries as rows: wgmma takes 64
+    if own == "block_n":
+        narrow = Tile(min(rows, 32), keys, 8 if loading and width > 64 else warps, 2)
+    first = narrow if crowded else Tile(rows, keys, warps, 2)
+    return (first, narrow, replace(narrow, num_stages=1), Tile(min(rows, 32), min(keys, 32), 4, 1), last)
 
 
 def backward_tile_violation(

@@ -7,7 +7,7 @@ from math import isqrt
 from tilefold.plan.base import Fault
 from tilefold.plan.device import Device
 from tilefold.plan.hopper import tile_fault
-from tilefold.plan.limits import Tile
+from tilefold.plan.limits import MAX_GRID, Tile
 from tilefold.plan.problem import AttentionProblem
 
 UNIT = 64  # tokens of a tile
@@ -71,6 +71,24 @@ def backward_shared(dim: int, itemsize: int, stages: int) -> int:
     tiles = (2 * stages + 2) * UNIT * dim + UNIT * UNIT
     exchange = UNIT * UNIT * 4 if dim > NARROW else 0
     return tiles * itemsize + exchange + stages * 2 * UNIT * 4 + BARRIER_BYTES
+
+
+def heads_fault(heads: object, total: int, of: str = "batch x KV heads") -> Fault:
+    """That of a number of heads at a time; total: of them, which are what `of` says."""
+    if type(heads) is not int or heads < 1 or total % heads:
+        return "heads_at_once", f"must be a divisor of {total} ({of}), got {heads!r}"
+    return None
+
+
+def work_fault(heads: int, rows: int, keys: int, queries: int, batches: int) -> Fault:
+    """That of so much work.  rows: of kept dS; keys, queries: items of a batch, which has so many heads."""
+    if rows >= 1 << 31:
+        return "heads_at_once", f"dS of {heads} heads has more rows than a descriptor can count"
+    if keys * (keys + queries) >= 1 << 31:
+        return "heads_at_once", f"{heads} heads are more pieces of work than a batch can have"
+    if batches * (keys + queries) > MAX_GRID:
+        return "grid", f"more than {MAX_GRID} pieces of work"
+    return None
 
 
 def backward_tile_fault(kernel: str, dim: int, itemsize: int, device: Device, tile: Tile) -> Fault:

@@ -1,9 +1,16 @@
 """The plan of the backward pass of block-sparse attention: one tile for dq, one for dk and dv."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 
-from tilefold.plan.backward.backward import PASS, backward_box_refusal, backward_tile_violation, not_a_tile
+from tilefold.plan.backward.backward import (
+    PASS,
+    backward_box_refusal,
+    backward_tile_violation,
+    backward_tiles,
+    not_a_tile,
+)
+from tilefold.plan.backward.kept_backward import backward_tile, backward_tile_fault
 from tilefold.plan.base import Fault, FittedPlan, changed, require_fit, said_sizes, unusable
 from tilefold.plan.device import Device
 from tilefold.plan.limits import MAX_GRID, Tile, first_fit, require_supported, strides_refusal
@@ -14,8 +21,6 @@ from tilefold.plan.sparse.sparse_backward_hopper import (
     heads_at_once,
     heads_violation,
     hopper_backward_refusal,
-    hopper_backward_tile,
-    hopper_backward_violation,
     kept_bytes,
     queries_at_once,
     spans,
@@ -116,7 +121,7 @@ def plan_sparse_backward(problem: SparseProblem, device: Device, portable: bool 
 
 
 def _hopper(problem: SparseProblem, device: Device) -> SparseBackwardPlan:
-    tile, heads = hopper_backward_tile(problem), heads_at_once(problem, device)
+    tile, heads = backward_tile(problem.attention.dim_qk), heads_at_once(problem, device)
     reason = "A loading warp, wgmma, five products a pair of blocks; the order of every sum is that of one list, span by span."
     return SparseBackwardPlan(
         problem, device, HOPPER, tile, tile, "hopper-lists", reason, heads, queries_at_once(problem)
@@ -137,27 +142,13 @@ def _portable(problem: SparseProblem, device: Device) -> SparseBackwardPlan:
 
 def _tiles(problem: SparseProblem, device: Device, kernel: str, own: str) -> tuple[Tile, ...]:
     """Best first; every tile divides its blocks.  own: which side the program owns."""
+    n = problem.attention
+    width = max(n.block_qk, n.block_v)
+    plain = kernel == BOX and not n.score_mods and not n.mask_mods and not n.causal
+    # With half the queries a step there are no spilled registers: as fast or faster where something else needs them.
+    crowded = (width <= 128 and not plain) or (width <= 64 and n.group > 1)
     rows, keys = min(problem.block_q, 64), min(problem.block_k, 64)
-    width = max(problem.attention.block_qk, problem.attention.block_v)
-    if device.backend == "interpreter":
-        return (Tile(rows, keys, 4, 1),)
-    last = Tile(16, 16, 4, 1)
-    if problem.attention.dtype == "float32":
-        return (Tile(min(rows, 32), min(keys, 32), 8 if width > 64 else 4, 1), last)
-    warps = 8 if width > 128 else 4
-    first = Tile(rows, keys, warps, 2)
-    if own == "block_m":
-        narrow = Tile(rows, min(keys, 32), warps, 2)
-    else:
-        narrow = Tile(min(rows, 32), keys, warps, 2)
-        n = problem.attention
-        plain = kernel == BOX and not n.score_mods and not n.mask_mods and not n.causal
-        alone = n.heads == n.kv_heads
-        # With half the queries a step there are no spilled registers: as fast or faster where something else needs them.
-        if (width <= 64 and not (plain and alone)) or (width <= 128 and not plain):
-            first = narrow
-    small = Tile(min(rows, 32), min(keys, 32), 4, 1)
-    return (first, narrow, replace(narrow, num_stages=1), small, last)
+    return backward_tiles(n, device, rows, keys, own, crowded and own == "block_n")
 
 
 def _programs(problem: SparseProblem, queries: Tile, keys: Tile) -> tuple[int, int]:
@@ -194,7 +185,9 @@ def _violation(
     if kernel == HOPPER:
         if queries != keys:
             return "queries", f"must be the tile of keys ({keys}) with {kernel}, got {queries}"
-        return hopper_backward_violation(problem, device, keys) or heads_violation(problem, heads, at_once)
+        fault = unusable(HOPPER, hopper_backward_refusal(problem, device))
+        fault = fault or backward_tile_fault(HOPPER, problem.attention.dim_qk, problem.attention.itemsize, device, keys)
+        return fault or heads_violation(problem, heads, at_once)
     for name, number in (("heads_at_once", heads), ("queries_at_once", at_once)):
         if number != 0:
             return name, f"must be 0 with {kernel}, which keeps no dS, got {number}"

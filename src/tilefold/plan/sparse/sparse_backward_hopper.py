@@ -11,15 +11,14 @@ from tilefold.plan.backward.kept_backward import (
     PROGRAMS_PER_SM,
     UNIT,
     backward_delay,
-    backward_shared,
-    backward_tile,
-    backward_tile_fault,
     divisors,
+    heads_fault,
+    work_fault,
 )
-from tilefold.plan.base import Fault, unusable
+from tilefold.plan.base import Fault
 from tilefold.plan.device import Device
 from tilefold.plan.hopper import chip_refusal
-from tilefold.plan.limits import MAX_GRID, Tile, box_refusal, strides_refusal
+from tilefold.plan.limits import box_refusal, strides_refusal
 from tilefold.plan.sparse.sparse_hopper import block_refusal
 
 if TYPE_CHECKING:
@@ -148,39 +147,16 @@ def heads_at_once(problem: "SparseProblem", device: Device) -> int:
     return min(enough, default=max(fitting, default=1))
 
 
-def hopper_backward_tile(problem: "SparseProblem") -> Tile:
-    """The one tile of both kinds of work."""
-    return backward_tile(problem.attention.dim_qk)
-
-
-def shared_bytes(problem: "SparseProblem", tile: Tile) -> int:
-    """Shared memory of one program (bytes)."""
-    return backward_shared(problem.attention.dim_qk, problem.attention.itemsize, tile.num_stages)
-
-
-def hopper_backward_violation(problem: "SparseProblem", device: Device, tile: Tile) -> Fault:
-    """(field, sentence) of the first thing that does not fit, or None."""
-    if fault := unusable(KERNEL, hopper_backward_refusal(problem, device)):
-        return fault
-    return backward_tile_fault(KERNEL, problem.attention.dim_qk, problem.attention.itemsize, device, tile)
-
-
 def heads_violation(problem: "SparseProblem", heads: int, queries: int) -> Fault:
-    """As hopper_backward_violation, of the numbers of KV heads and of queries at a time."""
+    """(field, sentence) of the first thing about the KV heads and queries at a time that does not fit, or None."""
     n = problem.attention
-    total = n.batch * n.kv_heads
-    if type(heads) is not int or heads < 1 or total % heads:
-        return "heads_at_once", f"must be a divisor of {total} (batch x KV heads), got {heads!r}"
+    if fault := heads_fault(heads, n.batch * n.kv_heads):
+        return fault
     if type(queries) is not int or queries < 0 or queries % problem.block_q:
         return "queries_at_once", f"must be 0 (all) or a multiple of {problem.block_q}, a query block, got {queries!r}"
-    if kept_bytes(problem, heads, queries) // (UNIT * n.itemsize) >= 1 << 31:
-        return "heads_at_once", f"dS of {heads} heads has more rows than a descriptor can count"
-    q_units, kv_units = span_units(problem, queries), units(problem)[1]
-    if heads * kv_units * heads * (kv_units + n.group * q_units) >= 1 << 31:
-        return "heads_at_once", f"{heads} heads are more pieces of work than a batch can have"
-    if items(problem, heads, queries) > MAX_GRID:
-        return "grid", f"more than {MAX_GRID} pieces of work"
-    return None
+    rows = kept_bytes(problem, heads, queries) // (UNIT * n.itemsize)
+    key_items, query_items = heads * units(problem)[1], heads * n.group * span_units(problem, queries)
+    return work_fault(heads, rows, key_items, query_items, segments(problem, heads, queries))
 
 
 def items(problem: "SparseProblem", heads: int, queries: int) -> int:
