@@ -4,10 +4,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from tilefold.errors import PlanError, Unsupported
+from tilefold.errors import PlanError
 from tilefold.plan import serialise
 from tilefold.plan.base import Shown, changed, require_equal, said_sizes
-from tilefold.plan.cache.invariant import invariant_refusal
+from tilefold.plan.cache.invariant import require_keepable
 from tilefold.plan.capabilities import capability
 from tilefold.plan.device import Device
 
@@ -59,8 +59,7 @@ class TorchPlan(Shown):
 
     def invariant(self) -> "TorchPlan":
         """The plan of numerics="invariant".  Unsupported for what that cannot keep."""
-        if why := invariant_refusal(getattr(self.problem, "attention", self.problem)):
-            raise Unsupported(f'{why}; numerics="invariant" cannot keep that')
+        require_keepable(getattr(self.problem, "attention", self.problem))
         return replace(self, cut=None, numerics="invariant")
 
     def with_tile(

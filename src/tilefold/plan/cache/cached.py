@@ -15,6 +15,12 @@ LEAST_TILES = 4  # of keys in a split: below that a program's beginning and end,
 CachedPlan = tuple[Tile, int]
 
 
+def require_splits(splits: int) -> None:
+    """ValueRangeError for a number of splits that no kernel over a cache takes; 0: the plan chooses."""
+    if not 0 <= splits <= MAX_SPLITS:
+        raise ValueRangeError(f"num_splits must be 0 to {MAX_SPLITS}, got {splits}")
+
+
 @lru_cache(maxsize=4096)
 def plan_cached(problem: AttentionProblem, device: Device, splits: int) -> CachedPlan:
     """(tile, splits) for a problem whose seq_k is the capacity of the cache: lengths are known on the device alone, so the same
@@ -22,8 +28,7 @@ def plan_cached(problem: AttentionProblem, device: Device, splits: int) -> Cache
 
     splits: 0 to choose, else what the caller wants.  Chosen: as many as fill the SMs once when the query tiles alone do not, and
     leave every split 4 tiles of keys at full capacity.  Raises ValueRangeError, and what `plan_attention` raises."""
-    if not 0 <= splits <= MAX_SPLITS:
-        raise ValueRangeError(f"num_splits must be 0 to {MAX_SPLITS}, got {splits}")
+    require_splits(splits)
     packed = replace(problem, varlen=True, descriptors=False, query_descriptors=False)
     tile = plan_attention(packed, device, portable=True).tile
     if splits:

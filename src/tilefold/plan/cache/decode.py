@@ -11,7 +11,7 @@ from typing import Any
 from tilefold.cache_formats import FORMATS, format_named
 from tilefold.errors import PlanError, Unsupported, ValueRangeError
 from tilefold.plan.base import Plan, require_device, require_equal
-from tilefold.plan.cache.cached import MAX_SPLITS
+from tilefold.plan.cache.cached import MAX_SPLITS, require_splits
 from tilefold.plan.cost import Bound, Cost, bound, live_keys
 from tilefold.plan.dense.attention import Rejected
 from tilefold.plan.device import Device
@@ -255,8 +255,7 @@ def _follow(ruled: DecodePlan, fields: dict[str, Any], evidence: str) -> DecodeP
 
 def rules_decode(problem: DecodeProblem, device: Device, splits: int = 0) -> DecodePlan:
     """The plan by rules alone: pure.  Arguments and errors as of `plan_decode`."""
-    if not 0 <= splits <= MAX_SPLITS:
-        raise ValueRangeError(f"num_splits must be 0 to {MAX_SPLITS}, got {splits}")
+    require_splits(splits)
     a = problem.attention
     require_dims(problem)
     block_m = min(64, max(16, next_power_of_two(problem.rows)))

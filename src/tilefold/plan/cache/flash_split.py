@@ -61,11 +61,11 @@ def _float32(value: float) -> float:
 
 
 @lru_cache(maxsize=4096)
-def flash_candidates(tiles: int, slots: int, blocks: int, most: int = MOST_SPLITS) -> tuple[Candidate, ...]:
-    """The numbers of splits that are weighed: up to `most`, slots and blocks, without those that leave as many blocks to a split
-    as one fewer did, since some split would stay empty."""
+def flash_candidates(tiles: int, slots: int, blocks: int) -> tuple[Candidate, ...]:
+    """The numbers of splits that are weighed: up to MOST_SPLITS, slots and blocks, without those that leave as many blocks
+    to a split as one fewer did, since some split would stay empty."""
     found = []
-    for splits in range(1, min(most, slots, blocks) + 1):
+    for splits in range(1, min(MOST_SPLITS, slots, blocks) + 1):
         if splits > 1 and -(-blocks // splits) == -(-blocks // (splits - 1)):
             continue
         waves = _float32(_float32(tiles * splits) / slots)
@@ -74,18 +74,18 @@ def flash_candidates(tiles: int, slots: int, blocks: int, most: int = MOST_SPLIT
 
 
 @lru_cache(maxsize=4096)
-def flash_splits(tiles: int, slots: int, blocks: int, most: int = MOST_SPLITS) -> int:
+def flash_splits(tiles: int, slots: int, blocks: int) -> int:
     """How many parts the keys are folded in: 1 if the query tiles fill at least 80 % of the slots, else the fewest whose wave
     efficiency reaches 85 % of the best one's.
 
     tiles: query tiles of all sequences and heads; slots: twice the SMs; blocks: of keys.  ValueRangeError, naming the
     argument, for numbers below 1 (blocks below 0)."""
-    for name, value, least in (("tiles", tiles, 1), ("slots", slots, 1), ("blocks", blocks, 0), ("most", most, 1)):
+    for name, value, least in (("tiles", tiles, 1), ("slots", slots, 1), ("blocks", blocks, 0)):
         if value < least:
             raise ValueRangeError(f"{name} must be at least {least}, got {value}")
     if fills(tiles, slots):
         return 1
-    weighed = flash_candidates(tiles, slots, blocks, most)
+    weighed = flash_candidates(tiles, slots, blocks)
     best = max((one.efficiency for one in weighed), default=0.0)
     return next((one.splits for one in weighed if one.efficiency >= GOOD * best), 1)
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from tilefold.errors import PlanError, Unsupported, ValueRangeError
-from tilefold.plan.cache.cached import MAX_SPLITS
+from tilefold.errors import PlanError, Unsupported
+from tilefold.plan.cache.cached import MAX_SPLITS, require_splits
 from tilefold.plan.cache.decode import CachePlan, DecodeProblem, require_dims
 from tilefold.plan.dense.attention import AttentionPlan, Rejected, plan_attention
 from tilefold.plan.dense.attention_hopper import (
@@ -154,11 +154,11 @@ def _broken(field: str, fixed: object, given: object) -> str:
     )
 
 
-def invariant_refusal(problem: AttentionProblem) -> str:
-    """Empty if such a call can be computed so that a query's bits depend on its own sequence alone, else why not."""
+def require_keepable(problem: AttentionProblem) -> None:
+    """Unsupported where a query's bits cannot depend on its own sequence alone."""
     if problem.dropout:
-        return "dropout_p is not 0: what is dropped goes by a sequence's number in the batch"
-    return ""
+        why = "dropout_p is not 0: what is dropped goes by a sequence's number in the batch"
+        raise Unsupported(f'{why}; numerics="invariant" cannot keep that')
 
 
 def constants_of(problem: DecodeProblem, device: Device) -> Constants:
@@ -205,13 +205,11 @@ def plan_invariant(problem: DecodeProblem, device: Device, splits: int = 0) -> I
     """The plan of a problem.  splits: programs that share a row's chunks, 0: the plan decides.
 
     Raises ValueRangeError (splits), Unsupported (dropout, head dims, dtypes that the device lacks)."""
-    if not 0 <= splits <= MAX_SPLITS:
-        raise ValueRangeError(f"num_splits must be 0 to {MAX_SPLITS}, got {splits}")
+    require_splits(splits)
     require_kernels(device)
     require_dims(problem)
     a = problem.attention
-    if why := invariant_refusal(a):
-        raise Unsupported(f'{why}; numerics="invariant" cannot keep that')
+    require_keepable(a)
     fixed = constants_of(problem, device)
     made = _plan(problem, device, fixed, 1)
     if splits:
