@@ -23,16 +23,14 @@ class Capability:
     """One kernel, or on `cpu` one function.
 
     operation: what it computes, as the public function is called.  kernel: its name in plans.  architecture: for which it is
-    written.  function: "package.module:function" where it is called by this record.  dtypes: of the tensors.  sources: where keys
-    may lie.  refused: arguments of the operation that it does not serve, each with the reason.  rules: a mask_mod of named
-    rules is served."""
+    written.  function: "package.module:function" where it is called by this record.  dtypes: of the tensors.  refused: arguments
+    of the operation that it does not serve, each with the reason.  rules: a mask_mod of named rules is served."""
 
     operation: str
     kernel: str
     architecture: Architecture
     function: str = ""
     dtypes: tuple[str, ...] = FLOATS
-    sources: tuple[str, ...] = ("dense",)
     refused: tuple[tuple[str, str], ...] = ()
     rules: bool = False
 
@@ -48,23 +46,21 @@ def _torch(operation: str, function: str, **more: Any) -> Capability:
 
 
 CAPABILITIES = (
-    Capability("attention", "attention_forward_hopper", SM_90, dtypes=HALVES, sources=("dense", "packed")),
+    Capability("attention", "attention_forward_hopper", SM_90, dtypes=HALVES),
     Capability("attention", "attention_forward_fp8", SM_90, dtypes=("float8_e4m3fn",)),
-    Capability("attention_backward", "attention_backward_hopper", SM_90, dtypes=HALVES, sources=("dense", "packed")),
-    Capability(
-        "sparse_attention", "sparse_forward_hopper", SM_90, dtypes=HALVES, sources=("listed", "packed", "paged")
-    ),
+    Capability("attention_backward", "attention_backward_hopper", SM_90, dtypes=HALVES),
+    Capability("sparse_attention", "sparse_forward_hopper", SM_90, dtypes=HALVES),
     Capability("matmul", "matmul_hopper", SM_90, dtypes=(*HALVES, "float8_e4m3fn")),
     Capability("matmul_w8a8", "matmul_eight_hopper", SM_90, dtypes=("int8", "float8_e4m3fn")),
-    _torch("attention", "calls:attention", sources=("dense", "packed"), refused=_MODS, rules=True),
-    _torch("attention_backward", "calls:attention_backward", sources=("dense", "packed"), refused=_MODS, rules=True),
-    _torch("attention_kvcache", "calls:kvcache", sources=("cached", "paged"), dtypes=HELD),
-    _torch("attention_cached", "calls:attention_cached", sources=("cached", "paged", "packed")),
+    _torch("attention", "calls:attention", refused=_MODS, rules=True),
+    _torch("attention_backward", "calls:attention_backward", refused=_MODS, rules=True),
+    _torch("attention_kvcache", "calls:kvcache", dtypes=HELD),
+    _torch("attention_cached", "calls:attention_cached"),
     _torch("kvcache_append", "cached:append", dtypes=HELD),
     _torch("apply_rotary", "rotary:rotary"),
     _torch("merge_attention", "calls:merge_results"),
-    _torch("sparse_attention", "calls:sparse_attention", sources=("listed", "packed", "paged"), refused=_MODS),
-    _torch("sparse_attention_backward", "calls:sparse_attention_backward", sources=("listed", "packed"), refused=_MODS),
+    _torch("sparse_attention", "calls:sparse_attention", refused=_MODS),
+    _torch("sparse_attention_backward", "calls:sparse_attention_backward", refused=_MODS),
     _torch("gather_blocks", "video:gather"),
     _torch("spread_blocks", "video:spread"),
     _torch("block_weight_gradient", "video:weight_gradient"),

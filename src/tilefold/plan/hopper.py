@@ -5,9 +5,11 @@ from collections.abc import Mapping
 from tilefold.plan.base import Fault
 from tilefold.plan.capabilities import architecture_refusal
 from tilefold.plan.device import Device
-from tilefold.plan.limits import Tile, shared_fault
+from tilefold.plan.limits import MAX_GRID, Tile, shared_fault
 from tilefold.plan.problem import AttentionProblem
 
+REGISTERS = {1: (128, 232), 2: (168, 240), 3: (128, 160)}
+"""By warpgroups that fold: of a thread at launch, of a folding thread."""
 PRODUCER_REGISTERS = (
     24  # of a thread of the loading warp, which leaves the others its own: the least that can be asked for
 )
@@ -32,6 +34,31 @@ def type_refusal(problem: AttentionProblem, device: Device) -> str | None:
     if n.dtype not in ("bfloat16", "float16"):
         return f"it multiplies bfloat16 and float16, not {n.dtype}"
     return None
+
+
+def sizes_fault(what: str, tile: Tile, rows: tuple[int, ...], keys: tuple[int, ...]) -> Fault:
+    """That of a tile's rows and keys, of which `what` has these."""
+    for name, accepted in (("block_m", rows), ("block_n", keys)):
+        if getattr(tile, name) not in accepted:
+            *first, last = map(str, accepted)
+            either = f"{', '.join(first)} or {last}" if first else last
+            return name, f"must be {either} with {what}, got {getattr(tile, name)}"
+    return None
+
+
+def held_fault(what: str, held: int, limit: int, warpgroups: int) -> Fault:
+    """That of registers of a folding thread, which `what` take of those that it can spare."""
+    if held <= limit:
+        return None
+    have = REGISTERS[warpgroups][1]
+    return "block_n", f"accumulators and {what} need {held} registers, of {have} a thread can spare {limit}"
+
+
+def blocks_fault(blocks: int) -> Fault:
+    """That of a grid from which programs draw blocks of queries."""
+    if blocks <= MAX_GRID:
+        return None
+    return "grid", f"grid needs {blocks} blocks of queries, a launch counts at most {MAX_GRID}"
 
 
 def tile_fault(kernel: str, tile: Tile, fixed: Mapping[str, int | None], shared: int, device: Device) -> Fault:

@@ -124,9 +124,12 @@ class Trace(Plan):
 
 def trace_generation(generation: Generation, device: Device, policy: str = "tilefold") -> Trace:
     """The decision of every step, grouped.  Raises what `plan_splits` raises; pure, no GPU needed."""
-    ranges: list[TraceRange] = []
-    for step in range(1, generation.new + 1):
-        made = _decide(generation, device, policy, step)
+    run, ranges = generation, list[TraceRange]()
+    capacity = run.rows if run.call == "kvcache" else None
+    for step in range(1, run.new + 1):
+        made = plan_splits(
+            run.problem(step), device, policy, call=run.call, capacity=capacity, paged=run.paged, append=run.append
+        )
         seconds = made.predicted_s
         if ranges and _same(ranges[-1].last, made):
             one = ranges.pop()
@@ -143,14 +146,6 @@ def trace_generation(generation: Generation, device: Device, policy: str = "tile
             part = TraceRange(step, step, made, made, made.bound.seconds, seconds, seconds, seconds)
         ranges.append(part)
     return Trace(generation, policy, device, tuple(ranges))
-
-
-def _decide(generation: Generation, device: Device, policy: str, step: int) -> SplitDecision:
-    run = generation
-    capacity = run.rows if run.call == "kvcache" else None
-    return plan_splits(
-        run.problem(step), device, policy, call=run.call, capacity=capacity, paged=run.paged, append=run.append
-    )
 
 
 def _same(one: SplitDecision, other: SplitDecision) -> bool:

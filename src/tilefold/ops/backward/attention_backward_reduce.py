@@ -301,7 +301,7 @@ def _main(
     """The kernel's launch."""
     from ...kernels.hopper.attention_backward_reduce import attention_backward_reduce
     from ...plan.backward import attention_backward_reduce as rules
-    from ...plan.hopper import PRODUCER_REGISTERS
+    from ...plan.hopper import PRODUCER_REGISTERS, REGISTERS
 
     n, options = plan.problem, plan.options
     assert options is not None  # of this kernel's plans
@@ -316,8 +316,8 @@ def _main(
         "SLOTS": plan.keys.num_stages,
         "ORDERED": options.ordered,
         "LATE": options.late,
-        "CONSUMER_REGISTERS": rules.REGISTERS[1],
+        "CONSUMER_REGISTERS": REGISTERS[2][1],
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
     }
-    own = {"num_warps": plan.keys.num_warps, "maxnreg": rules.REGISTERS[0]}
+    own = {"num_warps": plan.keys.num_warps, "maxnreg": REGISTERS[2][0]}
     return Bound.of(attention_backward_reduce, programs, GIVEN, values, constants, device, **own)

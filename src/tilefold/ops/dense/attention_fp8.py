@@ -198,10 +198,10 @@ def _constants(plan: "AttentionFp8Plan", kind: int) -> tuple[dict[str, Any], dic
     """Compile-time constants and launch options: what the plan's tile and versions make of the kernel."""
     from ...plan.dense import fp8_hopper as rules
     from ...plan.dense.attention_hopper import consumers_of, polynomial_of
-    from ...plan.hopper import PRODUCER_REGISTERS
+    from ...plan.hopper import PRODUCER_REGISTERS, REGISTERS
 
     n, consumers = plan.problem, consumers_of(plan.tile)
-    at_launch, folding = rules.REGISTERS[consumers]
+    at_launch, folding = REGISTERS[consumers]
     constants = {
         "KIND": kind,
         "DIM_QK": rules.fp8_width(n.dim_qk),

@@ -7,7 +7,7 @@ import torch
 
 from ...device import mods
 from ...plan.dense import attention_hopper as rules
-from ...plan.hopper import PRODUCER_REGISTERS
+from ...plan.hopper import PRODUCER_REGISTERS, REGISTERS
 from ..bound import Bound, Box, Prepared, Slot, attribute, stand_in, strides_named
 from ..call import Call
 from ..hopper import WORK_COUNTER, box_of, require
@@ -53,7 +53,7 @@ def bind(
         "Sums": _sums(plan),
     }
     constants = {"KIND": kind_of(window), **_constants(plan), **_tile_constants(call)}
-    options = {"num_warps": plan.num_warps, "maxnreg": rules.REGISTERS[rules.warpgroups_of(n, plan.tile)][0]}
+    options = {"num_warps": plan.num_warps, "maxnreg": REGISTERS[rules.warpgroups_of(n, plan.tile)][0]}
     bound = Bound.of(attention_forward_hopper, grid, GIVEN, values, constants, q.device, **options)
     return Prepared(plan, *shapes, bound, scale, hooks_of(call))
 
@@ -112,7 +112,7 @@ def _constants(plan: "AttentionPlan") -> dict[str, Any]:
         **{option.upper(): option in plan.options for option in ("fence", "late", "skip", "lazy", "prefetch")},
         "PING_PONG": "turns" in plan.options,
         "POLYNOMIAL": rules.polynomial_of(plan.options),
-        "CONSUMER_REGISTERS": rules.REGISTERS[consumers][1],
+        "CONSUMER_REGISTERS": REGISTERS[consumers][1],
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
         "SPLIT": 2 if rules.is_split(n) else 1,
         "CHUNK": rules.CHUNK_KEYS // plan.block_n if rules.INVARIANT in plan.options else 0,

@@ -26,15 +26,15 @@ def bind(
     out_shape: tuple[int, ...],
 ) -> Bound:
     """Kernel, descriptors, run-time scalars and compile-time constants of this call; Unsupported without Gluon."""
-    from ...plan.hopper import PRODUCER_REGISTERS
-    from ...plan.sparse.sparse_hopper import box_rows, is_masked, key_slots, registers
+    from ...plan.hopper import PRODUCER_REGISTERS, REGISTERS
+    from ...plan.sparse.sparse_hopper import box_rows, is_masked, key_slots, warpgroups
 
     require("plan.kernel", plan.kernel)
     from ...kernels.hopper.sparse_forward import sparse_forward_hopper
 
     problem, index = plan.problem, call.lists
     n = problem.attention
-    at_launch, folding = registers(problem)
+    at_launch, folding = REGISTERS[warpgroups(problem)]
     constants = {
         "D": n.dim_qk,
         "KV_BLOCK": problem.block_k,

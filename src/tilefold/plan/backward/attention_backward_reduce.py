@@ -21,7 +21,6 @@ KERNEL = "attention_backward_reduce"
 Tokens = tuple[int, int] | None
 """Queries and keys of all sequences of a packed batch."""
 KEYS = 128  # of a program
-REGISTERS = (168, 240)  # of a thread at launch, of a folding thread
 COLUMNS = (64, 80, 96, 128)
 CHANGES = ("softcap", "alibi", "bias", "mask", "user")  # of scores
 LEAST_DIM, LEAST_DIM_CHANGED = 16, 32  # below 64 they are padded; without, with changes of scores

@@ -98,7 +98,7 @@ class AttentionFp8Plan(FittedPlan):
         base = self.tile if chosen == self.kernel else fp8_tile(self.problem) if chosen == KERNEL else NO_TILE
         tile = changed(base, block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
         if options is None:
-            own = fp8_options(self.problem, tile) if chosen == KERNEL else ()
+            own = fp8_options(self.problem) if chosen == KERNEL else ()
             options = self.options if chosen == self.kernel else own
         require_fit(_violation(self.problem, self.device, chosen, tile, options))
         replaced = Rejected(self.kernel, f"Replaced by the caller; rule {self.rule} had chosen it.")
@@ -118,7 +118,7 @@ def plan_attention_fp8(problem: AttentionProblem, device: Device, portable: bool
     refusal = fp8_refusal(problem, device, ()) or fp8_slower(problem)
     if refusal is None and not portable:
         tile = fp8_tile(problem)
-        options = fp8_options(problem, tile)
+        options = fp8_options(problem)
         fault = _violation(problem, device, KERNEL, tile, options)
         if fault is None:
             reason = "Products of bytes take half the time of bfloat16's on sm_90."

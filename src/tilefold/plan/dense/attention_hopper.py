@@ -16,13 +16,12 @@ from functools import cache, lru_cache
 
 from tilefold.plan.base import Fault, unusable
 from tilefold.plan.device import Device
-from tilefold.plan.hopper import tile_fault, type_refusal
-from tilefold.plan.limits import MAX_GRID, Tile, strides_refusal
+from tilefold.plan.hopper import blocks_fault, held_fault, sizes_fault, tile_fault, type_refusal
+from tilefold.plan.limits import Tile, strides_refusal
 from tilefold.plan.problem import AttentionProblem
 
 KERNEL = "attention_forward_hopper"
 WIDTHS = (64, 96, 128, 192, 256, 384, 512)  # of a tile; TMA fills what a head dim leaves of it with zeros
-REGISTERS = {1: (128, 232), 2: (168, 240), 3: (128, 160)}  # by warpgroups: of a thread at launch, of a folding thread
 HELD = {1: 176, 2: 176, 3: 128}  # of a folding thread, by accumulators and probabilities: with more, compilers spill
 SPLIT_FROM = 257  # head dim from which on two warpgroups fold the same 64 rows, each with half of V's columns
 BARRIER_BYTES = 704  # barriers, the mailbox, overflow flags, and what the compiler keeps to start the partitions
@@ -303,19 +302,15 @@ def hopper_violation(problem: AttentionProblem, device: Device, tile: Tile, opti
     if fault := unusable(KERNEL, hopper_refusal(problem, device)):
         return fault
     what, rows, keys = _sizes_of_tile(problem, options)
-    if tile.block_m not in rows:
-        return "block_m", f"must be {_either(rows)} with {what}, got {tile.block_m}"
-    if tile.block_n not in keys:
-        return "block_n", f"must be {_either(keys)} with {what}, got {tile.block_n}"
-    held, limit = _registers_held(problem, tile), HELD[warpgroups_of(problem, tile)]
-    if held > limit:
-        have = REGISTERS[warpgroups_of(problem, tile)][1]
-        return "block_n", f"accumulators and probabilities need {held} registers, of {have} a thread can spare {limit}"
+    if fault := sizes_fault(what, tile, rows, keys):
+        return fault
+    folding = warpgroups_of(problem, tile)
+    if fault := held_fault("probabilities", _registers_held(problem, tile), HELD[folding], folding):
+        return fault
     if why := _option_fault(problem, tile, options):
         return "options", why
-    blocks = hopper_grid(problem, tile, options)[0]
-    if blocks > MAX_GRID:
-        return "grid", f"grid needs {blocks} blocks of queries, a launch counts at most {MAX_GRID}"
+    if fault := blocks_fault(hopper_grid(problem, tile, options)[0]):
+        return fault
     fixed = {"num_warps": 4, "maxnreg": None}
     return tile_fault(KERNEL, tile, fixed, hopper_shared_bytes(problem, tile, options), device)
 
@@ -329,18 +324,9 @@ def _sizes_of_tile(problem: AttentionProblem, options: tuple[str, ...]) -> tuple
     return KERNEL, (64, 128, 192), (64, 128)
 
 
-def _either(numbers: tuple[int, ...]) -> str:
-    *first, last = map(str, numbers)
-    return f"{', '.join(first)} or {last}" if first else last
-
-
 def _option_fault(problem: AttentionProblem, tile: Tile, options: tuple[str, ...]) -> str | None:
-    for option in options:
-        if option not in OPTIONS:
-            named = ", ".join(option for option in OPTIONS if option not in POLYNOMIALS)
-            return f"must be among {named}, polynomial 1 to 16, got {option!r}"
-    if sum(option in POLYNOMIALS for option in options) > 1 or len(set(options)) < len(options):
-        return f"must name each version once, got {options!r}"
+    if why := versions_fault(options, OPTIONS):
+        return why
     if "tanh" in options and "softcap" not in problem.score_mods:
         return "tanh is a version of softcap, which the problem does not have"
     if "turns" in options and warpgroups_of(problem, tile) == 1:
@@ -356,6 +342,17 @@ def _option_fault(problem: AttentionProblem, tile: Tile, options: tuple[str, ...
     if "anew" in options and "lists" not in options:
         return "anew is a version of lists"
     return _pack_fault(problem) if "pack" in options else None
+
+
+def versions_fault(options: tuple[str, ...], known: tuple[str, ...]) -> str | None:
+    """What is wrong with names of versions, of these and polynomials, as a sentence, or None."""
+    for option in options:
+        if option not in known:
+            named = ", ".join(option for option in known if option not in POLYNOMIALS)
+            return f"must be among {named}, polynomial 1 to 16, got {option!r}"
+    if sum(option in POLYNOMIALS for option in options) > 1 or len(set(options)) < len(options):
+        return f"must name each version once, got {options!r}"
+    return None
 
 
 def _lazy_pays(problem: AttentionProblem) -> bool:

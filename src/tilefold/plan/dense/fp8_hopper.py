@@ -2,16 +2,15 @@
 
 from tilefold.plan.base import Fault, unusable
 from tilefold.plan.capabilities import architecture_refusal
-from tilefold.plan.dense.attention_hopper import POLYNOMIALS, consumers_of
+from tilefold.plan.dense.attention_hopper import POLYNOMIALS, consumers_of, versions_fault
 from tilefold.plan.device import Device
-from tilefold.plan.hopper import tile_fault
-from tilefold.plan.limits import MAX_GRID, Tile, grid_of, strides_refusal
+from tilefold.plan.hopper import blocks_fault, held_fault, sizes_fault, tile_fault
+from tilefold.plan.limits import Tile, grid_of, strides_refusal
 from tilefold.plan.problem import AttentionProblem
 
 KERNEL = "attention_forward_fp8"
 DEQUANTISE = "dequantise"
 WIDTHS = (64, 128, 256)  # bytes of a tile's row; TMA fills what a head dim leaves of it with zeros
-REGISTERS = {2: (168, 240), 3: (128, 160)}  # by warpgroups: of a thread at launch, of a folding thread
 HELD = {2: 208, 3: 112}  # of a folding thread, by accumulators and weights: with more, compilers spill in the loop
 BARRIER_BYTES = 576  # barriers, the mailbox, and what the compiler keeps to start the partitions
 OPTIONS = ("direct", "fence", "turns", *POLYNOMIALS)
@@ -46,7 +45,7 @@ def fp8_slower(problem: AttentionProblem) -> str | None:
     return None
 
 
-def fp8_options(problem: AttentionProblem, tile: Tile) -> tuple[str, ...]:
+def fp8_options(problem: AttentionProblem) -> tuple[str, ...]:
     """The versions that are taken."""
     chosen = {"direct": fp8_width(problem.dim_v) > 128, "fence": True, "turns": True}
     return tuple(name for name, taken in chosen.items() if taken)
@@ -79,22 +78,13 @@ def fp8_violation(problem: AttentionProblem, device: Device, tile: Tile, options
     """(field, sentence) of the first thing that does not fit, or None."""
     if fault := unusable(KERNEL, fp8_refusal(problem, device, options)):
         return fault
-    if tile.block_m not in (128, 192):
-        return "block_m", f"must be 128 or 192 with {KERNEL}, got {tile.block_m}"
-    if tile.block_n not in (64, 128):
-        return "block_n", f"must be 64 or 128 with {KERNEL}, got {tile.block_n}"
-    for option in options:
-        if option not in OPTIONS:
-            return "options", f"must be among direct, fence, turns, polynomial 1 to 16, got {option!r}"
-    if sum(option in POLYNOMIALS for option in options) > 1 or len(set(options)) < len(options):
-        return "options", f"must name each version once, got {options!r}"
-    held, limit = _registers_held(problem, tile, "direct" in options), HELD[consumers_of(tile)]
-    if held > limit:
-        have = REGISTERS[consumers_of(tile)][1]
-        return "block_n", f"accumulators and weights need {held} registers, of {have} a thread can spare {limit}"
-    blocks = grid_of(problem, tile.block_m)[0]
-    if blocks > MAX_GRID:
-        return "grid", f"grid needs {blocks} blocks of queries, a launch counts at most {MAX_GRID}"
+    if fault := sizes_fault(KERNEL, tile, (128, 192), (64, 128)):
+        return fault
+    if why := versions_fault(options, OPTIONS):
+        return "options", why
+    held, folding = _registers_held(problem, tile, "direct" in options), consumers_of(tile)
+    if fault := held_fault("weights", held, HELD[folding], folding) or blocks_fault(grid_of(problem, tile.block_m)[0]):
+        return fault
     fixed = {"num_warps": 4, "maxnreg": None}
     return tile_fault(KERNEL, tile, fixed, fp8_shared_bytes(problem, tile), device)
 

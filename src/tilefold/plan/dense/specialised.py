@@ -6,6 +6,7 @@ from typing import NamedTuple
 from tilefold.plan.base import Fault
 from tilefold.plan.dense import attention_hopper as hopper
 from tilefold.plan.device import Device
+from tilefold.plan.hopper import REGISTERS
 from tilefold.plan.limits import Tile
 from tilefold.plan.problem import AttentionProblem
 
@@ -61,7 +62,7 @@ SPECIALISED = {
         ),
         registers=lambda n, tile: (
             f"{(hopper.columns_of(n) + tile.block_n) // 2} of "
-            f"{hopper.REGISTERS[hopper.warpgroups_of(n, tile)][1]} registers per folding thread"
+            f"{REGISTERS[hopper.warpgroups_of(n, tile)][1]} registers per folding thread"
         ),
         binder="tilefold.ops.dense.attention_hopper",
     )

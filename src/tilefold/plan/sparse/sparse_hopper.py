@@ -80,11 +80,6 @@ def shared_bytes(problem: "SparseProblem", tile: Tile) -> int:
     return (problem.block_q + units * UNIT) * n.dim_qk * n.itemsize + BARRIER_BYTES
 
 
-def registers(problem: "SparseProblem") -> tuple[int, int]:
-    """Of a thread at launch, of a folding thread."""
-    return (128, 232) if warpgroups(problem) == 1 else (168, 240)
-
-
 def hopper_programs(problem: "SparseProblem", device: Device, items: int) -> int:
     """Programs to launch for `items` query blocks: one per place on the device, each drawing a number for its next block while
     it still loads for the one before; lists of different lengths need no more than that to share the work evenly."""
