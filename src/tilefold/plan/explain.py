@@ -31,7 +31,7 @@ def explain(plan: AttentionPlan) -> str:
         ("kernel", f"{plan.kernel} ({_loads(plan)}), tile {plan.tile}"),
         ("rule", f"{plan.rule}. {plan.reason}"),
         ("evidence", plan.evidence),
-        ("grid", _grid(plan)),
+        ("grid", _grid(plan, plan.programs_per_sm, plan.kernel in SPECIALISED)),
         ("tiles", _tiles(plan)),
         ("resources", _resources(plan)),
         ("cost", cost_text(plan)),
@@ -122,7 +122,8 @@ def _loads(plan: AttentionPlan) -> str:
     return "K and V by descriptor boxes" if plan.kernel == BOX else "K and V by pointers"
 
 
-def _grid(plan: AttentionPlan) -> str:
+def _grid(plan: AttentionPlan | AttentionFp8Plan, per_sm: int, draws: bool) -> str:
+    """per_sm: programs at a time.  draws: they draw their blocks from a counter."""
     problem, programs = plan.problem, plan.grid[0]
     if not programs:
         return "0 programs: there is nothing to compute, so nothing is launched."
@@ -132,8 +133,8 @@ def _grid(plan: AttentionPlan) -> str:
     made = f"{counted(programs, 'program')} = {counted(tiles, 'query tile')}{batch} x {counted(problem.heads // pack, 'head')}"
     if plan.device.backend == "interpreter":
         return f"{made}, run one after the other."
-    sms, slots = plan.device.sms, plan.device.sms * plan.programs_per_sm
-    if plan.kernel in SPECIALISED:
+    sms, slots = plan.device.sms, plan.device.sms * per_sm
+    if draws:
         running = min(slots, programs)
         each = "one" if running <= sms else "two" if running == 2 * sms else "up to two"
         drawing = f"{counted(running, 'program')}, {each} per SM"
@@ -143,9 +144,7 @@ def _grid(plan: AttentionPlan) -> str:
         return f"{made}: {programs} of {sms} {unit} have work ({programs / sms:.0%})."
     waves = programs / slots
     last = -(-programs // slots)
-    full = (
-        f"{waves:.2f} waves of {slots} ({plan.programs_per_sm} per {unit[:-1]}), {waves / last:.0%} of their slots used"
-    )
+    full = f"{waves:.2f} waves of {slots} ({per_sm} per {unit[:-1]}), {waves / last:.0%} of their slots used"
     return f"{made}: all {sms} {unit} have work; {full}."
 
 
@@ -237,21 +236,10 @@ def _fp8_kernel(plan: AttentionFp8Plan) -> str:
     )
 
 
-def _fp8_grid(plan: AttentionFp8Plan) -> str:
-    n, blocks = plan.problem, plan.grid[0]
-    if not blocks:
-        return "0 programs: there is nothing to compute, so nothing is launched."
-    drawing = counted(min(plan.device.sms, blocks), "program")
-    tiles = counted(-(-n.seq_q // plan.block_m), "query tile")
-    batch = "" if n.batch == 1 else f" x {n.batch} sequences"
-    made = f"{counted(blocks, 'block')} = {tiles}{batch} x {counted(n.heads, 'head')}"
-    return f"{drawing}, one per SM, draw from a counter: {made}."
-
-
 def _launched(plan: AttentionFp8Plan) -> tuple[tuple[str, str], ...]:
     have = plan.device.smem_per_block / 1024
     return (
-        ("grid", _fp8_grid(plan)),
+        ("grid", _grid(plan, 1, draws=True)),
         ("tiles", visited_text(plan.problem, plan.block_m, plan.block_n)),
         ("resources", f"{plan.shared_bytes / 1024:.0f} of {have:.0f} KiB shared memory, 1 program per SM."),
     )

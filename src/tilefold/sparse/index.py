@@ -7,6 +7,7 @@ import torch
 
 from ..check import check_whole
 from ..errors import ShapeError, ValueRangeError
+from ..ops.watch import is_transformed
 from .convert import compressed_rows, kinds_of_mask_mod, map_of_flex, map_of_mask, map_of_predicate
 from .lists import as_int32, csr_to_lists, lists_to_map, map_to_lists, padded, sizes_by_row, sort_lists, topk_to_lists
 from .validate import (
@@ -188,7 +189,7 @@ class BlockIndex:
         bytes a map element (Q blocks * KV blocks * batch * heads, each counted 1 where shared) for the result, and 10
         more plus 13 a list entry while it is made.  Kept only when it belongs with the record: both made eagerly, or
         both while capturing a CUDA graph; under torch.compile it is part of the graph."""
-        if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        if torch.compiler.is_compiling() or is_transformed():
             return self._transposed()  # tensors of a graph, or of a level of torch.func, that end with it
         versions = tuple(None if t is None or t.is_inference() else t._version for t in self.tensors())
         kept = self._kept.get("transposed")

@@ -7,6 +7,8 @@ from collections.abc import Callable, Hashable
 
 import torch
 
+from ..ops.watch import is_transformed
+
 _LIMIT = 128 << 20  # bytes of all together; a large video's table of angles is 12 MB
 _KEPT: dict[Hashable, torch.Tensor] = {}  # the oldest first
 _CAPTURED: dict[Hashable, torch.Tensor] = {}  # what CUDA graphs read: never let go, their replays hold addresses only
@@ -18,7 +20,7 @@ def kept(key: Hashable, device: torch.device, make: Callable[[], torch.Tensor]) 
     make must follow from the key alone and place its result on `device`.  Nothing is looked up inside a graph that is being
     traced or under a level of torch.func or a dispatch mode (their tensors end with them), and nothing is kept that was made
     while a CUDA graph was being captured: it has values only after a replay.  Past 128 MiB the oldest ones are let go."""
-    if torch.compiler.is_compiling() or _transformed():
+    if torch.compiler.is_compiling() or is_transformed() or torch._C._len_torch_dispatch_stack() > 0:
         return make()
     on_gpu = device.type == "cuda"
     full = (key, device, torch.cuda.current_stream(device).cuda_stream if on_gpu else 0)
@@ -44,7 +46,3 @@ def _let_go() -> None:
         if excess <= 0:
             break
         excess -= _KEPT.pop(key).nbytes
-
-
-def _transformed() -> bool:
-    return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack() > 0

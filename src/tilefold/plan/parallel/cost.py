@@ -17,26 +17,23 @@ def head_refusal(heads: int, kv_heads: int, ranks: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sizes:
-    """Bytes of a rank's Q, K with V, and out in the tensors' dtype, those of K's and V's gradients and of lse in fp32."""
+class _Sizes(Bytes):
+    """What a rank has, and its time."""
 
-    q: float
-    kv: float
-    out: float
-    dkv: float
-    lse: float
     fold: float  # seconds of the forward fold of the busiest rank
     back: float  # of its backward folds, 0 without
-    sharing: int  # ranks that share out heads
     later: float  # share of the rows, or keys, of a piece of others' keys: in causal zigzag shards it is half of them or all
+
+    @property
+    def dkv(self) -> float:
+        """Bytes of K's and V's gradients in fp32."""
+        return self.kv * self.exact
 
     def memory(
         self, n: ParallelProblem, scheme: str, ranks: int, steps: int, parts: tuple[Part, ...] | None = None
     ) -> float:
         """Bytes at the worst moment; parts: None for gradients alone."""
-        exact = self.dkv / self.kv if self.kv else 1.0
-        sizes = Bytes(self.q, self.kv, self.out, self.lse, exact, 1.0 - 1.0 / self.sharing)
-        return memory_of(scheme, sizes, ranks, steps, parts or parts_of(scheme, ranks, n.halves), n.backward)
+        return memory_of(scheme, self, ranks, steps, parts or parts_of(scheme, ranks, n.halves), n.backward)
 
 
 def _sizes(n: ParallelProblem, links: Links, sharing: int = 1) -> _Sizes:
@@ -46,11 +43,9 @@ def _sizes(n: ParallelProblem, links: Links, sharing: int = 1) -> _Sizes:
     out = rows * n.heads * n.dim_v
     flops = n.flops / links.ranks * n.imbalance(links.ranks)
     back = flops * BACKWARD_FLOPS / links.backward(n) if n.backward else 0.0
-    later = 0.75 if n.halves else 1.0
-    dkv, lse = kv * max(4, each), rows * n.heads * 4
-    return _Sizes(
-        rows * n.heads * n.dim_qk * each, kv * each, out * each, dkv, lse, flops / links.flops, back, sharing, later
-    )
+    later, exact = 0.75 if n.halves else 1.0, max(4, each) / each
+    held = rows * n.heads * n.dim_qk * each, kv * each, out * each, rows * n.heads * 4
+    return _Sizes(*held, exact, 1.0 - 1.0 / sharing, flops / links.flops, back, later)
 
 
 def _merged(s: _Sizes, pieces: int, backward: bool) -> float:
@@ -58,7 +53,7 @@ def _merged(s: _Sizes, pieces: int, backward: bool) -> float:
     gradients added to, all in fp32 if there are more than two, and rounded; rows' statistics are made for each piece."""
     if pieces == 1:
         return 2 * s.kv * (1 + backward)
-    more, exact = (pieces - 1) * s.later, s.dkv / s.kv if s.kv else 1.0
+    more, exact = (pieces - 1) * s.later, s.exact
     each = 2 * exact + 1 if pieces > 2 else 3
     found = 2 * s.kv + more * each * s.out
     if backward:
@@ -80,22 +75,20 @@ def _reach(n: ParallelProblem, parts: int) -> int:
 
 def _ring(n: ParallelProblem, links: Links) -> SchemeCost:
     s, steps = _sizes(n, links), _reach(n, links.ranks)
-    rate = links.across if links.nodes > 1 else links.inside  # the slowest link of the ring sets its rate
+    rate = links.slowest  # which sets the rate of the ring
     seconds = _turns(steps, s.fold, s.kv, rate, links.latency)
     sent, messages = (steps - 1) * s.kv, steps - 1
     seconds += _merged(s, steps, n.backward) / links.dram
     if n.backward:
         seconds += _turns(steps, s.back, s.kv + s.dkv, rate, links.latency) + s.dkv / rate * (steps > 1)
         sent, messages = 2 * sent + steps * s.dkv * (steps > 1), messages * 2 + steps
-    share = 1 / links.ranks_per_node if links.nodes > 1 else 0.0  # of the ranks that have the next one in another node
-    return SchemeCost(
-        "ring", sent * (1 - share), sent * share, messages, seconds, s.memory(n, "ring", links.ranks, steps)
-    )
+    memory = s.memory(n, "ring", links.ranks, steps)
+    return SchemeCost("ring", *links.shared_out(sent), messages, seconds, memory)
 
 
 def _all_gather(n: ParallelProblem, links: Links) -> SchemeCost:
     s, others = _sizes(n, links), links.ranks - 1
-    rate = links.across if links.nodes > 1 else links.inside
+    rate = links.slowest
     sent, own = others * s.kv, s.fold / links.ranks  # own keys are folded while the others' come
     gather = sent / rate + links.latency * (others > 0)
     seconds = s.fold - own + max(own, gather)
@@ -107,9 +100,8 @@ def _all_gather(n: ParallelProblem, links: Links) -> SchemeCost:
         sent = 2 * sent + others * s.dkv
     seconds += moved / links.dram
     messages = 3 if n.backward else 1
-    share = 1 / links.ranks_per_node if links.nodes > 1 else 0.0
     memory = s.memory(n, "all_gather", links.ranks, 1)
-    return SchemeCost("all_gather", sent * (1 - share), sent * share, messages, seconds, memory)
+    return SchemeCost("all_gather", *links.shared_out(sent), messages, seconds, memory)
 
 
 def _exchange(n: ParallelProblem, s: _Sizes, ranks: int) -> tuple[float, int]:
