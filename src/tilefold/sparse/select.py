@@ -104,8 +104,8 @@ def select(
         score keeps min_blocks.  Lists, gini, tau and mass are the same to the last bit in every run.  No host synchronisation;
         all shapes follow from shapes.
 
-    Rounding: a block's mass counts in whole 2^-30ths of its row's (rows of more than 4096 blocks: 2^-40ths), so that sums are
-    exact in any order.  Where a sum of masses is within 2^-17 of the share asked for, the last block may be another one
+    Rounding: a block's mass counts in whole 2^-30ths of its row's (in torch, and so of more than 4096 blocks: 2^-40ths), so that
+    sums are exact in any order.  Where a sum of masses is within 2^-17 of the share asked for, the last block may be another one
     than in exact arithmetic.
 
     Raises:
