@@ -90,30 +90,6 @@ class Plan(Shown):
         return serialise.from_json(cls, text)
 
 
-class FittedPlan(Plan):
-    """A plan that is within the limits of its problem and device."""
-
-    __slots__ = ()
-    problem: Any
-    device: Any
-
-    def __post_init__(self) -> None:
-        require_fit(self._fault(self.problem, self.device))
-
-    def _fault(self, problem: Any, device: "Device") -> Fault:
-        """The first limit that the plan breaks where a call of `problem` follows it on `device`."""
-        raise NotImplementedError
-
-    def check(self, problem: Any, device: "Device") -> None:
-        """PlanError, naming the field, unless this plan serves exactly `problem` on `device`.
-
-        What descriptors can read may differ as long as no kernel is asked to read by descriptors what they cannot.  A device
-        matches if its backend and architecture do and the plan is within its limits."""
-        self.problem.require_same(problem)
-        require_device(self.device, device)
-        require_fit(self._fault(problem, device))
-
-
 @cache
 def _others(plan: type[Plan], deferred: tuple[str, ...]) -> tuple[str, ...]:
     """The fields that are neither deferred nor the problem."""

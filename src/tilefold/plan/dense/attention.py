@@ -6,7 +6,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from tilefold.errors import Unsupported
-from tilefold.plan.base import Fault, FittedPlan, changed, fields_of, require_derived, require_fit
+from tilefold.plan.base import Fault, Plan, changed, fields_of, require_derived, require_device, require_fit
 from tilefold.plan.capabilities import architecture_refusal
 from tilefold.plan.cost import Bound, Cost, attention_cost, bound
 from tilefold.plan.dense.specialised import SPECIALISED
@@ -46,7 +46,7 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan(FittedPlan):
+class AttentionPlan(Plan):
     """The decision for one problem on one device. `print` it; keep it as JSON; change it with `with_tile`.
 
     kernel: "attention_forward" (pointer loads), "attention_forward_box" (K and V by host tensor descriptors) or
@@ -87,11 +87,8 @@ class AttentionPlan(FittedPlan):
     options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        require_fit(self._fault(self.problem, self.device))
+        require_fit(_violation(self.problem, self.device, Choice(self.kernel, self.tile), self.options))
         require_derived(self, _derived(self.problem, Choice(self.kernel, self.tile), self.options))
-
-    def _fault(self, problem: AttentionProblem, device: Device) -> Fault:
-        return _violation(problem, device, Choice(self.kernel, self.tile), self.options)
 
     def __str__(self) -> str:
         return explain(self)
@@ -131,6 +128,16 @@ class AttentionPlan(FittedPlan):
         """The same plan with another sentence that says why `kernel` was not taken."""
         others = (entry for entry in self.rejected if entry.what != kernel)
         return replace(self, rejected=(Rejected(kernel, why), *others))
+
+    def check(self, problem: AttentionProblem, device: Device) -> None:
+        """PlanError, naming the field, unless this plan serves exactly `problem` on `device`.
+
+        `descriptors` may differ as long as a kernel with box loads is not asked to read K and V without descriptors. A
+        device matches if its backend and architecture do and the tile is within its limits.
+        """
+        self.problem.require_same(problem)
+        require_device(self.device, device)
+        require_fit(_violation(problem, device, Choice(self.kernel, self.tile), self.options))
 
 
 @lru_cache(maxsize=4096)

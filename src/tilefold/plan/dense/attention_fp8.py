@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from tilefold.plan.base import Fault, FittedPlan, changed, require_derived, require_fit
+from tilefold.plan.base import Fault, Plan, changed, require_derived, require_device, require_fit
 from tilefold.plan.cost import Bound, Cost, attention_cost, bound, live_keys
 from tilefold.plan.dense.attention import AttentionPlan, Buffer, Rejected, plan_attention, result_buffers
 from tilefold.plan.dense.fp8_hopper import (
@@ -27,7 +27,7 @@ NO_TILE = Tile(0, 0, 0, 0)  # of tensors that are dequantised
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionFp8Plan(FittedPlan):
+class AttentionFp8Plan(Plan):
     """The decision for one problem with e4m3 inputs on one device. `print` it; keep it as JSON; change it with `with_tile`.
 
     problem: sizes and mask; its dtype, bfloat16, is the output's, its descriptors are those of the e4m3 tensors.
@@ -58,11 +58,8 @@ class AttentionFp8Plan(FittedPlan):
     rejected: tuple[Rejected, ...] = ()
 
     def __post_init__(self) -> None:
-        require_fit(self._fault(self.problem, self.device))
+        require_fit(_violation(self.problem, self.device, self.kernel, self.tile, self.options))
         require_derived(self, _derived(self.problem, self.kernel, self.tile))
-
-    def _fault(self, problem: AttentionProblem, device: Device) -> Fault:
-        return _violation(problem, device, self.kernel, self.tile, self.options)
 
     def __str__(self) -> str:
         from tilefold.plan.explain import explain_fp8
@@ -108,6 +105,12 @@ class AttentionFp8Plan(FittedPlan):
             "None is needed: what the caller gives is used as it is.",
         )
         return _plan(self.problem, self.device, chosen, tile, options, why, (replaced,))
+
+    def check(self, problem: AttentionProblem, device: Device) -> None:
+        """PlanError, naming the field, unless this plan serves exactly `problem` on `device`; as of an AttentionPlan."""
+        self.problem.require_same(problem)
+        require_device(self.device, device)
+        require_fit(_violation(problem, device, self.kernel, self.tile, self.options))
 
 
 @lru_cache(maxsize=4096)

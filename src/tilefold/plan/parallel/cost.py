@@ -73,9 +73,20 @@ def _reach(n: ParallelProblem, parts: int) -> int:
     return min(parts, -(-n.window[0] * parts // max(1, n.seq_k)) + 1) if near else parts
 
 
+def _slowest(links: Links) -> float:
+    """Bytes/s of the slowest link of a ring, which sets its rate."""
+    return links.across if links.nodes > 1 else links.inside
+
+
+def _shared_out(links: Links, sent: float) -> tuple[float, float]:
+    """Bytes inside and across nodes of what ranks send to the next, which some have in another node."""
+    share = 1 / links.ranks_per_node if links.nodes > 1 else 0.0
+    return sent * (1 - share), sent * share
+
+
 def _ring(n: ParallelProblem, links: Links) -> SchemeCost:
     s, steps = _sizes(n, links), _reach(n, links.ranks)
-    rate = links.slowest  # which sets the rate of the ring
+    rate = _slowest(links)
     seconds = _turns(steps, s.fold, s.kv, rate, links.latency)
     sent, messages = (steps - 1) * s.kv, steps - 1
     seconds += _merged(s, steps, n.backward) / links.dram
@@ -83,12 +94,12 @@ def _ring(n: ParallelProblem, links: Links) -> SchemeCost:
         seconds += _turns(steps, s.back, s.kv + s.dkv, rate, links.latency) + s.dkv / rate * (steps > 1)
         sent, messages = 2 * sent + steps * s.dkv * (steps > 1), messages * 2 + steps
     memory = s.memory(n, "ring", links.ranks, steps)
-    return SchemeCost("ring", *links.shared_out(sent), messages, seconds, memory)
+    return SchemeCost("ring", *_shared_out(links, sent), messages, seconds, memory)
 
 
 def _all_gather(n: ParallelProblem, links: Links) -> SchemeCost:
     s, others = _sizes(n, links), links.ranks - 1
-    rate = links.slowest
+    rate = _slowest(links)
     sent, own = others * s.kv, s.fold / links.ranks  # own keys are folded while the others' come
     gather = sent / rate + links.latency * (others > 0)
     seconds = s.fold - own + max(own, gather)
@@ -101,7 +112,7 @@ def _all_gather(n: ParallelProblem, links: Links) -> SchemeCost:
     seconds += moved / links.dram
     messages = 3 if n.backward else 1
     memory = s.memory(n, "all_gather", links.ranks, 1)
-    return SchemeCost("all_gather", *links.shared_out(sent), messages, seconds, memory)
+    return SchemeCost("all_gather", *_shared_out(links, sent), messages, seconds, memory)
 
 
 def _exchange(n: ParallelProblem, s: _Sizes, ranks: int) -> tuple[float, int]:

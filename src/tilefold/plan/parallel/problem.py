@@ -66,16 +66,6 @@ class Links:
         return self.flops_backward if problem.deterministic else self.flops_nondeterministic
 
     @property
-    def slowest(self) -> float:
-        """Bytes/s of the slowest link of a ring."""
-        return self.across if self.nodes > 1 else self.inside
-
-    def shared_out(self, sent: float) -> tuple[float, float]:
-        """Bytes inside and across nodes of what ranks send to the next, which some have in another node."""
-        share = 1 / self.ranks_per_node if self.nodes > 1 else 0.0
-        return sent * (1 - share), sent * share
-
-    @property
     def nodes(self) -> int:
         """Nodes; one if all ranks lie in one, or where nodes are not known: then every link counts as `inside`."""
         return self.ranks // self.ranks_per_node if self.ranks_per_node > 1 else 1

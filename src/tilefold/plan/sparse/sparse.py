@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from tilefold.errors import ShapeError, Unsupported, ValueRangeError
-from tilefold.plan.base import Fault, FittedPlan, require_equal, require_fit, said_sizes
+from tilefold.plan.base import Fault, Plan, require_device, require_equal, require_fit, said_sizes
 from tilefold.plan.capabilities import architecture_refusal
 from tilefold.plan.cost import even_shares
 from tilefold.plan.device import Device
@@ -89,7 +89,7 @@ class SparseProblem:
 
 
 @dataclass(frozen=True, slots=True)
-class SparsePlan(FittedPlan):
+class SparsePlan(Plan):
     """The decision for one sparse problem on one device. `print` it; keep it as JSON; change it with `with_tile`.
 
     kernel: "sparse_forward" (pointer loads), "sparse_forward_box" (K and V by tensor descriptors), "sparse_forward_varlen"
@@ -113,13 +113,10 @@ class SparsePlan(FittedPlan):
     programs: int = 0
 
     def __post_init__(self) -> None:
-        fault = self._fault(self.problem, self.device)
+        fault = _violation(self.problem, self.device, self.kernel, self.tile, self.splits)
         if not fault and (self.programs < 0 or (self.programs and self.kernel != HOPPER_KERNEL)):
             fault = "programs", f"must be 0, or positive with {HOPPER_KERNEL}, got {self.programs} with {self.kernel}"
         require_fit(fault)
-
-    def _fault(self, problem: SparseProblem, device: Device) -> Fault:
-        return _violation(problem, device, self.kernel, self.tile, self.splits)
 
     @property
     def tile(self) -> Tile:
@@ -153,6 +150,12 @@ class SparsePlan(FittedPlan):
             names = ("block_m", "block_n", "num_warps", "num_stages")
             fields = {**{name: getattr(tile, name) for name in names}, "programs": 0, **fields}
         return replace(self, rule="override", reason="The caller chose these fields.", **fields)  # type: ignore[arg-type]
+
+    def check(self, problem: SparseProblem, device: Device) -> None:
+        """PlanError, naming what differs, unless this plan serves exactly `problem` on a device of this kind."""
+        self.problem.require_same(problem)
+        require_device(self.device, device)
+        require_fit(_violation(problem, device, self.kernel, self.tile, self.splits))
 
 
 @lru_cache(maxsize=4096)

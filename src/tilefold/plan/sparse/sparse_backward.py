@@ -11,7 +11,7 @@ from tilefold.plan.backward.backward import (
     not_a_tile,
 )
 from tilefold.plan.backward.kept_backward import backward_tile, backward_tile_fault
-from tilefold.plan.base import Fault, FittedPlan, changed, require_fit, said_sizes, unusable
+from tilefold.plan.base import Fault, Plan, changed, require_device, require_fit, said_sizes, unusable
 from tilefold.plan.device import Device
 from tilefold.plan.limits import MAX_GRID, Tile, first_fit, require_supported, strides_refusal
 from tilefold.plan.problem import NARROW_HEAD_DIM
@@ -32,7 +32,7 @@ KERNELS = (POINTERS, BOX, HOPPER)
 
 
 @dataclass(frozen=True, slots=True)
-class SparseBackwardPlan(FittedPlan):
+class SparseBackwardPlan(Plan):
     """The decision for the backward pass of one sparse problem on one device. `print` it; keep it as JSON.
 
     problem: that of the forward pass. kernel: "sparse_backward" (two kernels with pointer loads), "sparse_backward_box" (what
@@ -53,7 +53,10 @@ class SparseBackwardPlan(FittedPlan):
     heads_at_once: int = 0
     queries_at_once: int = 0
 
-    def _fault(self, problem: SparseProblem, device: Device) -> Fault:
+    def __post_init__(self) -> None:
+        require_fit(self._violation(self.problem, self.device))
+
+    def _violation(self, problem: SparseProblem, device: Device) -> Fault:
         return _violation(
             problem, device, self.kernel, self.queries, self.keys, self.heads_at_once, self.queries_at_once
         )
@@ -107,6 +110,12 @@ class SparseBackwardPlan(FittedPlan):
             base, queries=queries, keys=keys, kernel=kernel, heads_at_once=heads_at_once, queries_at_once=queries_at_once,
             rule="override", reason="The caller chose these fields.",
         )  # fmt: skip
+
+    def check(self, problem: SparseProblem, device: Device) -> None:
+        """PlanError, naming what differs, unless this plan serves exactly `problem` on a device of this kind."""
+        self.problem.require_same(problem)
+        require_device(self.device, device)
+        require_fit(self._violation(problem, device))
 
 
 @lru_cache(maxsize=4096)
