@@ -31,7 +31,8 @@ class Cell:
     status: "ok"; "WRONG" (the output fails the tolerance, never timed); "refused" (cannot take the case here); "no memory";
     "failed" (raised something else). note: why. timing: calls between GPU events with a cold L2 cache, on the CPU by the wall,
     there only for "ok".
-    graph: replays over so many buffers that none is in the L2 cache when its turn comes, where they were asked for. scratch: bytes that a call allocates at its peak beyond its inputs and results (GPU only).
+    graph: replays over so many buffers that none is in the L2 cache when its turn comes, where they were asked for.
+    scratch: bytes that a call allocates at its peak beyond its inputs and results (GPU only).
     """
 
     case: Any  # a Case

@@ -1,6 +1,7 @@
 """What `attention_backward_short` serves, a program for every gradient of a KV head of a short sequence, and its tile."""
 
 from tilefold.plan.backward.attention_backward_reduce import MOST_STORED
+from tilefold.plan.base import Fault
 from tilefold.plan.device import Device
 from tilefold.plan.limits import Tile
 from tilefold.plan.problem import AttentionProblem, next_power_of_two
@@ -71,7 +72,7 @@ def short_tile(problem: AttentionProblem, stored: bool = False) -> Tile:
     return Tile(rows, keys, 2 if n.group == 1 and width <= 32 and longest <= ROWS else 4, 1)
 
 
-def short_violation(problem: AttentionProblem, device: Device, tile: Tile) -> tuple[str, str] | None:
+def short_violation(problem: AttentionProblem, device: Device, tile: Tile) -> Fault:
     """(field, sentence) of the first limit that this kernel with this tile breaks, or None."""
     if refusal := short_refusal(problem, device):
         return "kernel", f"{KERNEL} cannot be used: {refusal}"
