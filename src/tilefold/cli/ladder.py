@@ -44,8 +44,8 @@ what a kernel computes for each byte of memory, and of L2 cache. Errors are from
 the mean, the root mean square, and the norm relative to the result's (L2 error). Without a GPU the kernels are counted, not
 timed: bytes and operations of what really ran, beside those declared.
 
-**Sweeps**: the rung's tiles; of naive and profile also the scores that the softmax takes at a time; with `--vary` queries, keys,
-warps and stages of the tile, each changed alone. In the interpreter only where asked for, and counted.
+**Sweep**: the rung's tiles; with `--vary` also its own with queries, keys, warps or stages changed alone. In the interpreter only
+where asked for, and counted.
 
 Exit codes: 0 ok, 1 something is wrong, 2 wrong usage.
 """
@@ -92,7 +92,7 @@ def ladder(
         bool | None,
         Option("--sweep/--no-sweep", help="Also the rung with other tiles.", show_default="on a GPU, off with --quick"),
     ] = None,
-    vary: Annotated[bool, Option("--vary", help="Also with each of tile, warps and stages changed alone.")] = False,
+    vary: Annotated[bool, Option("--vary", help="Sweep, too, each of tile, warps and stages changed alone.")] = False,
     quick: Annotated[bool, Option("--quick", help="The shortest length, and no sweep unless asked for.")] = False,
     new: Annotated[
         Path | None, Option(metavar="FILE", help="Check and measure your own kernel, the attention of this file.")
@@ -126,10 +126,7 @@ def ladder(
     console.print(Text(runtime.note, style="dim"), soft_wrap=True)
     if sweep is None:
         sweep = runtime.gpu and not quick  # in the interpreter the times of tiles say nothing
-    from tilefold.ladder.course import kinds_of
-
-    kinds = kinds_of(rung_named(name), sweep, vary)
-    found = _measure(console, runtime, name, problems, parts, new, kinds)
+    found = _measure(console, runtime, name, problems, parts, new, sweep or vary, vary)
     _report(console, runtime, name, *found, outputs, context.meta[COMMAND])
 
 
@@ -155,7 +152,7 @@ def _splits(text: str | None, rung: str) -> tuple[int, ...]:
 
 def _measure(
     console: Console, runtime: Runtime, name: str, problems: list[AttentionProblem], splits: tuple[int, ...],
-    new: Path | None, kinds: tuple[str, ...],
+    new: Path | None, sweep: bool, vary: bool,
 ) -> "tuple[list[Result], list[Swept]]":  # fmt: skip
     """Run everything under a progress bar.  Exit code 1 if the student's file cannot run."""
     from tilefold.ladder import course
@@ -163,12 +160,13 @@ def _measure(
     from tilefold.ladder.student import StudentError
 
     rung = rung_named(name)
-    settings = sum(len(course.settings_of(rung, p, kind)) for p in problems for kind in kinds)
+    swept_problems = problems if sweep else []
+    tiles = sum(len(course.tiles_of(rung, p, vary)) for p in swept_problems)
     rows = len(up_to(name)) + len(splits or (0,)) + len(course.TORCH) + 1 + (new is not None)
     try:
-        with measuring(console, len(problems) * rows + settings, log=False) as step:
+        with measuring(console, len(problems) * rows + tiles, log=False) as step:
             results = [course.run(p, name, runtime.gpu, step, new, splits) for p in problems]
-            swept = [course.sweep(p, rung, runtime.gpu, step, kind) for kind in kinds for p in problems]
+            swept = [course.sweep(p, rung, runtime.gpu, step, vary) for p in swept_problems]
     except StudentError as error:
         Console(stderr=True).print(Text(str(error), style="bold red"), soft_wrap=True)
         raise typer.Exit(1) from None

@@ -6,7 +6,7 @@ from typing import Any
 from tilefold.bench.page import Heading, Part, Rows, Words, new_figure, to_markdown
 from tilefold.bench.record import number
 from tilefold.bench.setting import Setting
-from tilefold.ladder.course import KINDS, Result, Swept
+from tilefold.ladder.course import Result, Swept
 from tilefold.ladder.profile import why
 
 ACROSS = 5  # lengths beside one another in a sweep's table
@@ -16,9 +16,8 @@ ERRORS = ("implementation", "max error", "limit", "mean error", "RMSE", "L2 erro
 def parts_of(rung: str, results: Sequence[Result], swept: Sequence[Swept], gpu: bool) -> list[Part]:
     """Everything, in order."""
     found = [part for result in results for part in _problem(result, gpu)]
-    groups = dict.fromkeys((each.kind, each.problem.dtype) for each in swept)
-    for kind, dtype in groups:
-        same = [each for each in swept if (each.kind, each.problem.dtype) == (kind, dtype)]
+    for dtype in dict.fromkeys(each.problem.dtype for each in swept):
+        same = [each for each in swept if each.problem.dtype == dtype]
         for start in range(0, len(same), ACROSS):
             found += _sweep(rung, same[start : start + ACROSS])
     if not gpu:
@@ -116,8 +115,7 @@ def _errors(result: Result) -> Rows:
 
 
 def _sweep(rung: str, swept: Sequence[Swept]) -> list[Part]:
-    """Settings down, lengths across; the least of a length in brackets.  Below, why a cell is empty."""
-    kind, unit, dtype = swept[0].kind, swept[0].unit, swept[0].problem.dtype
+    """Tiles down, lengths across; the least of a length in brackets.  Below, why a cell is empty."""
     best = [min((cell for cell in each.cells.values() if isinstance(cell, float)), default=None) for each in swept]
     settings = dict.fromkeys(name for each in swept for name in each.cells)
 
@@ -128,13 +126,15 @@ def _sweep(rung: str, swept: Sequence[Swept]) -> list[Part]:
         text = f"{value:.{max(0, 3 - max(0, len(str(int(value))) - 1))}f}"  # five characters
         return f"[{text}]" if value == least else text
 
-    first = ("scores",) if kind == "softmax" else ("tile", "warps", "stages")
     rows = tuple(
         (*_setting(name), *(cell(each, least, name) for each, least in zip(swept, best, strict=True)))
         for name in settings
     )
-    title = f"{rung}, {dtype}: {unit} {KINDS[kind]}, [least]"
-    found: list[Part] = [Heading(title), Rows((*first, *(f"N={each.problem.seq_k}" for each in swept)), rows)]
+    title = f"{rung}, {swept[0].problem.dtype}: {swept[0].unit} by tile, [least]"
+    found: list[Part] = [
+        Heading(title),
+        Rows(("tile", "warps", "stages", *(f"N={each.problem.seq_k}" for each in swept)), rows),
+    ]
     for name in settings:
         why_not = {each.cells[name]: None for each in swept if isinstance(each.cells.get(name), str)}
         found += [Words(f"{name}: {text}", "yellow") for text in why_not]

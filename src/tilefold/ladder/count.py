@@ -15,13 +15,11 @@ METHODS = ("create_masked_load", "create_masked_store", "create_dot")
 
 @dataclass(slots=True)
 class Counts:
-    """Bytes loaded and stored by lanes whose mask was on, floating-point operations of matrix products, whole tiles, and loads
-    and stores by number: how often a program asked, for however many lanes."""
+    """Bytes loaded and stored by lanes whose mask was on, floating-point operations of matrix products, whole tiles."""
 
     loaded: int = 0
     stored: int = 0
     flops: int = 0
-    accesses: int = 0
 
     @property
     def bytes(self) -> int:
@@ -44,12 +42,10 @@ def counting() -> Iterator[Counts]:
     counts = Counts()
 
     def load(original: Callable[..., Any], pointers: Any, mask: Any, *rest: Any, **named: Any) -> Any:
-        counts.accesses += 1
         counts.loaded += _lanes(mask, pointers) * max(1, pointers.get_element_ty().primitive_bitwidth // 8)
         return original(pointers, mask, *rest, **named)
 
     def store(original: Callable[..., Any], pointers: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
-        counts.accesses += 1
         counts.stored += _lanes(mask, pointers) * value.data.itemsize
         return original(pointers, value, mask, *rest, **named)
 

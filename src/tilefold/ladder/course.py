@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tilefold.bench.judge import Judge
 from tilefold.bench.loop import first_line
 from tilefold.ladder import profile, student
 from tilefold.ladder.count import Counts, counting
-from tilefold.ladder.inputs import here
+from tilefold.ladder.inputs import Tile, here
 from tilefold.ladder.rungs import RUNGS, Rung, up_to
 from tilefold.plan.cost import Cost
 from tilefold.plan.problem import AttentionProblem
@@ -26,12 +27,6 @@ from tilefold.reference import Comparison
 
 LIBRARY = "tilefold"
 TORCH = ("torch math", profile.SDPA)
-KINDS = {
-    "tiles": "by tile",
-    "softmax": "by the softmax's scores at a time",
-    "vary": "with one number of the tile changed",
-}
-ROWS = (128, 256, 512, 1024, 2048, 4096)  # scores at a time, of the kind "softmax"
 Step = Callable[[str, str], None]
 
 
@@ -69,9 +64,8 @@ class Result:
 
 @dataclass
 class Swept:
-    """One rung on one problem with other settings, of a kind of KINDS.  cells: in `unit` by setting, or why there is none."""
+    """One rung on one problem with other tiles.  cells: in `unit` by tile, or why there is none."""
 
-    kind: str
     problem: AttentionProblem
     unit: str
     cells: dict[str, float | str]
@@ -175,46 +169,33 @@ def _counted(call: Callable[[], Any], gpu: bool) -> tuple[Any, Counts]:
         return call(), counts
 
 
-def kinds_of(rung: Rung, sweep: bool, vary: bool) -> tuple[str, ...]:
-    """The kinds of sweeps that are asked for and that a rung has."""
-    softmax = ("softmax",) if hasattr(rung.program, "ROW") else ()
-    return (*(("tiles", *softmax) if sweep else ()), *(("vary",) if vary else ()))
-
-
-def settings_of(rung: Rung, p: AttentionProblem, kind: str) -> dict[str, dict[str, Any]]:
-    """Setting by name -> options of the rung's call."""
-    if kind == "softmax":
-        return {str(row): {"row": row} for row in ROWS}
+def tiles_of(rung: Rung, p: AttentionProblem, vary: bool) -> tuple[Tile, ...]:
+    """Those of its sweep; vary: also the problem's own with one number changed."""
     program = rung.program
-    tiles = program.tile_for(p).around() if kind == "vary" else getattr(program, "TILES", (program.TILE,))
-    return {str(tile): {"tile": tile} for tile in tiles}
+    more = program.tile_for(p).around() if vary else ()
+    return tuple(dict.fromkeys((*getattr(program, "TILES", (program.TILE,)), *more)))
 
 
-def sweep(p: AttentionProblem, rung: Rung, gpu: bool, step: Step, kind: str = "tiles") -> Swept:
-    """The rung with other settings on one problem, each checked before it is measured: milliseconds on a GPU; in the
-    interpreter, which times say nothing of, kB that are loaded and stored, of the kind "softmax" loads and stores by number."""
+def sweep(p: AttentionProblem, rung: Rung, gpu: bool, step: Step, vary: bool = False) -> Swept:
+    """The rung with other tiles on one problem, each checked before it is measured: milliseconds on a GPU; in the interpreter,
+    which times say nothing of, kB that are loaded and stored."""
     inputs = make_inputs(Case("dense", p), "cuda" if gpu else "cpu")
     judge = Judge(inputs)
 
-    def prepared(options: dict[str, Any]) -> Callable[[], Callable[[], Any]]:
-        def prepare() -> Callable[[], Any]:
-            call = rung.prepare(inputs.q, inputs.k, inputs.v, p.causal, **options)
-            verdict = judge.verdict(call())
-            if not verdict.ok:
-                raise WrongError(verdict.words)
-            return call
-
-        return prepare
+    def prepared(tile: Tile) -> Callable[[], Any]:
+        call = rung.prepare(inputs.q, inputs.k, inputs.v, p.causal, tile)
+        verdict = judge.verdict(call())
+        if not verdict.ok:
+            raise WrongError(verdict.words)
+        return call
 
     def measured(calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
         if gpu:
             return profile.measure(calls, gpu)
-        counts = {name: _counted(call, gpu)[1] for name, call in calls.items()}
-        return {name: float(one.accesses) if kind == "softmax" else one.bytes / 1e3 for name, one in counts.items()}
+        return {name: _counted(call, gpu)[1].bytes / 1e3 for name, call in calls.items()}
 
-    unit = "ms" if gpu else "loads and stores" if kind == "softmax" else "kB"
-    settings = {name: prepared(options) for name, options in settings_of(rung, p, kind).items()}
-    return Swept(kind, p, unit, profile.sweep(settings, measured, lambda name: step(f"N={p.seq_k}", name)))
+    settings = {str(tile): partial(prepared, tile) for tile in tiles_of(rung, p, vary)}
+    return Swept(p, "ms" if gpu else "kB", profile.sweep(settings, measured, lambda name: step(f"N={p.seq_k}", name)))
 
 
 class WrongError(Exception):

@@ -56,13 +56,6 @@ class Tile:
         return tuple(found)
 
 
-def row_of(row: int | None, own: int) -> int:
-    """Scores that a softmax takes at a time: as asked, or its own.  ValueRangeError unless a power of two from 16 to 65536."""
-    if row is not None and (type(row) is not int or not 16 <= row <= 65536 or row & (row - 1)):
-        raise ValueRangeError(f"row must be a power of two from 16 to 65536 or None, got {row!r}")
-    return row or own
-
-
 def problem_of(q: torch.Tensor, k: torch.Tensor, causal: bool) -> AttentionProblem:
     """The planner's value of these shapes."""
     batch, seq_q, heads, dim = q.shape

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from tilefold.device.product import add_product
 from tilefold.device.tile import narrow, widen
-from tilefold.ladder.inputs import Tile, checked, emulated, is_there, row_of, strides
+from tilefold.ladder.inputs import Tile, checked, emulated, is_there, strides
 from tilefold.ladder.masks import mask_arguments, masked
 from tilefold.plan.cost import Cost
 
@@ -95,14 +95,14 @@ def value_kernel(
     tl.store(place, narrow(acc, Out.dtype.element_ty, EMULATE), mask=(rows < seq_q)[:, None] & (o_d < DIM)[None, :])
 
 
-def attention(q, k, v, causal=False, *, bias=None, padding_mask=None, tile=None, row=None):
+def attention(q, k, v, causal=False, *, bias=None, padding_mask=None, tile=None):
     """softmax(q k^T / sqrt(dim) + bias, masked) v for q [batch, seq_q, heads, dim], k and v [batch, seq_k, kv_heads, dim].
 
     bias: [batch or 1, heads or 1, seq_q or 1, seq_k], or without the dimensions in front, added.  padding_mask: bool [batch or 1,
-    seq_k], true where there is a key.  row: scores of a row that the softmax takes at a time, a power of two.
+    seq_k], true where there is a key.
     Any strides with a contiguous last dimension; float16, bfloat16 or float32; a row without a live key is 0."""
     p = checked(q, k, v, causal, tile, bias=bias, padding_mask=padding_mask)
-    return run(q, k, v, p, mask_arguments(bias, padding_mask), tile or TILE, row_of(row, ROW), torch.float32)
+    return run(q, k, v, p, mask_arguments(bias, padding_mask), tile or TILE, ROW, torch.float32)
 
 
 def run(q, k, v, p, masks, tile, row, weights):

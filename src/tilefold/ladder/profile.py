@@ -18,7 +18,7 @@ import torch
 from tilefold.bench import timers
 from tilefold.bench.loop import first_line
 from tilefold.ladder import naive
-from tilefold.ladder.inputs import Tile, checked, fitted, row_of
+from tilefold.ladder.inputs import Tile, checked, fitted
 from tilefold.ladder.masks import mask_arguments
 from tilefold.plan.cost import Bound, Cost, attention_cost, bound
 from tilefold.plan.device import Device
@@ -33,12 +33,12 @@ SDPA = "torch SDPA"  # the row of torch's own choice of kernel
 
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, *, bias: torch.Tensor | None = None,
-    padding_mask: torch.Tensor | None = None, tile: Tile | None = None, row: int | None = None,
+    padding_mask: torch.Tensor | None = None, tile: Tile | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """`ladder.naive.attention` by the same kernels, on tensor cores, with larger tiles and P in q's dtype."""
     p = checked(q, k, v, causal, tile, bias=bias, padding_mask=padding_mask)
     masks, kernels = mask_arguments(bias, padding_mask), cast("Any", naive)
-    return cast("torch.Tensor", kernels.run(q, k, v, p, masks, tile or tile_for(p), row_of(row, ROW), q.dtype))
+    return cast("torch.Tensor", kernels.run(q, k, v, p, masks, tile or tile_for(p), ROW, q.dtype))
 
 
 def tile_for(p: AttentionProblem) -> Tile:

@@ -41,7 +41,7 @@ class Rung:
         **options: Any,
     ) -> Callable[[], torch.Tensor]:  # fmt: skip
         """The call that is checked and timed; what is done once before it (a paged cache) is done here.  options: of its
-        attention, as `row` of naive and `splits` of split."""
+        attention, as `splits` of split."""
         program = self.program
         if hasattr(program, "prepare"):
             made: Callable[[], torch.Tensor] = program.prepare(q, k, v, causal, tile, **options)
