@@ -41,7 +41,7 @@ library's tolerance, then timed.
 **Columns**: ms is the median of a call; GB/s counts what has to move between memory and the GPU once a kernel, TFLOP/s the
 formula's operations, the same for all; speed-up is over the first row, over SDPA over torch's own choice of kernel. FLOP/B is
 what a kernel computes for each byte of memory, and of L2 cache. Errors are from fp64, over 64 rows: the largest and its limit,
-the mean, the root mean square, and the norm relative to the result's (L2 error). Without a GPU the kernels are counted, not
+and the norm relative to the result's (L2 error). Without a GPU the kernels are counted, not
 timed: bytes and operations of what really ran, beside those declared.
 
 **Sweep**: the rung's tiles; with `--vary` also its own with queries, keys, warps or stages changed alone. In the interpreter only
@@ -52,18 +52,14 @@ Exit codes: 0 ok, 1 something is wrong, 2 wrong usage.
 
 COMMAND = "tilefold.ladder.command"  # the command line, for what is published
 MOST_SPLITS = 64
-FORM = "it defines attention(q, k, v, causal=False)"
 GPU_SHAPE, CPU_SHAPE = ("1024,4096", 16, 128), ("64,128", 2, 32)
 
 
 class Ladder(TyperCommand):
-    """Says what `--new` alone lacks; keeps the command line."""
+    """Keeps the command line."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[COMMAND] = shlex.join(["tilefold", "ladder", *args])
-        for given, following in zip(args, [*args, "-"][1:], strict=True):
-            if given == "--new" and following.startswith("-"):
-                raise typer.BadParameter(f"--new needs a file, as in `tilefold ladder --new my_kernel.py`: {FORM}", ctx)
         return super().parse_args(ctx, args)
 
 

@@ -12,7 +12,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import tilefold
-from tilefold.bench.accuracy import difference_of
 from tilefold.bench.attention.cases import Case
 from tilefold.bench.implementation import Inputs, make_inputs
 from tilefold.bench.judge import Judge
@@ -30,23 +29,14 @@ TORCH = ("torch math", profile.SDPA)
 Step = Callable[[str, str], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Deviation:
-    """From the fp64 result, over the rows that are judged: mean of the absolute differences, root of their mean square."""
-
-    mean: float
-    rmse: float
-
-
 @dataclass
 class Result:
-    """A problem's rows.  verdicts, deviations and counts (interpreter only, not of torch) by implementation; notes: why one did
+    """A problem's rows.  verdicts and counts (interpreter only, not of torch) by implementation; notes: why one did
     not run; lines: of those that are right."""
 
     problem: AttentionProblem
     lines: list[profile.Line] = field(default_factory=list)
     verdicts: dict[str, Comparison] = field(default_factory=dict)
-    deviations: dict[str, Deviation] = field(default_factory=dict)
     counts: dict[str, Counts] = field(default_factory=dict)
     costs: dict[str, Cost] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
@@ -150,8 +140,6 @@ def run(
         found.verdicts[each] = judge.verdict(out)
         if not gpu and each not in TORCH:
             found.counts[each] = counts
-        one = difference_of(each, out[:, judge.rows], judge.want[0])
-        found.deviations[each] = Deviation(one.mean_abs, one.rmse)
         del out
     right = {each: call for each, call in calls.items() if each in found.verdicts and found.verdicts[each].ok}
     if new is not None and new.name in right:  # timed as it is, without the checks of its result

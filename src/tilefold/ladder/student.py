@@ -1,7 +1,6 @@
 """A student's own kernel: a file that defines attention(q, k, v, causal=False); where it fails, the line of that file."""
 
 import importlib.util
-import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -81,11 +80,6 @@ def load(path: Path) -> Callable[..., Any]:
     function = getattr(module, "attention", None)
     if not callable(function):
         raise ValueRangeError(f"{path.name} defines no function attention(q, k, v, causal=False)")
-    accepted = inspect.signature(function).parameters
-    if "causal" not in accepted and not any(one.kind is one.VAR_KEYWORD for one in accepted.values()):
-        raise ValueRangeError(
-            f"attention in {path.name} takes no argument causal; it must be attention(q, k, v, causal=False)"
-        )
     found: Callable[..., Any] = function
     return found
 

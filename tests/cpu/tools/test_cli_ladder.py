@@ -11,7 +11,7 @@ from cases.cli import command, refused, reports
 from tilefold.cli.ladder_report import parts_of
 from tilefold.cli.runtime import show
 from tilefold.ladder import RUNGS, Tile, profile
-from tilefold.ladder.course import Deviation, Result, Swept
+from tilefold.ladder.course import Result, Swept
 from tilefold.plan import device_named
 from tilefold.plan.problem import AttentionProblem
 from tilefold.reference import Comparison
@@ -77,19 +77,8 @@ def test_the_table_and_its_json(tmp_path):
             assert counts["loaded"] + counts["stored"] == cost["l2_bytes"] and counts["flops"] == cost["flops"]
         for line in found["lines"]:
             assert line["over_torch"] == pytest.approx(found["lines"][-2]["ms"] / line["ms"])
-        check_errors(found)
     assert document["sweeps"] == []
     assert document["command"].startswith("tilefold ladder --rung split") and document["setting"]["triton"]
-
-
-def check_errors(found):
-    """Mean <= RMSE <= largest error, which no row escapes; the RMSE is what the relative L2 error says of the same result."""
-    size = None
-    for name, verdict in found["verdicts"].items():
-        deviation = found["deviations"][name]
-        assert 0 < deviation["mean"] <= deviation["rmse"] <= verdict["max_error"], name
-        size = size or deviation["rmse"] / verdict["l2_error"]
-        assert deviation["rmse"] / verdict["l2_error"] == pytest.approx(size), name
 
 
 def test_dtypes_splits_and_files(tmp_path):
@@ -136,7 +125,6 @@ def test_large_figures_fit_80_columns(capsys):
     times = {"naive": 1234.567, "profile": 999.9, "flash": 0.001, "torch math": 55.5, "torch SDPA": 888.888}
     result = Result(p, profile.table(times, costs, p, device), costs=costs)
     result.verdicts = {name: Comparison(1.5e-11, 2.5e-11, 1.1e-11, 2.2e-11, True) for name in times}
-    result.deviations = {name: Deviation(1.1e-11, 2.2e-11) for name in times}
     cells = {str(tile): 1234.567 for tile in Tile(128, 128, 16, 4).around()}
     cells["128 x 256, 16 warps, 4 stages"] = "OutOfResources: shared memory"
     swept = [Swept(replace(p, seq_k=n), "ms", cells) for n in (512, 1024, 2048, 4096, 8192)]
@@ -180,10 +168,11 @@ def test_an_own_kernel_that_is_wrong(tmp_path):
     [
         (RIGHT.replace("q @ k.tr", "q @ nothing.tr"), "my_kernel.py:6: NameError: name 'nothing' is not defined"),
         (RIGHT.replace("causal:", "causal"), "my_kernel.py:7: SyntaxError: "),
+        ("def attention(q, k, v): return q", "TypeError: attention() got an unexpected keyword argument 'causal'"),
         ("import triton\n1 / 0\n", "my_kernel.py:2: ZeroDivisionError: division by zero"),
         (KERNEL, "my_kernel.py:10: NameError: name 'missing' is not defined"),
     ],
-    ids=["call", "syntax", "import", "kernel"],
+    ids=["call", "syntax", "signature", "import", "kernel"],
 )
 def test_errors_show_the_line_of_the_students_file(tmp_path, text, line):
     result = new(tmp_path, text, code=1)
@@ -199,8 +188,6 @@ def test_quick_is_the_shortest_length(tmp_path):
 def test_refusals(tmp_path):
     refused(
         run,
-        ("--new", "--new needs a file, as in `tilefold ladder --new my_kernel.py`"),
-        ("--new --rung flash", "--new needs a file"),
         ("--rung fast", "rung must be one of naive, profile, paged, flash, split, got 'fast'"),
         ("--rung flash --seq 1024,x", "--seq must be integers of at least 1, comma-separated, got '1024,x'"),
         ("--rung flash --queries 9 --seq 8 --causal", "--queries must be at most --seq under --causal"),
@@ -214,7 +201,6 @@ def test_refusals(tmp_path):
     )
     for text, message in (
         ("x = 1", "defines no function attention(q, k, v, causal=False)"),
-        ("def attention(q, k, v): return q", "takes no argument causal"),
         ("def attention(q, k, v, causal=False): return q.float()", "must return a tensor of q's dtype"),
         ("def attention(q, k, v, causal=False): return q[:, 1:]", "must return q's shape (1, 16, 1, 16)"),
     ):
