@@ -12,7 +12,7 @@ from rich.text import Text
 from typer import Argument, Option
 
 from tilefold.cli.options import Json, Markdown
-from tilefold.cli.runtime import Outputs, Runtime, prepare_runtime, print_tables, say, user_errors
+from tilefold.cli.runtime import Outputs, Runtime, prepare_runtime, show, user_errors
 from tilefold.errors import DeviceError, TilefoldError, ValueRangeError
 
 if TYPE_CHECKING:
@@ -158,16 +158,12 @@ def _counters(program: Sequence[str], kernels: str | None, launches: int, marked
 
 
 def _show(found: "list[Profile]", counters: "Sequence[Measured]", outputs: Outputs) -> None:
-    from tilefold.profiling.report import HEAD
     from tilefold.profiling.session import with_counters
 
     console = Console()
     profiles = [with_counters(each, counters) if counters else each for each in found]
     for each in profiles:
-        console.print(Text(each.device, style="bold"))
-        print_tables(console, HEAD, each.table())
-        say(each.lines(), console, "")
-
+        show(console, each.parts())
     documents = [each.document() for each in profiles]
     outputs.write(
         console,

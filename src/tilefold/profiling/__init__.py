@@ -2,7 +2,7 @@
 
     with tilefold.profile() as p:
         step()
-    print(p.profile.text())
+    print(p.profile)
 
 `evidence` and `verdict` are plain values and rules over them; `roofs` measures the machine; `launches` and `session` see
 what runs; `counters` asks Nsight Compute; `report` and `roofline` show it.

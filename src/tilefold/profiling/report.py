@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tilefold.bench.page import table_lines
+from tilefold.bench.page import Heading, Part, Rows, Words, to_markdown
 from tilefold.profiling.evidence import Evidence, Region
 from tilefold.profiling.verdict import Verdict
 
@@ -61,12 +61,16 @@ class Profile:
         each = tuple(f"{_short(row.evidence.kernel)}: {row.verdict}{_more(row.evidence)}" for row in self.rows)
         return (*whole, *each, *self.notes)
 
+    def parts(self) -> list[Part]:
+        """Tables and verdicts; that of hardware counters where some were read."""
+        counters = self.counters()
+        counted = [Rows(("kernel", *COUNTED, "waits for"), counters)] if counters else []
+        words = (Words(line, "") for line in self.lines())
+        return [Heading(self.device), Rows(HEAD, self.table()), *counted, *words]
+
     def markdown(self) -> str:
-        """Tables and verdicts for a document; that of hardware counters where some were read."""
-        lines = [*table_lines(HEAD, self.table()), ""]
-        if counters := self.counters():
-            lines += [*table_lines(("kernel", *COUNTED, "waits for"), counters), ""]
-        return "\n".join([*lines, *(f"* {line}" for line in self.lines()), "", f"{self.device}.", ""])
+        """`parts` for a document."""
+        return to_markdown(self.parts())
 
     def counters(self) -> tuple[tuple[str, ...], ...]:
         """Cells of hardware counters, a row a kernel that has some: percent of the machine's peak, of `warps` of the most that
