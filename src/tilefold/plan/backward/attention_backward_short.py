@@ -69,7 +69,8 @@ def short_tile(problem: AttentionProblem, stored: bool = False) -> Tile:
         return Tile(min(rows, 32), min(keys, 32), 2, 1)
     if n.group == 1 and width > (32 if stored else 64):
         return Tile(rows, min(keys, 32), 4, 1)
-    return Tile(rows, keys, 2 if n.group == 1 and width <= 32 and longest <= ROWS else 4, 1)
+    narrow = n.group == 1 and width <= 32 and longest <= ROWS and n.unchanged
+    return Tile(rows, keys, 2 if narrow else 4, 1)
 
 
 def short_violation(problem: AttentionProblem, device: Device, tile: Tile) -> Fault:
