@@ -105,6 +105,8 @@ def even_shares(items: int, tiles: int, slots: int, most: int) -> int:
         waves, share = items * shares / slots, tiles / shares
         return waves / math.ceil(waves) * share / math.ceil(share)
 
+    if not items * tiles:
+        return 1
     possible = range(1, most + 1)
     best = max(map(efficiency, possible))
     return next(shares for shares in possible if efficiency(shares) >= 0.95 * best)

@@ -323,6 +323,8 @@ def test_plans_print_and_refuse():
     assert "23296 queries in blocks of 64, 364 rows" in str(plan)
     assert plan.boxes == (True, True, True) and plan.parts == 1
     assert plan_coarse(CoarseProblem(n, 256), device_named("h200")).parts == 4
+    for nothing in ({"seq_q": 0}, {"seq_k": 0}, {"batch": 0}):
+        assert plan_coarse(CoarseProblem(replace(n, **nothing), 64), device_named("h200")).parts == 1
     assert plan.grid("keys")[0] * plan.shares >= 2 * 132
     masked = plan_coarse(CoarseProblem(n, 16, "mean", True, True), device_named("h200"))
     assert masked.keys.block_m == 16 and masked.boxes == (True, True, False)
