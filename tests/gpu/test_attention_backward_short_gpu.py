@@ -55,6 +55,11 @@ def test_changes_of_scores(device):
     check(tuple(t[:, ::3] for t in (q, k, v)))
 
 
+def test_a_bias_behind_softcap(device):
+    q, k, v = qkv(7, 49, 49, 4, 4, 32, dtype=torch.bfloat16, device=device)
+    check((q, k, v), bias=rand(7, 4, 49, 49, dtype=torch.bfloat16, device=device).requires_grad_(), softcap=2.0)
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("shape", [(7, 4), (1, 4), (7, 1), (1, 1)], ids=str)
 @pytest.mark.parametrize(("tokens", "dim"), [(49, 32), (64, 64), (31, 32), (16, 128), (50, 128)])

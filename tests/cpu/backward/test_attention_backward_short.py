@@ -10,6 +10,8 @@ from cases import judge, qkv, rand
 from cases.gradient import check_gradients, gradients, judged, learned, oracle, upstream, with_stored_ds
 from cases.mods import slanted, slanted_twin, sliding, sliding_twin
 from tilefold.errors import PlanError
+from tilefold.ops.backward.attention_backward import _portable_parts
+from tilefold.ops.call import Call
 from tilefold.plan import AttentionProblem, device_named
 from tilefold.plan.backward.attention_backward import AttentionBackwardPlan, plan_attention_backward
 from tilefold.plan.backward.attention_backward_short import KERNEL, MOST, short_refusal, short_tile, side_of_tile
@@ -17,7 +19,8 @@ from tilefold.plan.limits import Tile
 
 HALF = torch.float16
 BANDS = [{}, {"causal": True}, {"window": (17, 5)}, {"window": (None, 3)}, {"window": (0, 0)}]
-H200 = device_named("h200")
+H200, A100 = device_named("h200"), device_named("a100")
+SMALL = Tile(16, 16, 1, 1)
 
 
 def fitting(tile, lengths):
@@ -136,6 +139,27 @@ def test_learned_bias(shape, dtype, device):
     assert all(map(torch.equal, fixed, got))
 
 
+def test_a_bias_behind_softcap_is_not_summed_from_ds(device):
+    """dS has softcap's derivative, which lies before the bias."""
+    q, k, v = qkv(2, 20, 20, 2, 2, 16, dtype=torch.bfloat16, device=device)
+    bias = rand(2, 2, 20, 20, dtype=torch.bfloat16, device=device)
+    check_gradients(q, k, v, tile=(32, 32), kernel=KERNEL, bias=bias, softcap=2.0)
+    plan = plan_attention_backward(problem(49, 32, score_mods=("softcap", "bias")), H200, (1024, 8, 49))
+    assert plan.kernel == KERNEL and not plan.stored
+    with pytest.raises(PlanError, match="plan field stored: must be False: dS has the derivative of softcap"):
+        plan.with_tiles(stored=True)
+
+
+def test_out_whose_rows_lie_far_apart(device):
+    """What all tiles read, out among it, decides the width of addresses."""
+    q = torch.empty(1, 1 << 18, 64, 128, dtype=HALF, device="meta").transpose(1, 2)
+    out = torch.empty(1, 64, 1 << 18, 128, dtype=HALF, device="meta")
+    n = AttentionProblem(1, 64, 64, 1 << 18, 1 << 18, 128, 128, dtype="float16")
+    plan = plan_attention_backward(n, H200)
+    constants, _ = _portable_parts(1.0, (q, q, q, out), q, Call(), plan)
+    assert plan.kernel == KERNEL and constants["WIDE"]
+
+
 def test_the_same_bits_every_run(device):
     q, k, v = qkv(2, 64, 64, 2, 2, 32, dtype=HALF, device=device)
     dout, dlse = upstream(q, v)
@@ -167,6 +191,8 @@ def test_taken_up_to_what_was_measured(dim):
     assert plan_attention_backward(problem(most, dim), H200).kernel == KERNEL
     assert plan_attention_backward(problem(most, dim), H200, portable=True).kernel == KERNEL
     assert plan_attention_backward(problem(most + 1, dim), H200).kernel != KERNEL
+    assert plan_attention_backward(problem(64, dim), A100).kernel == KERNEL  # where nothing was measured
+    assert plan_attention_backward(problem(65, dim), A100).kernel != KERNEL
     assert plan_attention_backward(problem(64, dim, score_mods=("alibi",)), H200).kernel == KERNEL
     assert plan_attention_backward(problem(65, dim, score_mods=("alibi",)), H200).kernel != KERNEL
     assert short_tile(problem(16, dim)) == Tile(16, 16, 1 if dim == 32 else 2, 1)
@@ -190,6 +216,14 @@ def test_refused():
     assert plan_attention_backward(problem(64), device_named("interpreter")).kernel != KERNEL
 
 
+UNFIT = [
+    (Tile(64, 64, 3, 1), "num_warps"),
+    (Tile(64, 64, 4, 0), "num_stages"),
+    (Tile(64, 64, 4, 1, 96), "maxnreg"),
+    (Tile(48, 64, 4, 1), "block_m"),
+]
+
+
 def test_fields_that_do_not_fit():
     plan = plan_attention_backward(problem(64), H200)
     for changes, name in [
@@ -197,9 +231,14 @@ def test_fields_that_do_not_fit():
         ({"queries": Tile(32, 64, 4, 1)}, "queries"),
         ({"heads_at_once": 1}, "heads_at_once"),
         ({"stored": True}, "stored"),
+        *((dict.fromkeys(("queries", "keys", "scores"), tile), f"keys.{field}") for tile, field in UNFIT),
     ]:
         with pytest.raises(PlanError, match=f"plan field {name}"):
             replace(plan, **changes)
+    with pytest.raises(PlanError, match="plan field stored: must be False: it would take 8 GiB, more than 4"):
+        plan_attention_backward(problem(64, 64, 2**17, score_mods=("bias",)), H200, (1, 8, 64)).with_tiles(stored=True)
+    with pytest.raises(PlanError, match="plan field grid: more than"):
+        replace(plan, problem=problem(1, 16, 2**30), queries=SMALL, keys=SMALL, scores=SMALL)
     grouped = plan_attention_backward(problem(64, kv_heads=2), H200)
     small = Tile(64, 32, 4, 1)
     with pytest.raises(PlanError, match="keys.block_n: must be at least the 64 keys"):

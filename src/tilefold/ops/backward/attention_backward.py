@@ -149,7 +149,9 @@ def backward_plan_of(
     if given.stores_ds and not with_bias:
         return given.without_bias()
     if given.stores_ds and call.bias is not None and call.bias.dtype != q.dtype:
-        raise PlanError(f"plan stores dS in {q.dtype} for the gradient of the bias, which is {call.bias.dtype}")
+        raise PlanError(
+            f"plan stores dS in {q.dtype} for the gradient of the bias, which is {call.bias.dtype}: with_tiles(stored=False)"
+        )
     return given
 
 
@@ -301,7 +303,7 @@ def _portable_parts(
     constants = {
         "KIND": kind_of(window, band),
         "EMULATE": interpreting() and q.dtype == torch.bfloat16,
-        "WIDE": max(strides[f"stride_{name}"] for name in ("qm", "kn", "vn", "dm")) * most >= 1 << 31,
+        "WIDE": max(strides[f"stride_{name}"] for name in ("qm", "kn", "vn", "dm", "om")) * most >= 1 << 31,
         **dims_of(n),
     }
     values = {

@@ -244,10 +244,11 @@ class AttentionBackwardPlan(Plan):
         keys_at_once: int | None = None,
         options: ReduceOptions | None = None,
         queries_at_once: int | None = None,
+        stored: bool | None = None,
     ) -> "AttentionBackwardPlan":
         """The plan with other tiles, another kernel (and the tiles that go with it), another number of shares, or of heads, keys
         or queries at a time, or another version of attention_backward_reduce; PlanError names the field that does not fit.
-        Another kernel or version has its own tile of scores and shares."""
+        Another kernel or version has its own tile of scores and shares.  stored: of attention_backward_short."""
         base = self
         makers = {HOPPER: _hopper, REDUCE: _reduce, SHORT: _short}
         made = makers.get(kernel or self.kernel, _portable)
@@ -261,7 +262,7 @@ class AttentionBackwardPlan(Plan):
         return changed(
             base,
             queries=queries, keys=keys, scores=scores, kernel=kernel, bias_shares=bias_shares, heads_at_once=heads_at_once,
-            keys_at_once=keys_at_once, options=options, queries_at_once=queries_at_once,
+            keys_at_once=keys_at_once, options=options, queries_at_once=queries_at_once, stored=stored,
             rule="override", reason="The caller chose these fields.",
         )  # fmt: skip
 
@@ -535,6 +536,8 @@ def _whole_violation(plan: AttentionBackwardPlan) -> Fault:
         fault = short.short_violation(n, device, plan.keys) or _stored_violation(plan)
         if any(at_once):
             fault = fault or ("heads_at_once", f"must be 0, as keys_at_once, with {SHORT}, got {plan.heads_at_once}")
+        if max(grid[0] for grid in plan.grids) > MAX_GRID:
+            fault = fault or ("grid", f"more than {MAX_GRID} programs")
     elif plan.kernel == REDUCE:
         fault = reduced.reduce_violation(n, device, plan.keys, plan.options, *at_once) or _stored_violation(plan)
     elif n.varlen:
@@ -566,6 +569,8 @@ def _stored_violation(plan: AttentionBackwardPlan) -> Fault:
             "stored" if plan.kernel == SHORT else "options.stored",
             f"is a version of gradients of a bias with a row for each query, got {plan.bias or None}",
         )
+    if plan.stored and (refusal := short.storing_refusal(plan.problem)):
+        return "stored", f"must be False: {refusal}"
     rows, keys = (short.side_of_tile(n) for n in (plan.problem.seq_q, plan.problem.seq_k)) if plan.stored else (64, 128)
     if plan.scores.block_m > rows or plan.scores.block_n > keys:
         return "scores", f"must be at most {rows} x {keys} where dS is stored, got {plan.scores}"

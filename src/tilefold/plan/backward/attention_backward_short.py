@@ -1,6 +1,8 @@
 """What `attention_backward_short` serves, a program for every gradient of a KV head of a short sequence, and its tile."""
 
+from tilefold.plan.architecture import SM_90
 from tilefold.plan.backward.attention_backward_reduce import MOST_STORED
+from tilefold.plan.backward.backward import launch_fault
 from tilefold.plan.base import Fault
 from tilefold.plan.device import Device
 from tilefold.plan.limits import Tile
@@ -10,7 +12,7 @@ KERNEL = "attention_backward_short"
 ROWS = 64  # queries, or keys, of a tile at most
 MOST = {32: 256, 64: 128, 128: 64}
 """Queries, and keys, at most by the padded head dim."""
-MOST_CHANGED = 64  # the same up to which it is taken with changes of scores or dropout
+MOST_CHANGED = 64  # the same up to which it is taken with changes of scores or dropout, and on other GPUs than sm_90
 PADDED = 160  # up to so many, tiles of 32 where those of 64 would be padding by half of one or more
 
 
@@ -42,13 +44,13 @@ def short_refusal(problem: AttentionProblem, device: Device) -> str | None:
 
 
 def is_short(problem: AttentionProblem, device: Device) -> bool:
-    """Whether the plan takes the kernel: as far as it was faster on an H200 (`benchmarks/short_sequences.py`).  Not in the
-    interpreter, where the kernels of all lengths are to be run."""
+    """Whether the plan takes the kernel: as far as it was faster on an H200 (`benchmarks/short_sequences.py`), elsewhere, where
+    nothing was measured, up to 64 tokens.  Not in the interpreter, where the kernels of all lengths are to be run."""
     n = problem
     filled = n.group == 1 or n.batch * n.kv_heads >= device.sms
     if n.group > 1 and width_of(n) > 64 and n.seq_q > ROWS // 2:
         return False
-    few = max(n.seq_q, n.seq_k) <= MOST_CHANGED or n.unchanged
+    few = max(n.seq_q, n.seq_k) <= MOST_CHANGED or (n.unchanged and device.architecture is SM_90)
     return device.backend == "cuda" and filled and few and short_refusal(n, device) is None
 
 
@@ -84,7 +86,8 @@ def short_violation(problem: AttentionProblem, device: Device, tile: Tile) -> Fa
             return f"keys.{name}", f"must be a power of two from 16 to {most}, got {size}"
     if problem.group > 1 and tile.block_n < problem.seq_k:
         return "keys.block_n", f"must be at least the {problem.seq_k} keys with groups of heads, got {tile.block_n}"
-    return None
+    fault = launch_fault(tile)
+    return fault and (f"keys.{fault[0]}", fault[1])
 
 
 def ds_shape(problem: AttentionProblem) -> tuple[int, int]:
@@ -104,10 +107,19 @@ def ds_bytes(problem: AttentionProblem) -> int:
     return problem.batch * problem.heads * keys * rows * problem.itemsize
 
 
+def storing_refusal(problem: AttentionProblem) -> str | None:
+    """Why dS cannot be stored for the gradient of a bias, as a sentence, or None if it can."""
+    if "softcap" in problem.score_mods:
+        return "dS has the derivative of softcap, which lies before the bias"
+    if ds_bytes(problem) > MOST_STORED:
+        return f"it would take {ds_bytes(problem) / 2**30:.3g} GiB, more than {MOST_STORED >> 30}"
+    return None
+
+
 def stores_ds(problem: AttentionProblem, bias: tuple[int, ...]) -> bool:
     """Whether the gradient of such a bias (batch, heads, rows) is summed up from dS, in 16 bits, that the kernel stores.
 
     Not of a shared bias in float16: its smallest terms would become 0 before they are added."""
     n = problem
     small = n.dtype == "float16" and bias[:2] != (n.batch, n.heads)
-    return bias[2:] == (n.seq_q,) and not small and ds_bytes(n) <= MOST_STORED
+    return bias[2:] == (n.seq_q,) and not small and storing_refusal(n) is None

@@ -49,18 +49,25 @@ def backward_tiles(
     return (first, narrow, replace(narrow, num_stages=1), Tile(min(rows, 32), min(keys, 32), 4, 1), last)
 
 
-def backward_tile_violation(
-    problem: AttentionProblem, device: Device, tile: Tile, own: str, held: int | None = None
-) -> Fault:
-    """The first limit of the device that a tile breaks, as (field, sentence), or None.
-
-    held: fp32 accumulators of a program beside two tiles of scores; None: those of dq, or of dk and dv."""
+def launch_fault(tile: Tile) -> Fault:
+    """Of a tile's warps, stages and registers."""
     if type(tile.num_warps) is not int or tile.num_warps not in (1, 2, 4, 8, 16, 32):
         return "num_warps", f"must be a power of two from 1 to 32, got {tile.num_warps!r}"
     if type(tile.num_stages) is not int or not 1 <= tile.num_stages <= 8:
         return "num_stages", f"must be from 1 to 8, got {tile.num_stages!r}"
     if tile.maxnreg is not None:
         return "maxnreg", f"must be None in a backward pass, got {tile.maxnreg!r}"
+    return None
+
+
+def backward_tile_violation(
+    problem: AttentionProblem, device: Device, tile: Tile, own: str, held: int | None = None
+) -> Fault:
+    """The first limit of the device that a tile breaks, as (field, sentence), or None.
+
+    held: fp32 accumulators of a program beside two tiles of scores; None: those of dq, or of dk and dv."""
+    if fault := launch_fault(tile):
+        return fault
     if device.backend == "interpreter":
         return None
     if fault := shared_fault("shared_bytes", backward_shared_bytes(problem, device, tile, own), device):
