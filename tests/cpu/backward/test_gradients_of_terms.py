@@ -15,6 +15,7 @@ from tilefold.errors import PlanError
 from tilefold.ops.backward.attention_backward import _terms_bound, backward_plan_of
 from tilefold.ops.backward.attention_backward_loads import elements_of, needed
 from tilefold.ops.backward.attention_backward_terms import TermsBound
+from tilefold.ops.backward.backward_parts import statistics_by
 from tilefold.ops.call import Call
 from tilefold.ops.dense.attention import prepare
 from tilefold.ops.source import Packed
@@ -36,7 +37,7 @@ def beside(tensors, given, call, wanted):
     prepared = prepare(*tensors[:3], call)
     plan = plan_attention_backward(prepared.problem, prepared.planned.device, bias, loads=elements_of(call, loads))
     bound = _terms_bound(prepared, plan, tensors, (dout, dlse), call, loads)
-    rows = bound.rows(tensors[3], dout, lse, dlse)
+    rows = statistics_by(bound.delta, tensors[3], dout, lse, dlse)
     return bound.gradients((*tensors[:3], dout, *rows), call, wanted)
 
 
