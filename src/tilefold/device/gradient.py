@@ -30,14 +30,11 @@ def load_statistics(Lse2, Delta, cols, live, EDGE: tl.constexpr):
 
 
 @triton.jit
-def statistics_of_rows(out, do, lse, dlse):
-    """-> lse in base 2 and delta of rows [M] whose out and dout are [M, D]; lse -inf where there is no row; dlse [M] or None.
+def statistics_of_rows(lse, delta):
+    """-> lse in base 2, and delta; lse -inf where there is no row.
 
     A row without a live key has no gradient, whatever dlse says: delta 0 and lse +inf, which makes its probabilities
     exp2(score - inf) = 0 without another test in what follows."""
-    delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
-    if dlse is not None:
-        delta -= dlse
     dead = lse == float("-inf")
     return tl.where(dead, float("inf"), lse * LOG2E), tl.where(dead, 0.0, delta)
 

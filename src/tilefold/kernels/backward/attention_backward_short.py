@@ -46,8 +46,10 @@ def _load_queries(
         out = load_rows(Out, first, seq_q, stride_om, WIDE, BLOCK_M, DIM_V, BLOCK_V)
         o_m = first + tl.arange(0, BLOCK_M)
         lse = tl.load(Lse + o_m, mask=o_m < seq_q, other=float("-inf"))
-        dlse = tl.load(DLse + o_m, mask=o_m < seq_q, other=0.0) if DLse is not None else None
-        lse, delta = statistics_of_rows(out, do, lse, dlse)
+        delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
+        if DLse is not None:
+            delta -= tl.load(DLse + o_m, mask=o_m < seq_q, other=0.0)
+        lse, delta = statistics_of_rows(lse, delta)
         slices = slices + ((widen(q, EMULATE), widen(do, EMULATE), lse, delta),)
         dqs = dqs + (tl.zeros([BLOCK_M, BLOCK_QK], tl.float32),)
     return slices, dqs

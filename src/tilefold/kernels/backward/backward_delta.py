@@ -30,7 +30,9 @@ def backward_delta(
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     row = i_bh * seq_q + o_m
     lse = tl.load(Lse + row, mask=o_m < seq_q, other=0.0)
-    dlse = tl.load(DLse + row, mask=o_m < seq_q, other=0.0) if DLse is not None else None
-    lse2, delta = statistics_of_rows(out, do, lse, dlse)
+    delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
+    if DLse is not None:
+        delta -= tl.load(DLse + row, mask=o_m < seq_q, other=0.0)
+    lse2, delta = statistics_of_rows(lse, delta)
     tl.store(Lse2 + row, lse2, mask=o_m < seq_q)
     tl.store(Delta + row, delta, mask=o_m < seq_q)
