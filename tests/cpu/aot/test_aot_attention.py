@@ -36,6 +36,18 @@ PROBLEMS = {
     "d128 varlen sinks softcap": problem(128, varlen=True, causal=True, sinks=True, score_mods=("softcap",)),
     "d128 groups softcap": problem(128, causal=True, heads=32, kv_heads=4, score_mods=("softcap",)),
 }
+SHORT = {
+    f"short {name}": problem(dim, batch=1024, seq_q=tokens, seq_k=tokens, kv_heads=16, **more)
+    for name, tokens, dim, more in [
+        ("16 of 64", 16, 64, {}),
+        ("32 of 32 causal", 32, 32, {"causal": True}),
+        ("49 of 32 bias", 49, 32, {"score_mods": ("bias",)}),
+        ("64 of 128", 64, 128, {}),
+        ("64 of 64 bias by boxes", 64, 64, {"score_mods": ("bias",), "bias_descriptors": "tiles"}),
+    ]
+}
+PROBLEMS |= SHORT
+POINTERS = "short 49 of 32 bias"
 HOPPER = ("d64", "d64 causal", "d128", "d128 causal fp16", "d128 window", "d128 varlen causal", "d256 causal")
 """Planned for the kernel of sm_90, and compiled for it as portable ones, too."""
 HOPPER_ONLY = tuple(name for name in PROBLEMS if name.startswith(("d80", "d96 c", "d192")) or "softcap" in name)
@@ -55,7 +67,7 @@ JOBS = {
     (name, target): job("dense.attention", target, problem=made, plan=plan_attention(made, device_named(device)))
     for name, made in PROBLEMS.items()
     for target, device in DEVICES.items()
-    if target == "sm_90" or name not in LIKE_OTHERS
+    if target == "sm_90" or (name not in LIKE_OTHERS and not (name in SHORT and target == "gfx942"))
 }
 JOBS |= {
     (f"{name} portable", "sm_90"): job(
@@ -171,13 +183,17 @@ results = compiled(__name__, JOBS, NEWEST, EVERYWHERE)
 
 @pytest.mark.parametrize(("name", "target"), JOBS)
 def test_planned_configuration(results: Results, name: str, target: str) -> None:
-    tensor = "none" if "fp32" in name else "any" if "one query" in name else "best"
+    small = "one query" in name or (name in SHORT and "64" not in name.split()[1])  # fewer than 64 rows
+    tensor = "none" if "fp32" in name else "any" if small else "best"
     # the folding warps of sm_90 and the random numbers keep a few registers of the prologue in memory
     spare = (target == "sm_90" and name in SM_90) or "dropout" in name
     # of 512 columns the tile of 64 keys, which moves registers to memory, was measured to be faster than that of 32
     kept = name in (LAZY, CHUNKS, "d512 causal") or name in READS
     spills = "any" if kept else "outside loops" if spare else "none"  # see test_hopper
-    assert results.of(name, target).problems(tensor=tensor, spills=spills) == ()
+    found = results.of(name, target).problems(tensor=tensor, spills=spills)
+    if name == POINTERS:  # one stage, whose products are not made one after the other, was measured to be no faster
+        found = tuple(each for each in found if "C7515" not in each)
+    assert found == ()
 
 
 @pytest.mark.parametrize("name", SM_90)
