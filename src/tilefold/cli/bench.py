@@ -34,8 +34,8 @@ EPILOG = """
 
     tilefold bench peers
 
-dense, sparse, decode, gemm, conv, lowbit and move have the same options; `tilefold bench dense --help` says what is measured,
-and how.
+dense, sparse, decode, gemm, conv, lowbit and move have the same options (`--graph`: dense and sparse alone);
+`tilefold bench dense --help` says what is measured, and how.
 """
 
 # Of each family: the first line of its help, and what that says below the options.

@@ -26,7 +26,8 @@ INVARIANT = (
 class BoundFunction:
     """A function of an architecture and what all calls of a key share.  It is called as a `Bound` is.
 
-    function(*given, *options); given: what a call gives, as the operation's GIVEN names it."""
+    function(*given, *options); given: what a call gives, as the operation's GIVEN names it.  Autocast changes no kernel, and so
+    no function."""
 
     __slots__ = ("function", "options")
 
@@ -34,6 +35,9 @@ class BoundFunction:
         self.function, self.options = function, options
 
     def __call__(self, given: tuple[Any, ...]) -> Any:
+        if torch.is_autocast_enabled("cpu"):
+            with torch.autocast("cpu", enabled=False):
+                return self.function(*given, *self.options)
         return self.function(*given, *self.options)
 
 

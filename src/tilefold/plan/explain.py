@@ -113,6 +113,8 @@ def _mask(problem: AttentionProblem) -> list[str]:
         parts.append("scores: " + " then ".join(problem.score_mods))
     if problem.mask_mods:
         parts.append("masks: " + " and ".join(problem.mask_mods))
+    if problem.dropout:
+        parts.append("dropout")
     return [*parts, "sinks"] if problem.sinks else parts
 
 

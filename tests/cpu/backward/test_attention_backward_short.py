@@ -230,7 +230,10 @@ def test_fields_that_do_not_fit():
         ({"keys": Tile(128, 64, 4, 1), "queries": Tile(128, 64, 4, 1), "scores": Tile(128, 64, 4, 1)}, "keys.block_m"),
         ({"queries": Tile(32, 64, 4, 1)}, "queries"),
         ({"heads_at_once": 1}, "heads_at_once"),
+        ({"keys_at_once": 1}, "heads_at_once: must be 0, as keys_at_once, with attention_backward_short, got 0 and 1"),
         ({"stored": True}, "stored"),
+        ({"stored": 1}, "stored: must be a bool"),
+        ({"bias": (1, 8)}, "bias"),
         *((dict.fromkeys(("queries", "keys", "scores"), tile), f"keys.{field}") for tile, field in UNFIT),
     ]:
         with pytest.raises(PlanError, match=f"plan field {name}"):
@@ -250,5 +253,9 @@ def test_plans_are_kept_and_say_what_they_cost():
     plan = plan_attention_backward(n, H200, (1, 8, 49))
     assert plan.kernel == KERNEL and plan.stored and AttentionBackwardPlan.from_json(plan.to_json()) == plan
     assert plan.scratch_bytes == 1024 * 8 * 64 * 64 * 2 + 4 * plan.bias_shares * 8 * 49 * 49 * (plan.bias_shares > 1)
-    assert "dS is stored" in str(plan) and "a program makes all of a KV head" in str(plan)
+    text = str(plan)
+    assert "dS is stored" in text and "a program makes all of a KV head" in text
+    assert (
+        "all gradients by tiles of 64 x 64, 4 warps, 1 stage; queries in 1 slice" in text and "8192 programs on" in text
+    )
     assert not plan.without_bias().stored and plan.without_bias() == plan_attention_backward(n, H200)

@@ -263,3 +263,25 @@ def test_masks_with_block_lists():
             Unsupported, match=r"^mask is not served by torch \(CPU\) in sparse_attention, but for causal\(\);"
         ):
             tilefold.sparse_attention(x, x, x, index, mask=mask)
+
+
+# ---------------------------------------------------------------- autocast
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_changes_nothing(dtype):
+    """As with kernels: results and gradients are those of the tensors' own dtype, to the bit."""
+    q, k, v = (t.to(dtype).requires_grad_() for t in qkv())
+    bias = torch.randn(1, 4, 40, 40, requires_grad=True)
+    cu = torch.tensor([0, 15, 40], dtype=torch.int32)
+
+    def made() -> list[torch.Tensor]:
+        out = tilefold.attention(q, k, v, bias=bias)
+        packed = tilefold.attention_varlen(q[0], k[0], v[0], cu, cu, 25, 25, causal=True)
+        loss = out.float().square().sum() + packed.float().square().sum()
+        return [out, packed, *torch.autograd.grad(loss, (q, k, v, bias))]
+
+    want = made()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = made()
+    assert all(map(torch.equal, got, want))

@@ -1,6 +1,7 @@
 """Plans of short sequences take what was measured to be fastest (benchmarks/short_sequences.py)."""
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from tilefold.plan.backward.attention_backward import plan_attention_backward
 from tilefold.plan.backward.attention_backward_short import KERNEL
 from tilefold.plan.dense.attention_hopper import KERNEL as HOPPER
 from tilefold.plan.dense.forward import plan_forward
-from tilefold.plan.rules import RULES
+from tilefold.plan.rules import LONGER, RULES
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "short_sequences.jsonl"
 PAGE = Path(__file__).parents[3] / "docs" / "performance" / "attention_forward.md"
@@ -93,11 +94,26 @@ def test_what_the_rule_says():
     before = span([taken(r) / before_of(r) for r in forward])
     beside = span([taken(r) / r["ms"]["cudnn"] for r in forward if "cudnn" in r["ms"]])
     evidence = next(rule.evidence for rule in RULES if rule.name == "short-sequences")
-    assert f"2 to 64 tokens, D=32 to 128: {before} times" in evidence and f"{beside} times cuDNN's" in evidence
+    assert (
+        f"Batches of 2 to 64 tokens, D=32 to 128: {before} times" in evidence and f"{beside} times cuDNN's" in evidence
+    )
+    longer = {
+        (r["tokens"], r["dim"], r["change"]): r["ms"]
+        for r in records() if r["pass"] == "forward" and r["tokens"] in (144, 196)
+    }  # fmt: skip
+    ratios = [
+        longer[144, 32, change]["tile 64x32x4x2"] / longer[144, 32, change]["sm_90"] for change in ("none", "bias")
+    ]
+    ratios += [
+        longer[196, dim, "bias"]["tile 64x32x4x2"] / longer[196, dim, "bias"]["tile 64x64x4x1"] for dim in (32, 128)
+    ]
+    assert re.findall(r"0\.\d\d", LONGER) == [f"{ratio:.2f}" for ratio in ratios]
     page, backward = PAGE.read_text(encoding="utf-8"), [r for r in few if r["pass"] == "backward"]
     peers = span([taken(r) / min(r["ms"][name] for name in PEERS if name in r["ms"]) for r in backward])
     own = [taken(r) / before_of(r) for r in backward if r["change"] != "grouped"]
-    assert f"Up to 64 tokens: forward {before} of the time before, backward {span(own)}" in page
+    assert (
+        f"Batches of up to 64 tokens, groups aside: forward {before} of the time before, backward {span(own)}" in page
+    )
     assert f"gradients take {peers} of the time of SDPA's best backend" in page
 
 

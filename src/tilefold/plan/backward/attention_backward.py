@@ -189,8 +189,8 @@ class AttentionBackwardPlan(Plan):
         lines = [
             f"Attention backward plan for {self.device.title}",
             f"  problem   {problem_text(n)}",
-            f"  kernel    {self.kernel}: dq by tiles of {self.queries}; dk and dv by tiles of {self.keys}",
-            f"  grid      {self.grids[0][0]} and {self.grids[1][0]} programs on {self.device.sms} SMs",
+            f"  kernel    {self.kernel}: {self._tiles()}",
+            f"  grid      {self._programs()} on {self.device.sms} SMs",
             f"  work      {cost.flops / 1e9:.4g} GFLOP in five products a pair; {self._made()}",
         ]
         if self.bias:
@@ -218,6 +218,16 @@ class AttentionBackwardPlan(Plan):
             memory if time is None else f"{memory}; about {1e3 * time:.3g} ms, {cost.flops / time / 1e12:.0f} TFLOP/s"
         )
         return "\n".join([*lines, f"  rule      {self.rule}. {self.reason}"])
+
+    def _tiles(self) -> str:
+        if self.kernel == SHORT:
+            slices = short.slices_of(self.problem, self.keys)
+            return f"all gradients by tiles of {self.keys}; queries in {slices} slice{'s' * (slices > 1)}"
+        return f"dq by tiles of {self.queries}; dk and dv by tiles of {self.keys}"
+
+    def _programs(self) -> str:
+        queries, keys = self.grids[0][0], self.grids[1][0]
+        return f"{queries} programs" if self.kernel == SHORT else f"{queries} and {keys} programs"
 
     def _made(self) -> str:
         if self.kernel == REDUCE:
@@ -502,14 +512,17 @@ def _violation(plan: AttentionBackwardPlan) -> Fault:
         return "options", f"must be None with {plan.kernel}, got {plan.options!r}"
     if plan.queries_at_once and (plan.kernel != HOPPER or n.varlen):
         return "queries_at_once", f"must be 0 with {plan.kernel} of this problem, got {plan.queries_at_once!r}"
-    if plan.stored and plan.kernel != SHORT:
-        return "stored", f"must be False with {plan.kernel}, got {plan.stored!r}"
+    if type(plan.stored) is not bool or (plan.stored and plan.kernel != SHORT):
+        return (
+            "stored",
+            f"must be {'a bool' if plan.kernel == SHORT else 'False'} with {plan.kernel}, got {plan.stored!r}",
+        )
     if plan.kernel in (SHORT, HOPPER, REDUCE):
         return _whole_violation(plan)
     if plan.heads_at_once or plan.keys_at_once:
         return (
             "heads_at_once",
-            f"must be 0, as keys_at_once, with {plan.kernel}, which keeps no dS, got {plan.heads_at_once}",
+            f"must be 0, as keys_at_once, with {plan.kernel}, got {plan.heads_at_once!r} and {plan.keys_at_once!r}",
         )
     if plan.kernel == BOX and (fault := unusable(BOX, backward_box_refusal(n, device))):
         return fault
@@ -517,12 +530,11 @@ def _violation(plan: AttentionBackwardPlan) -> Fault:
         fault = _tile_violation(n, device, plan.kernel, tile, own)
         if fault:
             return f"{name}.{fault[0]}", fault[1]
-    return (
-        _scores_violation(plan)
-        or _bias_violation(plan)
-        or _loads_violation(plan)
-        or (("grid", f"more than {MAX_GRID} programs") if max(grid[0] for grid in plan.grids) > MAX_GRID else None)
-    )
+    return _scores_violation(plan) or _bias_violation(plan) or _loads_violation(plan) or _grid_violation(plan)
+
+
+def _grid_violation(plan: AttentionBackwardPlan) -> Fault:
+    return ("grid", f"more than {MAX_GRID} programs") if max(grid[0] for grid in plan.grids) > MAX_GRID else None
 
 
 def _whole_violation(plan: AttentionBackwardPlan) -> Fault:
@@ -535,9 +547,8 @@ def _whole_violation(plan: AttentionBackwardPlan) -> Fault:
     if plan.kernel == SHORT:
         fault = short.short_violation(n, device, plan.keys) or _stored_violation(plan)
         if any(at_once):
-            fault = fault or ("heads_at_once", f"must be 0, as keys_at_once, with {SHORT}, got {plan.heads_at_once}")
-        if max(grid[0] for grid in plan.grids) > MAX_GRID:
-            fault = fault or ("grid", f"more than {MAX_GRID} programs")
+            at = f"{plan.heads_at_once!r} and {plan.keys_at_once!r}"
+            fault = fault or ("heads_at_once", f"must be 0, as keys_at_once, with {SHORT}, got {at}")
     elif plan.kernel == REDUCE:
         fault = reduced.reduce_violation(n, device, plan.keys, plan.options, *at_once) or _stored_violation(plan)
     elif n.varlen:
@@ -552,6 +563,7 @@ def _whole_violation(plan: AttentionBackwardPlan) -> Fault:
         or (_scores_violation(plan) if beside else None)
         or _bias_violation(plan)
         or _loads_violation(plan)
+        or (_grid_violation(plan) if plan.kernel == SHORT else None)
     )
 
 

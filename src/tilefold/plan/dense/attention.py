@@ -23,7 +23,7 @@ from tilefold.plan.limits import (
     tile_violation,
 )
 from tilefold.plan.problem import AttentionProblem
-from tilefold.plan.rules import RULES, SPECIALISED_RULES, Choice, Rule
+from tilefold.plan.rules import RULES, SPECIALISED_RULES, Choice, Rule, is_short
 from tilefold.plan.table import RULE, measured
 from tilefold.plan.words import sentence
 
@@ -231,7 +231,10 @@ def _other_kernels(problem: AttentionProblem, device: Device, choice: Choice) ->
     found, portable = [], choice.kernel not in SPECIALISED and device.backend != "interpreter"
     for name, own in SPECIALISED.items():
         if choice.kernel != name and not architecture_refusal(name, device):
-            found.append(Rejected(name, sentence(own.unserved(problem, device) or "portable kernels were asked for")))
+            why = own.unserved(problem, device) or (
+                "rule short-sequences comes first" if is_short(problem, device) else "portable kernels were asked for"
+            )
+            found.append(Rejected(name, sentence(why)))
     if portable and choice.kernel != BOX:
         refusal = box_refusal(problem, device)
         found.append(Rejected("box loads", sentence(refusal or "this rule's tiles are chosen for pointer loads")))
