@@ -166,6 +166,8 @@ def explain(
         if getattr(asked, name) is not None:
             typer.echo(mode(asked, problem, _record(device)))
             return
+    if not (problem.batch and problem.seq_q):
+        raise Unsupported("there is nothing to plan: no queries")
     sparse = _sparse_problem(asked, problem)
     record = _record(device)
     operation = ("attention" if sparse is None else "sparse_attention") + ("_backward" if backward else "")

@@ -259,3 +259,19 @@ def test_plans_are_kept_and_say_what_they_cost():
         "all gradients by tiles of 64 x 64, 4 warps, 1 stage; queries in 1 slice" in text and "8192 programs on" in text
     )
     assert not plan.without_bias().stored and plan.without_bias() == plan_attention_backward(n, H200)
+
+
+def test_errors_name_the_backward_plan(device):
+    """A call may be given two plans."""
+    q, k, v = qkv(2, 20, 20, 2, 2, 16, dtype=HALF, device=device)
+    plan = tilefold.attention_backward_plan(q, k, v)
+    with pytest.raises(PlanError, match="^backward_plan was made for batch=2, the call has batch=1"):
+        tilefold.attention(*(t[:1].detach().requires_grad_() for t in (q, k, v)), backward_plan=plan)
+    bias = rand(2, 2, 20, 20, dtype=HALF, device=device).requires_grad_()
+    plan = tilefold.attention_backward_plan(q, k, v, bias=bias).with_tiles(kernel=KERNEL)
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    with pytest.raises(PlanError, match=r"^backward_plan stores dS in torch.float16 .*: with_tiles\(stored=False\)"):
+        tilefold.attention(*leaves, bias=bias.detach().float().requires_grad_(), backward_plan=plan)
+    fixed = plan.with_tiles(stored=False, scores=Tile(16, 16, 4, 1))
+    out = tilefold.attention(*leaves, bias=bias.detach().float().requires_grad_(), backward_plan=fixed)
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.sum(), leaves))

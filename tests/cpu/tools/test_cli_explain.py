@@ -243,6 +243,8 @@ REFUSED = {
     "--cache same --num-splits 129": "num_splits must be 0 to 128, got 129",
     "--v-in-k": "--v-in-k needs --cache",
     "--cache int8 --q 0": "there is nothing to plan: no queries",
+    "--q 0": "there is nothing to plan: no queries",
+    "--batch 0 --backward": "there is nothing to plan: no queries",
     "--per-node 2": "--per-node needs --ranks",
     "--non-deterministic": "--non-deterministic needs --backward",
     "--backward --cache same": "--cache does not go with --backward",

@@ -145,13 +145,15 @@ def backward_plan_of(
     spare = call.bias is not None and given.bias == tuple(call.bias.shape[:3])
     elements = elements_of(call, loads)
     elements = given.loads if set(elements) <= set(given.loads) else elements
-    given.check(problem, device, given.bias if spare and not with_bias else bias, elements)
+    try:
+        given.check(problem, device, given.bias if spare and not with_bias else bias, elements)
+    except PlanError as error:  # "plan was made for ..."
+        raise PlanError(f"backward_{error}") from None
     if given.stores_ds and not with_bias:
         return given.without_bias()
     if given.stores_ds and call.bias is not None and call.bias.dtype != q.dtype:
-        raise PlanError(
-            f"plan stores dS in {q.dtype} for the gradient of the bias, which is {call.bias.dtype}: with_tiles(stored=False)"
-        )
+        mend = ": with_tiles(stored=False)" if given.stored else ""
+        raise PlanError(f"backward_plan stores dS in {q.dtype} for the gradient of a bias in {call.bias.dtype}{mend}")
     return given
 
 

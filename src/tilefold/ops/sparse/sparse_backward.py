@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from ...errors import DtypeError, Unsupported
+from ...errors import DtypeError, PlanError, Unsupported
 from ..backward.backward_parts import (
     ROWS,
     boxes,
@@ -212,7 +212,10 @@ def _plan(
         return plan_sparse_backward(problem, device, portable or disabled())
     if not isinstance(call.backward_plan, SparseBackwardPlan):
         raise DtypeError(f"backward_plan must be a SparseBackwardPlan or None, got {type(call.backward_plan).__name__}")
-    call.backward_plan.check(problem, device)
+    try:
+        call.backward_plan.check(problem, device)
+    except PlanError as error:  # "plan was made for ..."
+        raise PlanError(f"backward_{error}") from None
     return call.backward_plan
 
 
