@@ -153,7 +153,8 @@ def backward_plan_of(
         return given.without_bias()
     if given.stores_ds and call.bias is not None and call.bias.dtype != q.dtype:
         mend = ": with_tiles(stored=False)" if given.stored else ""
-        raise PlanError(f"backward_plan stores dS in {q.dtype} for the gradient of a bias in {call.bias.dtype}{mend}")
+        what = f"backward_plan stores dS in {q.dtype} for the gradient of the bias"
+        raise PlanError(f"{what}, which is {call.bias.dtype}{mend}")
     return given
 
 
