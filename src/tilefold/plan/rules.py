@@ -72,8 +72,9 @@ LONGER = (
 def is_short(problem: AttentionProblem, device: Device) -> bool:
     """Sequences of which a small tile holds all, or nearly all: with larger ones programs are few and mostly padding.
 
-    Up to 64 tokens; head dims up to 32 also in a third tile of 64 queries, half of one of 128; and a bias or mask that no
-    descriptor reads up to 256.  Not of groups that the kernel for sm_90 packs, where they fill more than a tile of 64 rows."""
+    Up to 64 tokens; head dims up to 32 also with 129 to 192 queries, which fill half of a second tile of 128; and a bias or mask
+    that no descriptor reads up to 256.  On sm_90 not of groups of heads wider than 32 with more than 16 queries, whose kernel
+    packs heads (measured with groups of four)."""
     n, width = problem, _width(problem)
     if device.backend != "cuda" or n.varlen or n.dtype == "float32" or width > 128:
         return False
@@ -349,3 +350,6 @@ RULES: tuple[Rule, ...] = (
     ),
     *_LONG_RULES,
 )
+
+BEFORE = RULES[: RULES.index(SPECIALISED_RULES[0])]
+"""Rules that decide before those of kernels for one architecture."""

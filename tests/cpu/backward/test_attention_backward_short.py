@@ -201,7 +201,7 @@ def test_taken_up_to_what_was_measured(dim):
 def test_refused():
     """The plan names what the kernel does not serve."""
     for n, why in [
-        (problem(64, dtype="float32"), "fp32 has weights of rows"),
+        (problem(64, dtype="float32"), "it multiplies float16 and bfloat16, not float32"),
         (problem(64, 160), "it has head dims up to 128"),
         (problem(65, 128), "it has up to 64 queries and keys at these head dims, not 65 and 65"),
         (problem(100, kv_heads=2), "with groups of heads it has up to 64 keys"),

@@ -16,19 +16,8 @@ from ...device.product import add_product
 from ...device.ranges import band_of_sequence
 from ...device.tile import load_rows, narrow, store_rows, widen
 
-RUNTIME = [
-    "scale",
-    "seq_q",
-    "seq_k",
-    "kv_heads",
-    "group",
-    "left",
-    "right",
-    "stride_lb",
-    "stride_lh",
-    "pitch",
-    "stride_sh",
-]
+LENGTHS = ["seq_q", "seq_k", "kv_heads", "group"]
+RUNTIME = [*LENGTHS, "scale", "left", "right", "stride_lb", "stride_lh", "pitch", "stride_sh"]
 
 
 @triton.jit
@@ -53,6 +42,17 @@ def _load_queries(
         slices = slices + ((widen(q, EMULATE), widen(do, EMULATE), lse, delta),)
         dqs = dqs + (tl.zeros([BLOCK_M, BLOCK_QK], tl.float32),)
     return slices, dqs
+
+
+@triton.jit
+def _load_keys(
+    K, V, i_n, seq_k, stride_kn, stride_vn, EMULATE: tl.constexpr, WIDE: tl.constexpr, DIM_QK: tl.constexpr,
+    DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """k and v of tile i_n of keys; and dk and dv, zero."""
+    k = widen(load_rows(K, i_n * BLOCK_N, seq_k, stride_kn, WIDE, BLOCK_N, DIM_QK, BLOCK_QK), EMULATE)
+    v = widen(load_rows(V, i_n * BLOCK_N, seq_k, stride_vn, WIDE, BLOCK_N, DIM_V, BLOCK_V), EMULATE)
+    return k, v, tl.zeros([BLOCK_N, BLOCK_QK], tl.float32), tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
 
 
 @triton.jit
@@ -97,16 +97,8 @@ def _store_keys(
 
 @triton.jit
 def _store_queries(
-    DQ,
-    dqs,
-    scale,
-    seq_q,
-    stride_gm,
-    EMULATE: tl.constexpr,
-    DIM_QK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_QK: tl.constexpr,
-):
+    DQ, dqs, scale, seq_q, stride_gm, EMULATE: tl.constexpr, DIM_QK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_QK: tl.constexpr,
+):  # fmt: skip
     """dq of all slices of a head."""
     for i in tl.static_range(len(dqs)):
         o_m = i * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -136,40 +128,33 @@ def attention_backward_short(
     V += i_b * stride_vb + i_k * stride_vh
     DK += i_b * stride_xb + i_k * stride_xh
     DV += i_b * stride_yb + i_k * stride_yh
-    if ALONE:
+    if not ALONE:  # one tile of keys, whose gradients all heads add to
+        k, v, dk, dv = _load_keys(
+            K, V, 0, seq_k, stride_kn, stride_vn, EMULATE, WIDE, DIM_QK, DIM_V, BLOCK_N, BLOCK_QK, BLOCK_V
+        )
+    for i_g in range(1 if ALONE else group):
+        i_h = i_k if ALONE else i_k * group + i_g
+        row = i_b * stride_lb + i_h * stride_lh
         slices, dqs = _load_queries(
-            Q + i_b * stride_qb + i_k * stride_qh, Out + i_b * stride_ob + i_k * stride_oh,
-            DOut + i_b * stride_db + i_k * stride_dh, Lse + i_b * stride_lb + i_k * stride_lh,
-            DLse if DLse is None else DLse + i_b * stride_lb + i_k * stride_lh, seq_q, stride_qm, stride_om, stride_dm,
-            SLICES, EMULATE, WIDE, DIM_QK, DIM_V, BLOCK_M, BLOCK_QK, BLOCK_V)  # fmt: skip
-        stored = Stored if Stored is None else Stored + (i_b * kv_heads + i_k) * stride_sh
-        for i_n in range(tl.cdiv(seq_k, BLOCK_N)):
-            k = widen(load_rows(K, i_n * BLOCK_N, seq_k, stride_kn, WIDE, BLOCK_N, DIM_QK, BLOCK_QK), EMULATE)
-            v = widen(load_rows(V, i_n * BLOCK_N, seq_k, stride_vn, WIDE, BLOCK_N, DIM_V, BLOCK_V), EMULATE)
-            dk, dv = tl.zeros([BLOCK_N, BLOCK_QK], tl.float32), tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
+            Q + i_b * stride_qb + i_h * stride_qh, Out + i_b * stride_ob + i_h * stride_oh,
+            DOut + i_b * stride_db + i_h * stride_dh, Lse + row, DLse if DLse is None else DLse + row, seq_q, stride_qm,
+            stride_om, stride_dm, SLICES, EMULATE, WIDE, DIM_QK, DIM_V, BLOCK_M, BLOCK_QK, BLOCK_V)  # fmt: skip
+        stored = (
+            Stored if Stored is None else Stored + (i_b * (kv_heads if ALONE else kv_heads * group) + i_h) * stride_sh
+        )
+        place = (i_b.to(tl.int32), i_h.to(tl.int32))
+        for i_n in range(tl.cdiv(seq_k, BLOCK_N) if ALONE else 1):
+            if ALONE:
+                k, v, dk, dv = _load_keys(K, V, i_n, seq_k, stride_kn, stride_vn, EMULATE, WIDE, DIM_QK, DIM_V, BLOCK_N,
+                                          BLOCK_QK, BLOCK_V)  # fmt: skip
             dk, dv, dqs = _fold_keys(
-                dk, dv, dqs, slices, k, v, i_n, (i_b.to(tl.int32), i_k.to(tl.int32)), extent, scale, score_mods, slopes,
-                mask_mods, dropout, band, stored, pitch, KIND, EMULATE, BLOCK_M, BLOCK_N)  # fmt: skip
-            _store_keys(DK, DV, dk * scale, dv, i_n, seq_k, stride_xn, stride_yn, EMULATE, DIM_QK, DIM_V, BLOCK_N, BLOCK_QK,
-                        BLOCK_V)  # fmt: skip
-        _store_queries(DQ + i_b * stride_gb + i_k * stride_gh, dqs, scale, seq_q, stride_gm, EMULATE, DIM_QK, BLOCK_M,
+                dk, dv, dqs, slices, k, v, i_n, place, extent, scale, score_mods, slopes, mask_mods, dropout, band, stored,
+                pitch, KIND, EMULATE, BLOCK_M, BLOCK_N)  # fmt: skip
+            if ALONE:
+                _store_keys(DK, DV, dk * scale, dv, i_n, seq_k, stride_xn, stride_yn, EMULATE, DIM_QK, DIM_V, BLOCK_N,
+                            BLOCK_QK, BLOCK_V)  # fmt: skip
+        _store_queries(DQ + i_b * stride_gb + i_h * stride_gh, dqs, scale, seq_q, stride_gm, EMULATE, DIM_QK, BLOCK_M,
                        BLOCK_QK)  # fmt: skip
-    else:
-        k = widen(load_rows(K, 0, seq_k, stride_kn, WIDE, BLOCK_N, DIM_QK, BLOCK_QK), EMULATE)
-        v = widen(load_rows(V, 0, seq_k, stride_vn, WIDE, BLOCK_N, DIM_V, BLOCK_V), EMULATE)
-        dk, dv = tl.zeros([BLOCK_N, BLOCK_QK], tl.float32), tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
-        for i_g in range(group):
-            i_h = i_k * group + i_g
-            slices, dqs = _load_queries(
-                Q + i_b * stride_qb + i_h * stride_qh, Out + i_b * stride_ob + i_h * stride_oh,
-                DOut + i_b * stride_db + i_h * stride_dh, Lse + i_b * stride_lb + i_h * stride_lh,
-                DLse if DLse is None else DLse + i_b * stride_lb + i_h * stride_lh, seq_q, stride_qm, stride_om, stride_dm,
-                SLICES, EMULATE, WIDE, DIM_QK, DIM_V, BLOCK_M, BLOCK_QK, BLOCK_V)  # fmt: skip
-            stored = Stored if Stored is None else Stored + (i_b * kv_heads * group + i_h) * stride_sh
-            dk, dv, dqs = _fold_keys(
-                dk, dv, dqs, slices, k, v, 0, (i_b.to(tl.int32), i_h.to(tl.int32)), extent, scale, score_mods, slopes,
-                mask_mods, dropout, band, stored, pitch, KIND, EMULATE, BLOCK_M, BLOCK_N)  # fmt: skip
-            _store_queries(DQ + i_b * stride_gb + i_h * stride_gh, dqs, scale, seq_q, stride_gm, EMULATE, DIM_QK, BLOCK_M,
-                           BLOCK_QK)  # fmt: skip
+    if not ALONE:
         _store_keys(DK, DV, dk * scale, dv, 0, seq_k, stride_xn, stride_yn, EMULATE, DIM_QK, DIM_V, BLOCK_N, BLOCK_QK,
                     BLOCK_V)  # fmt: skip

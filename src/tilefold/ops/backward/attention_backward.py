@@ -24,6 +24,7 @@ from .backward_parts import (
     ROWS,
     bind_weights,
     boxes,
+    check_given,
     readable,
     score_slope,
     side_strides,
@@ -145,10 +146,7 @@ def backward_plan_of(
     spare = call.bias is not None and given.bias == tuple(call.bias.shape[:3])
     elements = elements_of(call, loads)
     elements = given.loads if set(elements) <= set(given.loads) else elements
-    try:
-        given.check(problem, device, given.bias if spare and not with_bias else bias, elements)
-    except PlanError as error:  # "plan was made for ..."
-        raise PlanError(f"backward_{error}") from None
+    check_given(given, problem, device, given.bias if spare and not with_bias else bias, elements)
     if given.stores_ds and not with_bias:
         return given.without_bias()
     if given.stores_ds and call.bias is not None and call.bias.dtype != q.dtype:
@@ -355,8 +353,7 @@ def example_launch(
         return getattr(gluon, part).example(given)  # type: ignore[no-any-return]
     if backward_plan.kernel == SHORT:
         short = bind_short(backward_plan, tensors, _portable_parts(1.0, tensors, out, call, backward_plan))
-        three, stored = short.scratch(out)
-        return short.main.example((*tensors, out, lse, lse, call, stored, *three))
+        return short.main.example((*tensors, out, lse, lse, call, *short.scratch("meta")))
     bound = _bind(1.0, tensors, out, call, backward_plan)
     own = (q, k, lse, lse, call) if part == "weights" else (q, k, v, out, lse, lse, q, k, v, call)
     return getattr(bound, part).example(own)  # type: ignore[no-any-return]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...errors import PlanError
 from ...types import Layout
 from ..bound import Bound, Slot, stride_names
 from ..call import Call
@@ -20,6 +21,14 @@ if TYPE_CHECKING:
 ROWS = 64  # rows of delta that one program makes
 OF_DELTA = ("Out", "DOut", "Lse", "DLse", "Lse2", "Delta")
 """What a call gives to the kernel of delta."""
+
+
+def check_given(plan: Any, *facts: Any) -> None:
+    """The plan's own `check` of a call's `backward_plan`, whose errors begin with "plan": a call may be given two."""
+    try:
+        plan.check(*facts)
+    except PlanError as error:
+        raise PlanError(f"backward_{error}") from None
 
 
 def delta_bound(

@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from ...errors import DtypeError, PlanError, Unsupported
+from ...errors import DtypeError, Unsupported
 from ..backward.backward_parts import (
     ROWS,
     boxes,
+    check_given,
     delta_bound,
     readable,
     score_slope,
@@ -212,10 +213,7 @@ def _plan(
         return plan_sparse_backward(problem, device, portable or disabled())
     if not isinstance(call.backward_plan, SparseBackwardPlan):
         raise DtypeError(f"backward_plan must be a SparseBackwardPlan or None, got {type(call.backward_plan).__name__}")
-    try:
-        call.backward_plan.check(problem, device)
-    except PlanError as error:  # "plan was made for ..."
-        raise PlanError(f"backward_{error}") from None
+    check_given(call.backward_plan, problem, device)
     return call.backward_plan
 
 

@@ -32,7 +32,7 @@ def short_refusal(problem: AttentionProblem, device: Device) -> str | None:
     if n.varlen:
         return "sequences are packed"
     if n.dtype == "float32":
-        return "fp32 has weights of rows"
+        return "it multiplies float16 and bfloat16, not float32"
     most = MOST.get(max(32, width_of(n)), 0)
     if not most:
         return f"it has head dims up to {max(MOST)}"

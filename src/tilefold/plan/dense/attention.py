@@ -23,7 +23,7 @@ from tilefold.plan.limits import (
     tile_violation,
 )
 from tilefold.plan.problem import AttentionProblem
-from tilefold.plan.rules import RULES, SPECIALISED_RULES, Choice, Rule, is_short
+from tilefold.plan.rules import BEFORE, RULES, SPECIALISED_RULES, Choice, Rule
 from tilefold.plan.table import RULE, measured
 from tilefold.plan.words import sentence
 
@@ -186,7 +186,7 @@ def _alternatives(
     problem: AttentionProblem, device: Device, rule: Rule, choice: Choice, misfits: tuple[Rejected, ...]
 ) -> tuple[Rejected, ...]:
     """Every alternative to the choice of the rule that decided that a reader would ask about."""
-    return misfits + _runner_up(problem, device, rule, choice) + _other_kernels(problem, device, choice)
+    return misfits + _runner_up(problem, device, rule, choice) + _other_kernels(problem, device, rule, choice)
 
 
 def _options(problem: AttentionProblem, device: Device, choice: Choice) -> tuple[str, ...]:
@@ -226,15 +226,13 @@ def _why_behind(problem: AttentionProblem, device: Device, rule: Rule, proposer:
     return f"Fits, but rule {rule.name} ranks it behind the tile that was taken."
 
 
-def _other_kernels(problem: AttentionProblem, device: Device, choice: Choice) -> tuple[Rejected, ...]:
+def _other_kernels(problem: AttentionProblem, device: Device, rule: Rule, choice: Choice) -> tuple[Rejected, ...]:
     """Specialised ones, box loads, split-KV and packed heads, where they were not taken and could be expected."""
     found, portable = [], choice.kernel not in SPECIALISED and device.backend != "interpreter"
     for name, own in SPECIALISED.items():
         if choice.kernel != name and not architecture_refusal(name, device):
-            why = own.unserved(problem, device) or (
-                "rule short-sequences comes first" if is_short(problem, device) else "portable kernels were asked for"
-            )
-            found.append(Rejected(name, sentence(why)))
+            first = f"rule {rule.name} comes first" if rule in BEFORE else "portable kernels were asked for"
+            found.append(Rejected(name, sentence(own.unserved(problem, device) or first)))
     if portable and choice.kernel != BOX:
         refusal = box_refusal(problem, device)
         found.append(Rejected("box loads", sentence(refusal or "this rule's tiles are chosen for pointer loads")))
