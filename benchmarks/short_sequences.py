@@ -1,15 +1,18 @@
 """Attention of many short sequences (windows of images, patches), both passes, in turns: tilefold's plans, other tiles, SDPA.
 
     PYTHONPATH=src python benchmarks/short_sequences.py [--tokens 16,64] [--dims 32,64] [--batch 1] [--jsonl FILE] [--warm 1/14]
+    ... --packed equal|uniform
 
 bf16, 32 MiB a tensor unless --batch says how many sequences; milliseconds; L2 is cleared before a call.  "bias" [1, H, N, N]
-is learned, "fixed" is not; "grouped" has four query heads a KV head.  Gradients are those of q, k and v, and of a learned bias.
-plan: what is taken.  Tiles are block_m x block_n x warps x stages, of the portable forward kernel or of
-`attention_backward_short`.  before: gradients by the kernel that is taken without that.  Results are held to the plan's first;
-results/short_sequences.jsonl has what was measured, and a test holds the plans to it."""
+is learned, "fixed" is not; "grouped" has four query heads a KV head.  --packed: by attention_varlen, beside torch's varlen_attn
+(FlashAttention-2); sequences have so many tokens, or from one to so many, of as many tokens in all.  Gradients are those of q, k
+and v, and of a learned bias.  plan: what is taken.  Tiles are block_m x block_n x warps x stages, of the portable forward kernel
+or of `attention_backward_short`.  before: gradients by the kernel that is taken without that.  Results are held to the plan's
+first; results/short_sequences.jsonl has what was measured, and a test holds the plans to it."""
 
 import argparse
 import contextlib
+import inspect
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -29,12 +32,12 @@ from tilefold.plan.cache.decode import DecodeProblem, plan_decode
 from tilefold.plan.dense.attention_hopper import KERNEL as HOPPER
 from tilefold.plan.dense.attention_hopper import hopper_refusal
 from tilefold.plan.dense.specialised import SPECIALISED
-from tilefold.plan.limits import BOX, Tile
+from tilefold.plan.limits import BOX, VARLEN, Tile
 from tilefold.plan.problem import next_power_of_two
 
 Call = Callable[[], Any]
 TOKENS = (16, 32, 49, 64, 96, 128, 144, 196, 256)
-HEADS = {32: 8, 64: 8, 128: 8}
+HEADS = 8
 CHANGES = ("none", "causal", "fixed", "bias", "grouped")
 PEERS = {
     "fa2": SDPBackend.FLASH_ATTENTION,
@@ -62,6 +65,12 @@ def tiles_of(tokens: int) -> list[Tile]:
     ]
 
 
+def attend(tensors: tuple[torch.Tensor, ...], options: dict[str, Any], **plans: Any) -> Any:
+    q, k, v = tensors
+    call: Any = tilefold.attention_varlen if "max_seqlen_q" in options else tilefold.attention
+    return call(q, k, v, **options, **plans)
+
+
 def forward_calls(tensors: tuple[torch.Tensor, ...], options: dict[str, Any]) -> Iterator[tuple[str, Call]]:
     """The plan, the kernel of decoding, the one for sm_90, and tiles of the portable one."""
     q, k, v = tensors
@@ -70,18 +79,18 @@ def forward_calls(tensors: tuple[torch.Tensor, ...], options: dict[str, Any]) ->
     if isinstance(plan, AttentionPlan):
         problem, device = plan.problem, plan.device
         with contextlib.suppress(TilefoldError):
-            plans["decode"] = plan_decode(DecodeProblem(problem, equal=True), device)
+            plans["decode"] = plan_decode(DecodeProblem(problem, equal=not problem.varlen), device)
         own = SPECIALISED[HOPPER].tile(problem, device) if not hopper_refusal(problem, device) else None
-        for tile in (own, *tiles_of(q.shape[1])):
+        for tile in (own, *tiles_of(problem.seq_q)):
             if tile is None:
                 continue
             sizes = {"block_m": tile.block_m, "block_n": tile.block_n, "num_warps": tile.num_warps}
-            kernel = HOPPER if tile is own else BOX
+            kernel = HOPPER if tile is own else VARLEN if problem.varlen else BOX
             with contextlib.suppress(PlanError):
                 name = "sm_90" if tile is own else f"tile {text_of(tile)}"
                 plans[name] = plan.with_tile(**sizes, num_stages=tile.num_stages, kernel=kernel)
     for name, each in plans.items():
-        yield name, partial(tilefold.attention, q, k, v, plan=each, **options)
+        yield name, partial(attend, tensors, options, plan=each)
 
 
 def backward_calls(
@@ -96,7 +105,7 @@ def backward_calls(
     short.is_short = taken
     plan_attention_backward.cache_clear()
     plans = {f"plan {plan.kernel}": plan, f"before {before.kernel}": before}
-    for tile in tiles_of(q.shape[1]):
+    for tile in tiles_of(plan.problem.seq_q):
         if tile.num_stages > 1:
             continue
         with contextlib.suppress(PlanError):
@@ -104,13 +113,18 @@ def backward_calls(
             own = tile if made.scores == made.keys else None
             plans[f"short {text_of(tile)}"] = made.with_tiles(tile, tile, own)
     for name, each in plans.items():
-        out = tilefold.attention(q, k, v, backward_plan=each, **options)
+        out = attend(tensors, options, backward_plan=each)
         yield name, partial(torch.autograd.grad, out, learned, dout, retain_graph=True)
 
 
 def peer_calls(tensors: tuple[torch.Tensor, ...], learned: list[torch.Tensor], dout: torch.Tensor, options: dict[str, Any],
                backward: bool) -> Iterator[tuple[str, Call]]:  # fmt: skip
-    """SDPA by its backends, where they serve."""
+    """SDPA by its backends, where they serve; of packed sequences torch's varlen_attn."""
+    if "max_seqlen_q" in options:
+        out = packed_peer(tensors, options)
+        gradients = partial(torch.autograd.grad, out, learned, dout, retain_graph=True)
+        yield "fa2", gradients if backward else partial(packed_peer, tensors, options)
+        return
     q, k, v = (t.transpose(1, 2) for t in tensors)
     bias = options.get("bias")
     mask = None if bias is None else bias.expand(q.shape[0], -1, -1, -1)
@@ -134,23 +148,52 @@ def peer_calls(tensors: tuple[torch.Tensor, ...], learned: list[torch.Tensor], d
             )
 
 
+def packed_peer(tensors: tuple[torch.Tensor, ...], options: dict[str, Any]) -> Any:
+    from torch.nn.attention.varlen import varlen_attn
+
+    attend: Any = varlen_attn
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    causal, known = options.get("causal", False), inspect.signature(attend).parameters
+    more: dict[str, Any] = {"window_size": (-1, 0) if causal else (-1, -1)}
+    if "window_size" not in known:  # before torch 2.11
+        more = {"is_causal": causal}
+    if "enable_gqa" in known:
+        more["enable_gqa"] = True
+    return attend(*tensors, *(options[name] for name in names), **more)
+
+
+def packed(made: list[torch.Tensor], tokens: int, how: str) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """The same as packed sequences, and what attention_varlen is told of them."""
+    batch = made[0].shape[0]
+    lengths = torch.full((batch,), tokens)
+    if how == "uniform":
+        lengths = torch.randint(1, tokens + 1, (2 * batch,))
+        while int(lengths.sum()) > batch * tokens:
+            lengths = lengths[:-1]
+    cu = torch.cat([torch.zeros(1), lengths.cumsum(0)]).int().cuda()
+    flat = [t.flatten(0, 1)[: int(lengths.sum())] for t in made]
+    return flat, {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": tokens, "max_seqlen_k": tokens}
+
+
 def flat(made: Any) -> torch.Tensor:
     return torch.cat([t.float().flatten() for t in (made if isinstance(made, tuple) else (made,))])
 
 
-def measure(tokens: int, dim: int, change: str, rounds: int, batch: int) -> Iterator[dict[str, Any]]:
+def measure(tokens: int, dim: int, change: str, rounds: int, batch: int, how: str = "") -> Iterator[dict[str, Any]]:
     """A record of each pass; AssertionError if results disagree."""
     torch.manual_seed(1)
-    heads = HEADS[dim]
-    kv_heads = heads // 4 if change == "grouped" else heads
+    heads, kv_heads = HEADS, HEADS // 4 if change == "grouped" else HEADS
     batch = batch or (16 << 20) // (tokens * heads * dim)
     made = [
         torch.randn(batch, tokens, n, dim, device="cuda", dtype=torch.bfloat16) for n in (heads, kv_heads, kv_heads)
     ]
-    options: dict[str, Any] = {"causal": True} if change == "causal" else {}
+    made, options = packed(made, tokens, how) if how else (made, {})
+    if change == "causal":
+        options["causal"] = True
     if change in ("fixed", "bias"):
         options["bias"] = torch.randn(1, heads, tokens, tokens, device="cuda", dtype=torch.bfloat16)
     record = {"tokens": tokens, "dim": dim, "batch": batch, "heads": heads, "kv_heads": kv_heads, "change": change}
+    record |= {"packed": how, "batch": options["cu_seqlens_q"].numel() - 1} if how else {}
     stamp = {"device": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d")}
     for backward in (False, True):
         leaves = [t.requires_grad_(backward) for t in made]
@@ -163,7 +206,8 @@ def measure(tokens: int, dim: int, change: str, rounds: int, batch: int) -> Iter
         calls, peers = dict(ours), dict(peer_calls(tensors, learned, dout, options, backward))
         want = flat(next(iter(calls.values()))())
         for name, call in (calls | peers).items():
-            got = flat(call()).view_as(want) if name not in peers or backward else flat(call().transpose(1, 2))
+            turned = name in peers and not backward and not how
+            got = flat(call().transpose(1, 2) if turned else call())
             assert (got - want).norm() < MOST * want.norm(), (record, name)
         samplers = {name: partial(timers.queued_samples, call, samples=4) for name, call in (calls | peers).items()}
         times = {name: round(one.ms, 4) for name, one in timers.time_alternating(samplers, rounds).items()}
@@ -176,6 +220,7 @@ def main() -> None:
     parser.add_argument("--dims", default="32,64,128")
     parser.add_argument("--changes", default=",".join(CHANGES))
     parser.add_argument("--batch", type=int, default=0, help="0: as many as make 32 MiB")
+    parser.add_argument("--packed", default="", choices=("", "equal", "uniform"))
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--jsonl", default="")
     parser.add_argument("--warm", default="", help="i/n: compile the i-th of n parts, and time nothing")
@@ -191,7 +236,7 @@ def main() -> None:
         sizes = sizes[part::parts]
         timers.time_alternating = lambda samplers, rounds: {}  # type: ignore[assignment]
     for size in sizes:
-        for record in measure(*size, asked.rounds, asked.batch):
+        for record in measure(*size, asked.rounds, asked.batch, asked.packed):
             print(record, flush=True)
             if asked.jsonl and not asked.warm:
                 with open(asked.jsonl, "a", encoding="utf-8") as file:

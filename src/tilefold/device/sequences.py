@@ -7,8 +7,9 @@ nobody counts.
 import triton
 import triton.language as tl
 
+from .ranges import range_share
 from .state import LOG2E
-from .tile import load_rows
+from .tile import load_rows, store_rows
 
 # ---------------------------------------------------------------- places
 
@@ -82,3 +83,17 @@ def clear_outside(
         for i_h in range(heads):
             zeros = tl.zeros([UNIT, BLOCK_D], D.dtype.element_ty)
             tl.store(p + tl.cast(i_h, tl.int64) * stride_h, zeros, mask=outside[:, None] & (o_d < DIM)[None, :])
+
+
+@triton.jit
+def clear_share(D, Cu, i_b, total, heads, stride, EMULATE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
+                BLOCK_D: tl.constexpr):  # fmt: skip
+    """Zeros in the share of sequence i_b of those of a head's `total` rows that belong to no sequence, ROWS at a time.  The grid
+    is one program a sequence and one of `heads` heads."""
+    batch = tl.num_programs(0) // heads
+    begin, end = tl.load(Cu), tl.load(Cu + batch)
+    lo, hi = range_share(begin + total - end, i_b, batch)
+    for first in range(lo, hi, ROWS):
+        o_r = first + tl.arange(0, ROWS)
+        rows = tl.where(o_r < begin, o_r, o_r - begin + end).to(tl.int64)
+        store_rows(D, rows, stride, o_r < hi, tl.zeros([ROWS, BLOCK_D], tl.float32), DIM, BLOCK_D, EMULATE)

@@ -62,10 +62,15 @@ def _interpreter(problem: AttentionProblem, device: Device) -> tuple[Choice, ...
 
 # ---- short sequences
 
-MOST_SHORT, MOST_NARROW, MOST_LOADING = 64, 192, 256  # tokens
+MOST_SHORT, MOST_NARROW, MOST_LOADING, MOST_PACKED = 64, 192, 256, 384  # tokens
 LONGER = (
     "144 tokens, D=32: 0.72 times the time of the kernel for sm_90, with a bias 0.63; 196 with a bias that pointers load: 0.36 "
     "times that of 64 x 64 keys at D=32, 0.70 at D=128 (H200, 2026-11-30, triton 3.6.0)."
+)
+
+PACKED = (
+    "Packed, up to 64 tokens: 0.08 to 0.62 times the time before, 0.06 to 0.74 times FlashAttention-2's; longer ones 0.47 to "
+    "1.01 times the time of the kernel for sm_90 (H200, 2026-11-30, triton 3.6.0)."
 )
 
 
@@ -74,18 +79,27 @@ def is_short(problem: AttentionProblem, device: Device) -> bool:
 
     Up to 64 tokens; head dims up to 32 also with 129 to 192 queries, which fill half of a second tile of 128; and a bias or mask
     that no descriptor reads up to 256.  On sm_90 not of groups of heads wider than 32 with more than 16 queries, whose kernel
-    packs heads (measured with groups of four)."""
+    packs heads (measured with groups of four).  Packed sequences, of which that kernel packs no heads: `_packed_are_short`."""
     n, width = problem, _width(problem)
-    if device.backend != "cuda" or n.varlen or n.dtype == "float32" or width > 128:
-        return False
-    if device.architecture is SM_90 and n.group > 1 and width > 32 and n.seq_q > 16:
+    if device.backend != "cuda" or n.dtype == "float32" or width > 128:
         return False
     longest = max(n.seq_q, n.seq_k)
+    if n.varlen:
+        return longest <= MOST_SHORT or (device.architecture is SM_90 and _packed_are_short(n, longest, width))
+    if device.architecture is SM_90 and n.group > 1 and width > 32 and n.seq_q > 16:
+        return False
     return (
         longest <= MOST_SHORT
         or (width <= 32 and n.seq_q > 2 * MOST_SHORT and longest <= MOST_NARROW)
         or (_loads_by_pointers(n) and longest <= MOST_LOADING and not 32 < width <= 64)
     )
+
+
+def _packed_are_short(problem: AttentionProblem, longest: int, width: int) -> bool:
+    """Beyond 64 tokens: up to 384 at head dims up to 32; up to 96 at 64, or 128 where they have 64 in the mean."""
+    if width <= 32:
+        return longest <= MOST_PACKED
+    return width <= 64 and longest <= (128 if 0 < problem.mean_q <= MOST_SHORT else 96)
 
 
 def _loads_by_pointers(problem: AttentionProblem) -> bool:
@@ -99,12 +113,13 @@ def _short_sequences(problem: AttentionProblem, device: Device) -> tuple[Choice,
     rows, keys = (min(64, max(16, next_power_of_two(each))) for each in (n.seq_q, n.seq_k))
     loads = any(mod in MOD_BYTES for mod in n.score_mods + n.mask_mods)
     if rows < 64:
-        tile = Tile(rows, min(keys, 32), 1 if rows == 16 or width <= 32 else 2, 1)
-    elif width <= 32 or n.seq_q > 64 or (loads and not _loads_by_pointers(n)):
+        narrow = rows == 16 or width <= 32 or (n.varlen and n.plain)
+        tile = Tile(rows, min(keys, 32), 1 if narrow else 2, 1)
+    elif n.varlen or width <= 32 or n.seq_q > 64 or (loads and not _loads_by_pointers(n)):
         tile = Tile(64, min(keys, 32), 4, 2)
     else:
         tile = Tile(64, keys, 4, 1)
-    evidence = "" if max(n.seq_q, n.seq_k) <= MOST_SHORT else LONGER
+    evidence = PACKED if n.varlen else "" if max(n.seq_q, n.seq_k) <= MOST_SHORT else LONGER
     kernel = _best_kernel(n, device)
     return Choice(kernel, tile, evidence), Choice(kernel, Tile(16, 16, 4, 1), evidence)
 

@@ -43,6 +43,9 @@ SHORT = {
         ("32 of 32 causal", 32, 32, {"causal": True}),
         ("49 of 32 bias", 49, 32, {"score_mods": ("bias",)}),
         ("64 of 128", 64, 128, {}),
+        ("packed 64 of 80", 64, 80, {"varlen": True}),
+        ("packed 32 of 128", 32, 128, {"varlen": True}),
+        ("packed 64 of 128 mods", 64, 128, {"varlen": True, "score_mods": ("softcap", "alibi", "user"), "causal": True}),
         ("64 of 64 bias by boxes", 64, 64, {"score_mods": ("bias",), "bias_descriptors": "tiles"}),
     ]
 }

@@ -27,11 +27,16 @@ PROBLEMS = {
     "64 of 64 dropout": (short(64, 64, dropout=True), 8),
     "128 of 64": (short(128, 64), 150),
     "256 of 32": (short(256, 32), 140),
+    "packed 64 of 64": (short(64, 64, varlen=True), 2),
+    "packed 32 of 80 groups": (short(32, 80, varlen=True, kv_heads=4), 2),
+    "packed 64 of 80 every mod": (
+        short(64, 80, varlen=True, score_mods=("softcap", "alibi", "user"), mask_mods=("mask", "user")), 200
+    ),
 }
 """Tokens and head dim, and how many numbers may go to memory in the loop over keys: of slices, which wait in registers, a few
 hundred; fewer slices or keys at a time measured slower."""
-EVERYWHERE = ("49 of 32 bias", "64 of 64")
-NEWEST = ("64 of 64", "64 of 64 bias", "64 of 128", "128 of 64")
+EVERYWHERE = ("49 of 32 bias", "64 of 64", "packed 64 of 64")
+NEWEST = ("64 of 64", "64 of 64 bias", "64 of 128", "128 of 64", "packed 64 of 64")
 
 
 def job(name: str, target: str) -> Job:

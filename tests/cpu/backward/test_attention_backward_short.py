@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tilefold
-from cases import judge, qkv, rand
-from cases.gradient import check_gradients, gradients, judged, learned, oracle, upstream, with_stored_ds
+from cases import judge, packed, qkv, rand, same
+from cases.gradient import WHERE, check_gradients, gradients, judged, learned, oracle, upstream, with_stored_ds
 from cases.mods import slanted, slanted_twin, sliding, sliding_twin
 from tilefold.errors import PlanError
 from tilefold.ops.backward.attention_backward import _portable_parts
@@ -160,6 +160,63 @@ def test_out_whose_rows_lie_far_apart(device):
     assert plan.kernel == KERNEL and constants["WIDE"]
 
 
+LENGTHS = [([20, 0, 33, 1], [10, 30, 0, 5]), ([5, 40, 16], [50, 2, 16]), ([1] * 5, [3] * 5), ([0, 0, 17], [0, 9, 64])]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (3, 1)])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_packed_sequences(lengths, heads, kv_heads, device):
+    tensors, where = packed(*lengths, h=heads, hk=kv_heads, d=24, dv=16, dtype=HALF, device=device)
+    for i, band in enumerate(BANDS):
+        tile = fitting((16, 64 if heads > kv_heads else 16), where[2:])
+        few = ("dq", "dk") if max(lengths[0]) == 1 else ()
+        check_gradients(*tensors, varlen=where, lse=i % 2 == 0, tile=tile, kernel=KERNEL, unjudged=few, **band)
+
+
+def test_changes_of_scores_of_packed_sequences(device):
+    tensors, where = packed([20, 0, 33], [10, 30, 25], h=2, hk=1, d=16, dv=16, dtype=torch.bfloat16, device=device)
+    check = {"tile": (32, 32), "kernel": KERNEL, "varlen": where}
+    options = {"alibi_slopes": torch.rand(3, 2, device=device), "softcap": 5.0, "causal": True}
+    check_gradients(*tensors, sinks=rand(2, device=device), **options, **check)
+    check_gradients(*tensors, mask=rand(1, 1, 33, 30, device=device) > -0.5, **check)
+    check_gradients(*tensors, bias=rand(1, 2, 33, 30, device=device), **check)
+    mods = {
+        "score_mod": slanted,
+        "mask_mod": sliding,
+        "score_args": (torch.rand(2, device=device),),
+        "mask_args": (20,),
+    }
+    check_gradients(*tensors, twins={"score_mod": slanted_twin, "mask_mod": sliding_twin}, **mods, **check)
+    loose = (*where[:2], where[2] + 20, where[3] + 20)
+    check_gradients(*tensors, **check | {"varlen": loose, "tile": (32, 64)}, causal=True)
+
+
+@pytest.mark.parametrize("kv_heads", [2, 1])
+@pytest.mark.parametrize(("before", "behind"), [(0, 7), (40, 0), (3, 90)])
+def test_rows_of_no_sequence(before, behind, kv_heads, device):
+    """They get zeros, and the others the bits that they have without them."""
+    tensors, (cu_q, cu_k, *longest) = packed(
+        [20, 7, 0], [33, 12, 4], h=2, hk=kv_heads, d=24, dv=16, dtype=HALF, device=device
+    )
+    dout, dlse = upstream(tensors[0], tensors[2])
+
+    def run(tensors, dout, dlse, add=0):
+        where = (cu_q + add, cu_k + add, *longest)
+        named = dict(zip(WHERE, where, strict=True))
+        plan = tilefold.attention_backward_plan(*tensors, **named).with_tiles(kernel=KERNEL)
+        return gradients(tensors, dout, dlse, where, backward_plan=plan, check=False)  # of the offsets
+
+    def around(t, dim=0):
+        sizes = [[n if at == dim else size for at, size in enumerate(t.shape)] for n in (before, behind)]
+        first, last = (torch.full(size, torch.nan, dtype=t.dtype, device=device) for size in sizes)
+        return torch.cat([first, t, last], dim)
+
+    want = run(tensors, dout, dlse)
+    got = run([around(t) for t in tensors], around(dout), around(dlse, 1), before)
+    assert same([t[before : len(t) - behind] for t in got], want)
+    assert not any(t[:before].any() or t[len(t) - behind :].any() for t in got)
+
+
 def test_the_same_bits_every_run(device):
     q, k, v = qkv(2, 64, 64, 2, 2, 32, dtype=HALF, device=device)
     dout, dlse = upstream(q, v)
@@ -195,6 +252,8 @@ def test_taken_up_to_what_was_measured(dim):
     assert plan_attention_backward(problem(65, dim), A100).kernel != KERNEL
     assert plan_attention_backward(problem(64, dim, score_mods=("alibi",)), H200).kernel == KERNEL
     assert plan_attention_backward(problem(65, dim, score_mods=("alibi",)), H200).kernel != KERNEL
+    assert plan_attention_backward(problem(64, dim, varlen=True), H200).kernel == KERNEL
+    assert not plan_attention_backward(problem(64, dim, varlen=True, score_mods=("bias",)), H200, (1, 8, 64)).stored
     assert short_tile(problem(16, dim)) == Tile(16, 16, 1 if dim == 32 else 2, 1)
 
 
@@ -205,13 +264,11 @@ def test_refused():
         (problem(64, 160), "it has head dims up to 128"),
         (problem(65, 128), "it has up to 64 queries and keys at these head dims, not 65 and 65"),
         (problem(100, kv_heads=2), "with groups of heads it has up to 64 keys"),
-        (problem(64, varlen=True), "sequences are packed"),
     ]:
         assert short_refusal(n, H200) == why
         assert plan_attention_backward(n, H200).kernel != KERNEL
-        if not n.varlen:
-            with pytest.raises(PlanError, match=f"kernel.*{KERNEL} cannot be used: {why}"):
-                plan_attention_backward(n, H200).with_tiles(kernel=KERNEL)
+        with pytest.raises(PlanError, match=f"kernel.*{KERNEL} cannot be used: {why}"):
+            plan_attention_backward(n, H200).with_tiles(kernel=KERNEL)
     assert plan_attention_backward(problem(64, batch=8, kv_heads=2), H200).kernel != KERNEL  # 16 programs
     assert plan_attention_backward(problem(64), device_named("interpreter")).kernel != KERNEL
 

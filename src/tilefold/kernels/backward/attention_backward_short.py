@@ -6,17 +6,22 @@ made beside, and nothing is added in memory: the same bits every run.
 
 Scores are made transposed, [BLOCK_N, BLOCK_M], as in `attention_backward_keys`: p^T and ds^T are left operands of dv and dk, and
 ds alone is turned, for dq.
+
+A batch of packed sequences is the same with CuQ and CuK, as in `attention_backward`.  Rows of no sequence get zeros, to which
+each sequence's programs give a share.
 """
 
 import triton
 import triton.language as tl
 
 from ...device.gradient import score_gradient, statistics_of_rows
+from ...device.grid import rows_of_sequence
 from ...device.product import add_product
 from ...device.ranges import band_of_sequence
+from ...device.sequences import clear_share
 from ...device.tile import load_rows, narrow, store_rows, widen
 
-LENGTHS = ["seq_q", "seq_k", "kv_heads", "group"]
+LENGTHS = ["seq_q", "seq_k", "total_k", "kv_heads", "group"]
 RUNTIME = [*LENGTHS, "scale", "left", "right", "stride_lb", "stride_lh", "pitch", "stride_sh"]
 
 
@@ -107,8 +112,8 @@ def _store_queries(
 
 @triton.jit(do_not_specialize=RUNTIME)
 def attention_backward_short(
-    Q, K, V, Out, DOut, Lse, DLse, DQ, DK, DV, Stored,
-    scale, seq_q, seq_k, kv_heads, group, left, right, pitch, stride_sh,
+    Q, K, V, Out, DOut, Lse, DLse, DQ, DK, DV, Stored, CuQ, CuK,
+    scale, seq_q, seq_k, total_k, kv_heads, group, left, right, pitch, stride_sh,
     stride_qb, stride_qm, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     stride_ob, stride_om, stride_oh, stride_db, stride_dm, stride_dh, stride_gb, stride_gm, stride_gh,
     stride_xb, stride_xn, stride_xh, stride_yb, stride_yn, stride_yh, stride_lb, stride_lh,
@@ -118,32 +123,45 @@ def attention_backward_short(
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Q, DQ [B, Sq, H, Dqk], K, DK [B, Sk, H/group, Dqk], V, DV [B, Sk, H/group, Dv], Out, DOut [B, Sq, H, Dv], Lse, DLse (or
-    None) [B, H, Sq] fp32; Sq at most SLICES * BLOCK_M.  Stored [B * H, keys, pitch]: dS, in whole tiles, or None.
-    ALONE: the group is one head; else Sk is at most BLOCK_N.  Grid (H/group * B,)."""
+    None) [B, H, Sq] fp32; or packed, of total_k keys, with CuQ, CuK [B + 1] int32 and seq_q, seq_k the longest.  seq_q is at
+    most SLICES * BLOCK_M.  Stored [B * H, keys, pitch]: dS, in whole tiles, or None; not of a packed batch.
+    ALONE: the group is one head; else seq_k is at most BLOCK_N.  Grid (H/group * B,)."""
     pid = tl.program_id(0)
     i_b, i_k = (pid // kv_heads).to(tl.int64), (pid % kv_heads).to(tl.int64)
     left, right = band_of_sequence(left, right, i_b, KIND)
-    extent, band = (seq_q, seq_k), (left, right)
-    K += i_b * stride_kb + i_k * stride_kh
-    V += i_b * stride_vb + i_k * stride_vh
-    DK += i_b * stride_xb + i_k * stride_xh
-    DV += i_b * stride_yb + i_k * stride_yh
+    DK += i_k * stride_xh
+    DV += i_k * stride_yh
+    if CuK is not None:
+        clear_share(DK, CuK, i_b, total_k, kv_heads, stride_xn, EMULATE, DIM_QK, BLOCK_N, BLOCK_QK)
+        clear_share(DV, CuK, i_b, total_k, kv_heads, stride_yn, EMULATE, DIM_V, BLOCK_N, BLOCK_V)
+    first_q, seq_q = rows_of_sequence(CuQ, i_b, seq_q)
+    first_k, seq_k = rows_of_sequence(CuK, i_b, seq_k)
+    extent, band = (seq_q if CuQ is None else tl.maximum(seq_q, 1), seq_k), (left, right)
+    K += i_b * stride_kb + first_k * stride_kn + i_k * stride_kh
+    V += i_b * stride_vb + first_k * stride_vn + i_k * stride_vh
+    DK += i_b * stride_xb + first_k * stride_xn
+    DV += i_b * stride_yb + first_k * stride_yn
     if not ALONE:  # one tile of keys, whose gradients all heads add to
         k, v, dk, dv = _load_keys(
             K, V, 0, seq_k, stride_kn, stride_vn, EMULATE, WIDE, DIM_QK, DIM_V, BLOCK_N, BLOCK_QK, BLOCK_V
         )
     for i_g in range(1 if ALONE else group):
         i_h = i_k if ALONE else i_k * group + i_g
-        row = i_b * stride_lb + i_h * stride_lh
+        dq = DQ + i_h * stride_gh
+        if CuQ is not None:
+            clear_share(dq, CuQ, i_b, stride_lh, kv_heads, stride_gm, EMULATE, DIM_QK, BLOCK_M, BLOCK_QK)
+        row = i_b * stride_lb + i_h * stride_lh + first_q
         slices, dqs = _load_queries(
-            Q + i_b * stride_qb + i_h * stride_qh, Out + i_b * stride_ob + i_h * stride_oh,
-            DOut + i_b * stride_db + i_h * stride_dh, Lse + row, DLse if DLse is None else DLse + row, seq_q, stride_qm,
-            stride_om, stride_dm, SLICES, EMULATE, WIDE, DIM_QK, DIM_V, BLOCK_M, BLOCK_QK, BLOCK_V)  # fmt: skip
+            Q + i_b * stride_qb + first_q * stride_qm + i_h * stride_qh,
+            Out + i_b * stride_ob + first_q * stride_om + i_h * stride_oh,
+            DOut + i_b * stride_db + first_q * stride_dm + i_h * stride_dh, Lse + row, DLse if DLse is None else DLse + row,
+            seq_q, stride_qm, stride_om, stride_dm, SLICES, EMULATE, WIDE, DIM_QK, DIM_V, BLOCK_M, BLOCK_QK,
+            BLOCK_V)  # fmt: skip
         stored = (
             Stored if Stored is None else Stored + (i_b * (kv_heads if ALONE else kv_heads * group) + i_h) * stride_sh
         )
         place = (i_b.to(tl.int32), i_h.to(tl.int32))
-        for i_n in range(tl.cdiv(seq_k, BLOCK_N) if ALONE else 1):
+        for i_n in range(tl.cdiv(seq_k, BLOCK_N) if ALONE or CuK is not None else 1):
             if ALONE:
                 k, v, dk, dv = _load_keys(K, V, i_n, seq_k, stride_kn, stride_vn, EMULATE, WIDE, DIM_QK, DIM_V, BLOCK_N,
                                           BLOCK_QK, BLOCK_V)  # fmt: skip
@@ -153,7 +171,7 @@ def attention_backward_short(
             if ALONE:
                 _store_keys(DK, DV, dk * scale, dv, i_n, seq_k, stride_xn, stride_yn, EMULATE, DIM_QK, DIM_V, BLOCK_N,
                             BLOCK_QK, BLOCK_V)  # fmt: skip
-        _store_queries(DQ + i_b * stride_gb + i_h * stride_gh, dqs, scale, seq_q, stride_gm, EMULATE, DIM_QK, BLOCK_M,
+        _store_queries(dq + i_b * stride_gb + first_q * stride_gm, dqs, scale, seq_q, stride_gm, EMULATE, DIM_QK, BLOCK_M,
                        BLOCK_QK)  # fmt: skip
     if not ALONE:
         _store_keys(DK, DV, dk * scale, dv, 0, seq_k, stride_xn, stride_yn, EMULATE, DIM_QK, DIM_V, BLOCK_N, BLOCK_QK,

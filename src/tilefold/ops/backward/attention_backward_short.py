@@ -49,7 +49,12 @@ def bind_short(
     keys, pitch = rules.ds_shape(n)
     room = (Scratch((n.batch * n.heads, keys, pitch), q.dtype),) if plan.stores_ds else ()
     given = (*SIDES, "DQ", "DK", "DV", *["Stored"] * len(room))
-    own = {"Stored": Slot("Stored") if room else None, "pitch": pitch, "stride_sh": keys * pitch}
+    own = {
+        "Stored": Slot("Stored") if room else None,
+        "pitch": pitch,
+        "stride_sh": keys * pitch,
+        "total_k": tensors[1].shape[0],
+    }
     one = {**constants, "ALONE": n.group == 1, "SLICES": rules.slices_of(n, plan.keys)}
     main = tiled(attention_backward_short, plan.keys, plan.grids[0], given, values | own, one, q.device)
     return ShortBound(plan, main, (*gradients_of(tensors), *room))

@@ -13,7 +13,12 @@ ROWS = 64  # queries, or keys, of a tile at most
 MOST = {32: 256, 64: 128, 128: 64}
 """Queries, and keys, at most by the padded head dim."""
 MOST_CHANGED = 64  # the same up to which it is taken with changes of scores or dropout, and on other GPUs than sm_90
+MOST_PACKED = 128  # the same of packed sequences, whose shorter ones have the slices of the longest
 PADDED = 160  # up to so many, tiles of 32 where those of 64 would be padding by half of one or more
+WARPS_OF_GROUPS = {
+    (16, 128): 4,
+    (32, 64): 1,
+}  # where not those of single heads, by the longer side and the padded head dim
 
 
 def width_of(problem: AttentionProblem) -> int:
@@ -29,8 +34,6 @@ def slices_of(problem: AttentionProblem, tile: Tile) -> int:
 def short_refusal(problem: AttentionProblem, device: Device) -> str | None:
     """Why the kernel does not serve this problem, as a sentence, or None if it does."""
     n = problem
-    if n.varlen:
-        return "sequences are packed"
     if n.dtype == "float32":
         return "it multiplies float16 and bfloat16, not float32"
     most = MOST.get(max(32, width_of(n)), 0)
@@ -50,7 +53,9 @@ def is_short(problem: AttentionProblem, device: Device) -> bool:
     filled = n.group == 1 or n.batch * n.kv_heads >= device.sms
     if n.group > 1 and width_of(n) > 64 and n.seq_q > ROWS // 2:
         return False
-    few = max(n.seq_q, n.seq_k) <= MOST_CHANGED or (n.unchanged and device.architecture is SM_90)
+    longest = max(n.seq_q, n.seq_k)
+    unpadded = not n.varlen or longest <= MOST_PACKED
+    few = longest <= MOST_CHANGED or (n.unchanged and unpadded and device.architecture is SM_90)
     return device.backend == "cuda" and filled and few and short_refusal(n, device) is None
 
 
@@ -66,7 +71,8 @@ def short_tile(problem: AttentionProblem, stored: bool = False) -> Tile:
     rows, keys = side_of_tile(n.seq_q), side_of_tile(n.seq_k)
     longest = max(n.seq_q, n.seq_k)
     if max(rows, keys) < ROWS:
-        return Tile(rows, keys, 1 if width <= 32 else 2, 1)
+        own = WARPS_OF_GROUPS.get((max(rows, keys), width)) if n.group > 1 else None
+        return Tile(rows, keys, own or (1 if width <= 32 else 2), 1)
     if n.group == 1 and longest <= PADDED and -longest % ROWS >= ROWS // 2:
         return Tile(min(rows, 32), min(keys, 32), 2, 1)
     if n.group == 1 and width > (32 if stored else 64):
@@ -109,6 +115,8 @@ def ds_bytes(problem: AttentionProblem) -> int:
 
 def storing_refusal(problem: AttentionProblem) -> str | None:
     """Why dS cannot be stored for the gradient of a bias, as a sentence, or None if it can."""
+    if problem.varlen:
+        return "sequences are packed"
     if "softcap" in problem.score_mods:
         return "dS has the derivative of softcap, which lies before the bias"
     if ds_bytes(problem) > MOST_STORED:
