@@ -1,9 +1,9 @@
 """Changes of scores at short lengths and narrow heads: the kernels for sm_90 beside portable ones, both passes, in turns.
 
-    PYTHONPATH=src python benchmarks/changed_scores.py [--dims 32,64] [--rounds 3] [--jsonl FILE]
+    PYTHONPATH=src python benchmarks/changed_scores.py [--dims 32,64] [--rounds 3] [--jsonl FILE] [--warm 1/14]
 
-bf16; milliseconds.  Results are held to the portable kernels' first.  results/changed_scores.jsonl has what was measured (a bias
-before its places had 32 bits); a test holds the plans to it."""
+bf16; milliseconds.  "learned": a bias [1, H, N, N] with its gradient, for which the kernel for sm_90 stores dS.  Results are
+held to the portable kernels' first.  results/changed_scores.jsonl has what was measured; a test holds the plans to it."""
 
 import argparse
 import json
@@ -25,9 +25,10 @@ from tilefold.plan.backward.attention_backward_reduce import ReduceOptions, is_l
 from tilefold.plan.dense.attention_hopper import KERNEL
 
 SIZES = ((256, 128), (128, 256), (96, 384), (64, 512), (16, 1024), (4, 2048))  # sequences, tokens
-HEADS = {32: 4, 64: 8}
+HEADS = {32: 4, 64: 8, 96: 8, 128: 8}
 PROBLEMS: dict[str, dict[str, Any]] = {  # fields of an AttentionProblem
     "bias": {"score_mods": ("bias",), "bias_descriptors": "tiles"},
+    "learned": {"score_mods": ("bias",), "bias_descriptors": "tiles"},
     "mask": {"mask_mods": ("mask",), "mask_descriptors": "tiles"},
     "alibi": {"score_mods": ("alibi",)},
     "user": {"score_mods": ("user",)},
@@ -43,8 +44,9 @@ def distance(score, batch, head, q_index, kv_index, args):
 
 def options_of(change: str, batch: int, tokens: int, heads: int) -> dict[str, Any]:
     """Keywords of `attention`."""
-    if change == "bias":
-        return {"bias": torch.randn(1, heads, tokens, tokens, device="cuda", dtype=torch.bfloat16)}
+    if change in ("bias", "learned"):
+        shape = (1, heads, tokens, tokens)
+        return {"bias": torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=change == "learned")}
     if change == "mask":
         return {"mask": torch.rand(batch, 1, tokens, tokens, device="cuda") < 0.5}
     if change == "alibi":
@@ -65,18 +67,21 @@ def measure(batch: int, tokens: int, dim: int, change: str, rounds: int) -> dict
     problem, device = plan.problem, plan.device
     assert plan.kernel == KERNEL, plan
     forward = {"portable": plan_attention(problem, device, portable=True), "sm_90": plan}
-    portable = plan_attention_backward(problem, device, portable=True)
-    options_of_sm_90 = ReduceOptions(ordered=True, late=is_late(problem))
+    learned = (q, k, v, options["bias"]) if change == "learned" else (q, k, v)
+    shape = (1, heads, tokens) if change == "learned" else ()
+    portable = plan_attention_backward(problem, device, shape, portable=True)
+    options_of_sm_90 = ReduceOptions(ordered=True, late=is_late(problem), stored=change == "learned")
     backward = {"portable": portable, "sm_90": portable.with_tiles(kernel=REDUCE, options=options_of_sm_90)}
     calls: dict[str, dict[str, Callable[[], Any]]] = {"forward": {}, "backward": {}}
     for name in forward:
         calls["forward"][name] = partial(tilefold.attention, q, k, v, plan=forward[name], **options)
         out = tilefold.attention(q, k, v, backward_plan=backward[name], **options)
-        calls["backward"][name] = partial(torch.autograd.grad, out, (q, k, v), dout, retain_graph=True)
+        calls["backward"][name] = partial(torch.autograd.grad, out, learned, dout, retain_graph=True)
     record = {"change": change, "batch": batch, "tokens": tokens, "heads": heads, "dim": dim}
     for kind, both in calls.items():
-        want, got = (torch.cat([t.float().flatten() for t in both[name]()]) for name in ("portable", "sm_90"))
-        assert (got - want).norm() < MOST * want.norm(), (record, kind)
+        made = [call() if kind == "backward" else (call(),) for call in both.values()]
+        for want, got in zip(*made, strict=True):
+            assert (got - want).float().norm() < MOST * want.float().norm(), (record, kind)
         samplers = {name: partial(timers.queued_samples, call, samples=4) for name, call in both.items()}
         record[kind] = {name: round(one.ms, 4) for name, one in timers.time_alternating(samplers, rounds).items()}
     return record | {"device": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d")}
@@ -87,15 +92,24 @@ def main() -> None:
     parser.add_argument("--dims", default="32,64")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--jsonl", default="")
+    parser.add_argument("--warm", default="", help="i/n: compile the i-th of n parts, and time nothing")
     asked = parser.parse_args()
-    for dim in map(int, asked.dims.split(",")):
-        for change in PROBLEMS:
-            for batch, tokens in SIZES:
-                record = measure(batch, tokens, dim, change, asked.rounds)
-                print(record, flush=True)
-                if asked.jsonl:
-                    with open(asked.jsonl, "a", encoding="utf-8") as file:
-                        file.write(json.dumps(record) + "\n")
+    sizes = [
+        (batch, tokens, dim, change)
+        for dim in map(int, asked.dims.split(","))
+        for change in PROBLEMS
+        for batch, tokens in SIZES
+    ]
+    if asked.warm:
+        part, parts = map(int, asked.warm.split("/"))
+        sizes = sizes[part::parts]
+        timers.time_alternating = lambda samplers, rounds: {}  # type: ignore[assignment]
+    for size in sizes:
+        record = measure(*size, asked.rounds)
+        print(record, flush=True)
+        if asked.jsonl and not asked.warm:
+            with open(asked.jsonl, "a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ PROBLEMS = {
     "packed 64 of 64": (short(64, 64, varlen=True), 2),
     "packed 32 of 80 groups": (short(32, 80, varlen=True, kv_heads=4), 2),
     "packed 64 of 80 every mod": (
-        short(64, 80, varlen=True, score_mods=("softcap", "alibi", "user"), mask_mods=("mask", "user")), 200
+        short(64, 80, varlen=True, score_mods=("softcap", "alibi", "user"), mask_mods=("mask", "user")),
+        200,
     ),
 }
 """Tokens and head dim, and how many numbers may go to memory in the loop over keys: of slices, which wait in registers, a few

@@ -24,13 +24,12 @@ KEYS = 128  # of a program
 COLUMNS = (64, 80, 96, 128)
 CHANGES = ("softcap", "alibi", "bias", "mask", "user")  # of scores
 LEAST_DIM, LEAST_DIM_CHANGED = 16, 32  # below 64 they are padded; without, with changes of scores
-LEAST_CHANGED = {32: (512, 1024), 64: (256, 512), 80: (512, 512), 96: (512, 512), 128: (512, 512)}
+LEAST_CHANGED = {32: (512, 1024), 64: (256, 512), 80: (128, 128), 96: (128, 128), 128: (128, 512)}
 """By columns, or 32 below a head dim of 64, without and with a causal mask: queries and keys from which on it is taken with
-changes of scores, which of these kernels it alone has (benchmarks/results/changed_scores.jsonl); of more than 64 columns fewer
-were not measured.  Half of it, to 64 columns and without a causal mask, where softcap or a mask alone changes them."""
+changes of scores, which of these kernels it alone has (benchmarks/results/changed_scores.jsonl, from 128 tokens on).  Half of
+it, to 64 columns and without a causal mask, where softcap or a mask alone changes them."""
 LEAST_STORED = {32: (512, 512), 64: (128, 128), 80: (128, 128), 96: (128, 128), 128: (128, 128)}
-"""The same where dS is stored for the gradient of a bias, which else has a kernel of its own (one H200, 46 cases of 128 to 2048
-tokens, one of them of 96 columns)."""
+"""The same where dS is stored for the gradient of a bias, which else has a kernel of its own."""
 LEAST_NARROW = (512, 1024)
 """Queries and keys from which on it was faster than keeping dS at D=64, without and with a causal mask."""
 LEAST_WINDOW = {(1, True): 512, (1, False): 0, (2, True): 2048, (2, False): 1024}

@@ -35,6 +35,9 @@ RING_BYTES = 256  # barriers of such a ring, and what its boxes leave free
 MOD_BYTES = {"bias": 4, "mask": 2}  # what an element of a tile takes in all of its buffers, at most
 
 LEAST_DIM, LEAST_DIM_CHANGED = 16, 32  # below 64 they are padded; without, with changes of scores
+LEAST_BIASED = (
+    256  # tokens from which on portable tiles fold a bias of head dims up to 32 faster (results/changed_scores.jsonl)
+)
 STAGES = {(64, 64): 4, (128, 128): 2}  # measured; elsewhere as many as there is room for
 THREE_FROM = (
     3072  # keys a query sees, from which on masked halves of tiles of 192 queries cost less than three warpgroups save
@@ -110,14 +113,17 @@ def hopper_refusal(problem: AttentionProblem, device: Device) -> str | None:
 
 
 def hopper_unmeasured(problem: AttentionProblem) -> str | None:
-    """Why the kernel is not taken though it could be, as a sentence, or None where it was measured: the one place to change
-    when it has been."""
+    """Why the kernel is not taken though it could be, as a sentence, or None where it was measured to be faster: the one place to
+    change when it has been."""
     n = problem
     least = min(n.dim_qk, n.dim_v)
     if least < LEAST_DIM:
         return f"not measured yet with head dims below {LEAST_DIM}"
     if least < LEAST_DIM_CHANGED and (n.score_mods or n.mask_mods):
         return f"not measured yet with changes of scores and head dims below {LEAST_DIM_CHANGED}"
+    biased = n.score_mods == ("bias",) and n.bias_descriptors == "tiles" and not n.mask_mods and max(n.sides) < 0
+    if biased and max(n.dim_qk, n.dim_v) <= 32 and min(n.seq_q, n.seq_k) >= LEAST_BIASED:
+        return f"a bias at head dims up to 32 is faster in portable tiles from {LEAST_BIASED} tokens on"
     return None
 
 
