@@ -25,7 +25,7 @@ from tilefold.plan.backward.attention_backward_reduce import ReduceOptions, is_l
 from tilefold.plan.dense.attention_hopper import KERNEL
 
 SIZES = ((256, 128), (128, 256), (96, 384), (64, 512), (16, 1024), (4, 2048))  # sequences, tokens
-HEADS = {32: 4, 64: 8, 96: 8, 128: 8}
+HEADS = {32: 4, 64: 8, 80: 8, 96: 8, 128: 8}
 PROBLEMS: dict[str, dict[str, Any]] = {  # fields of an AttentionProblem
     "bias": {"score_mods": ("bias",), "bias_descriptors": "tiles"},
     "learned": {"score_mods": ("bias",), "bias_descriptors": "tiles"},

@@ -64,8 +64,8 @@ def _interpreter(problem: AttentionProblem, device: Device) -> tuple[Choice, ...
 
 MOST_SHORT, MOST_NARROW, MOST_LOADING, MOST_PACKED = 64, 192, 256, 384  # tokens
 LONGER = (
-    "144 tokens, D=32: 0.72 times the time of the kernel for sm_90, with a bias 0.63; 196 with a bias that pointers load: 0.36 "
-    "times that of 64 x 64 keys at D=32, 0.70 at D=128 (H200, 2026-11-30, triton 3.6.0)."
+    "96 and 144 tokens, D=32: 0.98 and 0.72 times the time of the kernel for sm_90, with a bias 0.85 and 0.63; 196 with a bias "
+    "that pointers load: 0.36 times that of 64 x 64 keys at D=32, 0.70 at D=128 (H200, 2026-11-30, triton 3.6.0)."
 )
 
 PACKED = (
@@ -77,9 +77,9 @@ PACKED = (
 def is_short(problem: AttentionProblem, device: Device) -> bool:
     """Sequences of which a small tile holds all, or nearly all: with larger ones programs are few and mostly padding.
 
-    Up to 64 tokens; head dims up to 32 also with 129 to 192 queries, which fill half of a second tile of 128; and a bias or mask
-    that no descriptor reads up to 256.  On sm_90 not of groups of heads wider than 32 with more than 16 queries, whose kernel
-    packs heads (measured with groups of four).  Packed sequences, of which that kernel packs no heads: `_packed_are_short`."""
+    Up to 64 tokens; head dims up to 32 also up to 96, or with 129 to 192 queries, which fill half of a second tile of 128; and a
+    bias or mask that no descriptor reads up to 256.  On sm_90 not of groups of heads wider than 32 with more than 16 queries,
+    whose kernel packs heads (measured with groups of four); of packed sequences it packs none: `_packed_are_short`."""
     n, width = problem, _width(problem)
     if device.backend != "cuda" or n.dtype == "float32" or width > 128:
         return False
@@ -90,7 +90,7 @@ def is_short(problem: AttentionProblem, device: Device) -> bool:
         return False
     return (
         longest <= MOST_SHORT
-        or (width <= 32 and n.seq_q > 2 * MOST_SHORT and longest <= MOST_NARROW)
+        or (width <= 32 and (longest <= 96 or (n.seq_q > 2 * MOST_SHORT and longest <= MOST_NARROW)))
         or (_loads_by_pointers(n) and longest <= MOST_LOADING and not 32 < width <= 64)
     )
 

@@ -66,11 +66,11 @@ def of_ours(record: dict[str, Any]) -> float:
 
 
 def test_the_fastest_is_taken():
-    """Within a sixth of the fastest of up to ten ways in all cases but three, and in the mean within 2 %."""
+    """Within a sixth of the fastest of up to ten ways in all cases but two, and in the mean within 2 %."""
     ratios = [taken(record) / of_ours(record) for record in records()]
-    assert len(ratios) == 196
+    assert len(ratios) == 224
     assert sum(ratios) / len(ratios) < 1.02
-    assert sum(ratio > 1.16 for ratio in ratios) == 3
+    assert sum(ratio > 1.16 for ratio in ratios) == 2
     assert max(ratios) < 1.38
 
 
@@ -114,10 +114,12 @@ def test_what_the_rule_says():
     )
     longer = {
         (r["tokens"], r["dim"], r["change"]): r["ms"]
-        for r in records() if r["pass"] == "forward" and r["tokens"] in (144, 196)
+        for r in records() if r["pass"] == "forward" and r["tokens"] in (96, 144, 196)
     }  # fmt: skip
     ratios = [
-        longer[144, 32, change]["tile 64x32x4x2"] / longer[144, 32, change]["sm_90"] for change in ("none", "bias")
+        longer[tokens, 32, change]["tile 64x32x4x2"] / longer[tokens, 32, change]["sm_90"]
+        for change in ("none", "bias")
+        for tokens in (96, 144)
     ]
     ratios += [
         longer[196, dim, "bias"]["tile 64x32x4x2"] / longer[196, dim, "bias"]["tile 64x64x4x1"] for dim in (32, 128)

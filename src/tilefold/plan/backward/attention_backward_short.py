@@ -14,6 +14,7 @@ MOST = {32: 256, 64: 128, 128: 64}
 """Queries, and keys, at most by the padded head dim."""
 MOST_CHANGED = 64  # the same up to which it is taken with changes of scores or dropout, and on other GPUs than sm_90
 MOST_PACKED = 128  # the same of packed sequences, whose shorter ones have the slices of the longest
+MOST_BANDED = 160  # the same with a causal mask or a window, whose tiles it does not skip
 PADDED = 160  # up to so many, tiles of 32 where those of 64 would be padding by half of one or more
 WARPS_OF_GROUPS = {
     (16, 128): 4,
@@ -53,9 +54,10 @@ def is_short(problem: AttentionProblem, device: Device) -> bool:
     filled = n.group == 1 or n.batch * n.kv_heads >= device.sms
     if n.group > 1 and width_of(n) > 64 and n.seq_q > ROWS // 2:
         return False
-    longest = max(n.seq_q, n.seq_k)
-    unpadded = not n.varlen or longest <= MOST_PACKED
-    few = longest <= MOST_CHANGED or (n.unchanged and unpadded and device.architecture is SM_90)
+    most = MOST_CHANGED
+    if n.unchanged and device.architecture is SM_90:
+        most = MOST_PACKED if n.varlen else MOST_BANDED if max(n.sides) >= 0 else max(MOST.values())
+    few = max(n.seq_q, n.seq_k) <= most
     return device.backend == "cuda" and filled and few and short_refusal(n, device) is None
 
 
