@@ -88,13 +88,15 @@ def judged(got, want, plain, note, names=("dq", "dk", "dv")):
 
 
 def small_backward(tensors, tile, kernel, varlen, shares, options):
-    """The backward plan with tiles so small that short sequences span several; None: the planner's own."""
+    """The backward plan with tiles so small that short sequences span several; None: the planner's own, or the kernel's."""
     leaves, options = learned(tensors, options)
     where = {} if varlen is None else dict(zip(WHERE, varlen, strict=True))
     plan = tilefold.attention_backward_plan(*leaves[:3], **where, **options)
     if tile is not None:
         tile = Tile(*tile, 4, 1)
         plan = plan.with_tiles(tile, tile, tile, kernel=kernel, bias_shares=shares)
+    elif kernel is not None and plan.kernel != kernel:
+        plan = plan.with_tiles(kernel=kernel)
     return plan
 
 
