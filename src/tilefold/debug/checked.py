@@ -95,9 +95,9 @@ def _run(
         try:
             kernel[counted](**arguments)
         except InterpreterError as error:
-            cause = error.__cause__ or error
+            cause: BaseException = error
             while isinstance(cause, InterpreterError) and cause.__cause__ is not None:
-                cause = cause.__cause__  # of a device function, one for each call
+                cause = cause.__cause__  # one for each call of a device function
             text = f"program ({', '.join(map(str, trace.program))}) ended with {type(cause).__name__}: {cause}"
             faults.append(Fault("raised", "", None, trace.program, 1, text))
     faults += trace.found.values()

@@ -147,9 +147,8 @@ def _wrong(
         wrong = got != exact.to(got.dtype) if not exact.is_floating_point() else got.double() != exact.double()
         wrong &= ~missing
         return wrong.numpy(), f"ok: {got.numel()} equal" if not wrong.any() else "WRONG: not equal"
-    g, e = got.double(), exact.double()
-    if missing.any():  # they are reported by themselves: compare the others
-        g = torch.where(missing, e, g)
+    e = exact.double()
+    g = torch.where(missing, e, got.double())  # what is missing is reported by itself
     error = (g - e).abs()
     same = (g == e) | (g.isnan() & e.isnan())
     if tolerance.atol is not None:
@@ -159,7 +158,7 @@ def _wrong(
         verdict = "WRONG" if wrong.any() else "ok"
         return wrong.numpy(), f"{verdict}: max error {largest:.3e} (atol {tolerance.atol:g}, rtol {tolerance.rtol:g})"
     assert wanted.plain is not None
-    near = torch.where(missing, e, got.double()).to(got.dtype) if missing.any() else got
+    near = g.to(got.dtype)
     comparison = compare(near, e, wanted.plain.flatten())
     if comparison.ok:
         return np.zeros(got.numel(), bool), str(comparison)
