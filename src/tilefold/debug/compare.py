@@ -52,19 +52,13 @@ def references(
     if tolerance.atol is None and any(
         outputs[name].is_floating_point() and one is not None for name, one in exact.items()
     ):
-        dtype = _narrowest(bound, outputs)
+        tensors = [t for t in (*bound.values(), *outputs.values()) if isinstance(t, torch.Tensor)]
+        floats = {
+            t.dtype for t in tensors if t.is_floating_point() and t.element_size() > 1
+        }  # torch computes in no float8
+        dtype = max(floats or {torch.float32}, key=lambda dtype: torch.finfo(dtype).eps)
         plain = deviating(lambda: _called(reference, bound, outputs, torch.float64), dtype, kept=dtype)
     return {name: None if one is None else Wanted(one, plain[name]) for name, one in exact.items()}
-
-
-def _narrowest(bound: Mapping[str, Any], outputs: Mapping[str, torch.Tensor]) -> torch.dtype:
-    """The dtype with the largest roundoff among arguments and outputs, float8 left out: torch does not compute with it."""
-    floats = {
-        t.dtype
-        for t in (*bound.values(), *outputs.values())
-        if isinstance(t, torch.Tensor) and t.is_floating_point() and t.element_size() > 1
-    }
-    return max(floats or {torch.float32}, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def _called(

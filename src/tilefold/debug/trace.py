@@ -41,7 +41,8 @@ class Trace:
             raise Unsupported(
                 f"the interpreter of this Triton has no {', '.join(missing)}; tested with triton 3.6 to 3.9"
             )
-        for name, watched in zip(METHODS, (self._load, self._store, self._atomic_rmw, self._atomic_cas), strict=True):
+        watches: tuple[Any, ...] = (self._load, self._store, self._atomic_rmw, self._atomic_cas)
+        for name, watched in zip(METHODS, watches, strict=True):
             setattr(builder, name, partial(watched, getattr(builder, name)))
         options = builder.options  # device_assert is heeded; arithmetic that wraps on purpose is not complained of
         builder.options = dataclasses.replace(options, debug=True, sanitize_overflow=False)
