@@ -56,7 +56,7 @@ class Counters:
     @property
     def top_stall(self) -> tuple[str, float] | None:
         """The reason that warps wait for most, and its share."""
-        return self.waits[0] if self.waits else None
+        return next(iter(self.waits), None)
 
 
 @dataclass(frozen=True, slots=True)
