@@ -106,7 +106,9 @@ def ladder(
     if rung is None and new is None:
         rows = [(str(i), each.name, each.lesson, each.best_use) for i, each in enumerate(RUNGS.values(), 1)]
         console.print(table_of(("", "rung", "what it teaches", "best use"), rows, left=4))
-        console.print(Text("Measure one: tilefold ladder --rung flash. The course: docs/tutorials/ladder/.", style="dim"))
+        console.print(
+            Text("Measure one: tilefold ladder --rung flash. The course: docs/tutorials/ladder/.", style="dim")
+        )
         return
     runtime = prepare_runtime()
     name = rung_named(rung or "flash").name

@@ -3,6 +3,7 @@
 import runpy
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -116,25 +117,18 @@ def _run_script(path: Path, arguments: Sequence[str], marked: bool) -> list[Prof
     sys.argv, sys.path[0] = [str(path), *arguments], str(path.resolve().parent)
     done = len(profiling.FINISHED)
     try:
-        if marked:
-            _as_main(path)
-        else:
-            with profiling.profile():
-                _as_main(path)
+        with nullcontext() if marked else profiling.profile():
+            try:
+                runpy.run_path(str(path), run_name="__main__")
+            except SystemExit as end:
+                if end.code not in (None, 0):
+                    raise
     finally:
         sys.argv, sys.path[0] = before, place
     found = profiling.FINISHED[done:]
     if not found:
         raise ValueRangeError(f"{path} has no region `with tilefold.profile():` that ran, which --marked asks for")
     return found
-
-
-def _as_main(path: Path) -> None:
-    try:
-        runpy.run_path(str(path), run_name="__main__")
-    except SystemExit as end:
-        if end.code not in (None, 0):
-            raise
 
 
 def _counters(program: Sequence[str], kernels: str | None, launches: int, marked: bool) -> tuple[nsight.Measured, ...]:

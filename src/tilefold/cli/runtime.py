@@ -42,9 +42,8 @@ class Runtime:
 
     def record(self) -> Device:
         """What plans and bounds know of it."""
-        return device_of(
-            torch.device("cuda", torch.cuda.current_device()) if self.gpu else torch.device("cpu"), "attention"
-        )
+        here = torch.device("cuda", torch.cuda.current_device()) if self.gpu else torch.device("cpu")
+        return device_of(here, "attention")
 
 
 def prepare_runtime(kernels: bool = True) -> Runtime:
@@ -53,22 +52,19 @@ def prepare_runtime(kernels: bool = True) -> Runtime:
     kernels: False: plain torch on the CPU will do, unless TRITON_INTERPRET asks for the interpreter.
     Raises DeviceError where neither can be used.
     """
-    asked = os.environ.get("TRITON_INTERPRET")
-    if not kernels and not torch.cuda.is_available() and not interpreting():
+    asked, gpu = os.environ.get("TRITON_INTERPRET"), torch.cuda.is_available()
+    where = "kernels run on the CPU in Triton's interpreter"
+    if not kernels and not gpu and not interpreting():
         return Runtime("cpu", "No GPU here: plain torch on the CPU.")
-    if asked is None and not torch.cuda.is_available():
+    if asked is None and not gpu:
         if "triton" in sys.modules and not interpreting():
             raise DeviceError("there is no GPU, and triton was imported before its interpreter could be switched on")
         os.environ["TRITON_INTERPRET"] = "1"
         check_environment(True)
-        return Runtime(
-            "cpu", "No GPU here: kernels run on the CPU in Triton's interpreter (TRITON_INTERPRET=1), on small shapes."
-        )
+        return Runtime("cpu", f"No GPU here: {where} (TRITON_INTERPRET=1), on small shapes.")
     if interpreting():
-        return Runtime(
-            "cpu", "TRITON_INTERPRET is set: kernels run on the CPU in Triton's interpreter, on small shapes."
-        )
-    if not torch.cuda.is_available():
+        return Runtime("cpu", f"TRITON_INTERPRET is set: {where}, on small shapes.")
+    if not gpu:
         raise DeviceError(
             f"there is no GPU here and TRITON_INTERPRET={asked} keeps the interpreter off; "
             f"unset it or set it to 1 to run on the CPU"
