@@ -180,8 +180,7 @@ def _check_names(given: Mapping[str, torch.Tensor], outputs: Sequence[str], in_p
                     f"{option} names {name!r}, accepted: {', '.join(known) or 'none, there is no tensor'}"
                 )
     for name, tensor in given.items():
-        device = tensor.device if isinstance(tensor, torch.Tensor) else None
-        check_tensors(device=device, contiguous=False, aligned=0, **{name: tensor})  # type: ignore[arg-type]
+        check_tensors(device=tensor.device, contiguous=False, aligned=0, **{name: tensor})  # type: ignore[arg-type]
     check_outputs(given, outputs)
 
 

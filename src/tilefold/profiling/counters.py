@@ -143,10 +143,8 @@ def _checked(done: subprocess.CompletedProcess[str]) -> tuple[Measured, ...]:
     try:
         return parse_csv(done.stdout)
     except ValueRangeError:
-        text = f"{done.stdout}\n{done.stderr}"
-        said = [line.strip() for line in text.splitlines() if line.startswith(("==ERROR==", "==WARNING=="))]
-        if not said:
-            said = [line.strip() for line in text.splitlines() if line.strip()]
+        lines = [line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
+        said = [line for line in lines if line.startswith(("==ERROR==", "==WARNING=="))] or lines
         raise Unsupported(
             f"ncu measured nothing (exit code {done.returncode}): {' | '.join(said[-3:]) or 'it said nothing'}"
         ) from None

@@ -166,8 +166,8 @@ def _uncoalesced(e: Evidence) -> Verdict | None:
 
 def _half_used(c: Counters) -> float | None:
     """Bytes used of a sector by loads or stores, whichever wastes more, if that is less than half."""
-    used = c.worst_sector
-    return used if used and used < (1 - WASTED) * FULL_SECTOR else None
+    used = min((each for each in (c.bytes_per_sector, c.store_bytes_per_sector) if each), default=FULL_SECTOR)
+    return used if used < (1 - WASTED) * FULL_SECTOR else None
 
 
 def _conflicts(e: Evidence) -> Verdict | None:
