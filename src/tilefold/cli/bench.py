@@ -9,15 +9,15 @@ import typer
 from rich.console import Console
 from typer import Option
 
+from tilefold.bench.choice import figures_in, installed
+from tilefold.bench.engine import Request
+from tilefold.bench.setting import Options
+from tilefold.bench.suites import ENGINES, engine_named
+from tilefold.cli import bench_parallel, bench_suite, bench_video
 from tilefold.cli.bench_flow import Session
-from tilefold.cli.bench_parallel import EPILOG as PARALLEL_EPILOG
-from tilefold.cli.bench_parallel import parallel
-from tilefold.cli.bench_suite import EPILOG as SUITE_EPILOG
-from tilefold.cli.bench_suite import suite
-from tilefold.cli.bench_video import EPILOG as VIDEO_EPILOG
-from tilefold.cli.bench_video import video
-from tilefold.cli.options import RunOptions, with_run
-from tilefold.cli.runtime import dtype_named, names_from, prepare_runtime, print_tables, user_errors
+from tilefold.cli.options import RunOptions, dtype_named, names_from, with_run
+from tilefold.cli.runtime import prepare_runtime, print_tables, user_errors
+from tilefold.ops.environment import installed as version_of
 
 ATTENTION = ("dense", "sparse")
 # Options -> the families that have them: the others' cases say it, or they do it always.
@@ -150,15 +150,9 @@ def bench(
     graph: Annotated[bool, Option("--graph", help="Measure CUDA-graph replays, too (GPU).")] = False,
 ) -> None:
     """Time the cases of a family and write what was asked for."""
-    from tilefold.bench.choice import figures_in
-    from tilefold.bench.engine import Request
-
     sparsities = () if sparsity is None else figures_in(sparsity, "--sparsity")
     request = Request(quick, run.case, dtype_named(dtype), direction, sparsities)
     session = Session(run, prepare_runtime(kernels=False))
-    from tilefold.bench.setting import Options
-    from tilefold.bench.suites import engine_named
-
     engine, runtime = engine_named(family), session.runtime
     cases = engine.cases(request, runtime.gpu)
     names = None if run.peers is None else names_from(run.peers.lower(), "--peers", tuple(engine.known))
@@ -185,18 +179,14 @@ def of_family(family: str) -> Callable[..., None]:
 
 for _name in HELP:
     app.command(name=_name, epilog=EPILOGS[_name])(of_family(_name))
-app.command(name="video", epilog=VIDEO_EPILOG)(video)
-app.command(name="parallel", epilog=PARALLEL_EPILOG)(parallel)
-app.command(name="suite", epilog=SUITE_EPILOG)(suite)
+app.command(name="video", epilog=bench_video.EPILOG)(bench_video.video)
+app.command(name="parallel", epilog=bench_parallel.EPILOG)(bench_parallel.parallel)
+app.command(name="suite", epilog=bench_suite.EPILOG)(bench_suite.suite)
 
 
 @app.command()
 def peers() -> None:
     """List the implementations that could be measured, and which of them are installed here."""
-    from tilefold.bench.choice import installed
-    from tilefold.bench.suites import ENGINES
-    from tilefold.ops.environment import installed as version_of
-
     rows = []
     for engine in ENGINES.values():
         for one in engine.known.values():

@@ -3,33 +3,47 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from tilefold.bench import power
+from tilefold.bench.engine import Engine
 from tilefold.bench.loop import GPU_LOST
+from tilefold.bench.power import Summary
+from tilefold.bench.record import append_rows, json_text, markdown_text
+from tilefold.bench.setting import Options, Setting, setting_of
 from tilefold.cli.options import RunOptions
 from tilefold.cli.progress import measuring
-from tilefold.cli.runtime import Outputs, Runtime, header, print_tables, say, warn_of_times
+from tilefold.cli.runtime import Outputs, Runtime, print_tables, say
 from tilefold.ops.device import interpreting
 
-if TYPE_CHECKING:
-    from tilefold.bench.engine import Engine
-    from tilefold.bench.power import Summary
-    from tilefold.bench.setting import Options
+
+def header(setting: Setting, runtime: Runtime, console: Console) -> None:
+    """Where, and with what, something is measured."""
+    text = f"{runtime.note}\ntorch {setting.torch}, triton {setting.triton}, commit {setting.commit}"
+    console.print(Text(text, style="dim"))
+
+
+def warn_of_times(runtime: Runtime, console: Console) -> None:
+    """What times without a GPU are worth."""
+    if not runtime.gpu:
+        where = "in the interpreter" if interpreting() else "of plain torch on a CPU"
+        text = f"Times {where} say nothing about a GPU; the outputs were checked all the same."
+        console.print(Text(text, style="yellow"))
 
 
 @dataclass(slots=True)
 class Done:
     """A family's part of a run.  records: of all results, with what the GPU did meanwhile; asked: how many cases."""
 
-    engine: "Engine"
+    engine: Engine
     asked: int
     results: list[Any] = field(default_factory=list)
     records: list[dict[str, Any]] = field(default_factory=list)
-    power: "Summary | None" = None
+    power: Summary | None = None
     trouble: str = ""
 
     @property
@@ -48,8 +62,6 @@ class Session:
     What cannot be written is refused when it is made, before anything is measured."""
 
     def __init__(self, run: RunOptions, runtime: Runtime) -> None:
-        from tilefold.bench.setting import setting_of
-
         self.run, self.runtime, self.console = run, runtime, Console()
         self.outputs = Outputs(json=run.json, markdown=run.markdown)
         self.setting = setting_of(runtime.device)
@@ -63,13 +75,10 @@ class Session:
         header(self.setting, self.runtime, self.console)
 
     def measure(
-        self, engine: "Engine", cases: Sequence[Any], peers: Sequence[Any], options: "Options", details: bool = False
+        self, engine: Engine, cases: Sequence[Any], peers: Sequence[Any], options: Options, details: bool = False
     ) -> Done:
         """Run a family's cases under a progress bar and show what was found; details: with spreads, errors and what else was
         measured.  Each case's records are kept and appended to the results as soon as they are there: a later one may fail."""
-        from tilefold.bench import power
-        from tilefold.bench.record import append_rows
-
         done, device = Done(engine, len(cases)), self.runtime.device
         with power.Sampler(power.gpu_id() if self.run.power else None) as sampler:
             begin = sampler.mark()
@@ -109,15 +118,13 @@ class Session:
     def finish(self, parts: Sequence[Done]) -> None:
         """Write what was asked for, exit with 1 if a result of tilefold is wrong."""
         warn_of_times(self.runtime, self.console)
-        measured = [done for done in parts if done.results]
-        if measured:
+        if measured := [done for done in parts if done.results]:
             self._write(measured)
         if any(done.wrong for done in parts):
             raise typer.Exit(1)
 
     def _write(self, parts: Sequence[Done]) -> None:
         """Write the files that were asked for and say so; the results were appended before."""
-        from tilefold.bench.record import json_text, markdown_text
 
         def json() -> str:
             whole = {done.engine.name: done.engine.findings(done.results) for done in parts}

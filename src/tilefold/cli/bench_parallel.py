@@ -4,6 +4,7 @@ import os
 import pickle
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,21 +14,11 @@ from rich.console import Console
 from rich.text import Text
 from typer import Option
 
-from tilefold.cli.options import Budget, Json, Markdown
+from tilefold.bench.setting import setting_of
+from tilefold.cli.bench_flow import header, warn_of_times
+from tilefold.cli.options import Budget, Json, Markdown, dtype_named, integers, names_from
 from tilefold.cli.progress import measuring
-from tilefold.cli.runtime import (
-    Outputs,
-    Runtime,
-    dtype_named,
-    header,
-    integers,
-    names_from,
-    prepare_runtime,
-    print_tables,
-    say,
-    user_errors,
-    warn_of_times,
-)
+from tilefold.cli.runtime import Outputs, Runtime, prepare_runtime, print_tables, say, user_errors
 from tilefold.errors import CommunicationError, ValueRangeError
 
 if TYPE_CHECKING:
@@ -106,9 +97,13 @@ def parallel(
     lengths = (QUICK if quick else TOKENS)[runtime.gpu]
     if tokens is not None:
         lengths = integers(tokens, "--tokens")
+    heads = heads or ("2,1" if small else "32,8")
+    query_heads, kv_heads = integers(heads, "--heads", 2)
+    if query_heads % kv_heads:
+        raise ValueRangeError(f"--heads must be Q,KV with Q a multiple of KV, got {heads!r}")
     work = Work(
         tokens=lengths,
-        heads=_heads(heads or ("2,1" if small else "32,8")),
+        heads=(query_heads, kv_heads),
         dim=dim or (16 if small else 128),
         dtype=dtype_named(dtype or ("fp32" if small else "bf16")),
         causal=not full,
@@ -123,13 +118,6 @@ def parallel(
     lines = _run(work, runtime, ranks)
     if lines is not None:
         _report(work, lines, runtime, outputs)
-
-
-def _heads(text: str) -> tuple[int, int]:
-    found = integers(text, "--heads", 2)
-    if found[0] % found[1]:
-        raise ValueRangeError(f"--heads must be Q,KV with Q a multiple of KV, got {text!r}")
-    return found[0], found[1]
 
 
 def _run(work: "Work", runtime: Runtime, ranks: int | None) -> "list[Line] | None":
@@ -202,11 +190,8 @@ def _started(rank: int, ranks: int, work: "Work", folder: str) -> None:
 
 
 def _report(work: "Work", lines: "list[Line]", runtime: Runtime, outputs: Outputs) -> None:
-    from dataclasses import asdict
-
     from tilefold.bench.parallel.loads import PEERS
     from tilefold.bench.parallel.table import HEAD, cells_of, markdown, to_json
-    from tilefold.bench.setting import setting_of
 
     console = Console()
     setting = setting_of(runtime.device)

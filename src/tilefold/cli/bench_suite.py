@@ -1,19 +1,18 @@
 """`tilefold bench suite`: named sets of families and cases, one after the other, whatever becomes of one of them."""
 
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from rich.console import Console
 from rich.text import Text
 from typer import Argument
 
+from tilefold.bench.setting import Options
+from tilefold.bench.suites import SUITES, Part, Suite, suite_named
 from tilefold.cli.bench_flow import Done, Session
-from tilefold.cli.options import RunOptions, with_run
-from tilefold.cli.runtime import names_from, prepare_runtime, say, table_of, user_errors
+from tilefold.cli.options import RunOptions, names_from, with_run
+from tilefold.cli.runtime import prepare_runtime, say, table_of, user_errors
 from tilefold.errors import ValueRangeError
-
-if TYPE_CHECKING:
-    from tilefold.bench.suites import Part, Suite
 
 EPILOG = """
 **Examples**
@@ -37,8 +36,6 @@ def suite(
     name: Annotated[str | None, Argument(metavar="NAME", help="Which one.", show_default="list them")] = None,
 ) -> None:
     """Run a named set of families and cases."""
-    from tilefold.bench.suites import SUITES, suite_named
-
     if name is None:
         Console().print(table_of(("suite", "what"), [(one.name, one.what) for one in SUITES.values()], left=2))
         return
@@ -61,7 +58,7 @@ def suite(
     session.finish(parts)
 
 
-def _parts(chosen: "Suite", names: tuple[str, ...] | None, session: Session) -> list[Done]:
+def _parts(chosen: Suite, names: tuple[str, ...] | None, session: Session) -> list[Done]:
     """Every part that has cases; names: of the peers."""
     parts: list[Done] = []
     begin = time.perf_counter()
@@ -82,10 +79,8 @@ def _parts(chosen: "Suite", names: tuple[str, ...] | None, session: Session) -> 
     return parts
 
 
-def _part(part: "Part", names: tuple[str, ...] | None, spent: float, session: Session) -> Done:
+def _part(part: Part, names: tuple[str, ...] | None, spent: float, session: Session) -> Done:
     """One family; names: of the peers, of which those count that it knows; spent: seconds of the budget."""
-    from tilefold.bench.setting import Options
-
     run, runtime = session.run, session.runtime
     cases = part.cases(run.case, runtime.gpu)
     if not cases:

@@ -1,18 +1,21 @@
 """`tilefold bench video`: the sparse video pipeline over sparsity, length and cached tokens, beside dense attention."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from typer import Option
 
+from tilefold.bench.choice import figures_in
+from tilefold.bench.setting import Options
+from tilefold.bench.suites import ENGINES
+from tilefold.bench.video import report
+from tilefold.bench.video.engine import DEFAULTS, SHAPES
+from tilefold.bench.video.stages import LISTED, PEERS
+from tilefold.bench.video.sweep import SWEEPS, Point, points_of
 from tilefold.cli.bench_flow import Session
-from tilefold.cli.options import Budget, Html, Json, Markdown, Png, Results, RunOptions
-from tilefold.cli.runtime import Outputs, Runtime, dtype_named, integers, names_from, prepare_runtime, user_errors
+from tilefold.cli.options import Budget, Html, Json, Markdown, Png, Results, RunOptions, integers, names_from
+from tilefold.cli.runtime import Outputs, Runtime, prepare_runtime, user_errors, video_shape
 from tilefold.errors import ValueRangeError
-
-if TYPE_CHECKING:
-    from tilefold.bench.setting import Options
-    from tilefold.bench.video.sweep import Point
-    from tilefold.plan.sparse.video import VideoShape
+from tilefold.plan.sparse.video import VideoShape
 
 EPILOG = """
 **Examples**
@@ -89,16 +92,8 @@ def video(
     outputs = Outputs(png=png, html=html)
     run = RunOptions(json=json, markdown=markdown, results=results, power=False)
     session = Session(run, prepare_runtime(kernels=False))
-    from tilefold.bench.setting import Options
-    from tilefold.bench.suites import ENGINES
-    from tilefold.bench.video import report
-    from tilefold.bench.video.engine import SHAPES
-    from tilefold.bench.video.stages import LISTED, PEERS
-    from tilefold.plan.sparse.video import VideoShape
-
     engine, runtime = ENGINES["video"], session.runtime
-    batch, heads, seq, dim = integers(shape, "--shape", 4) if shape else SHAPES[runtime.gpu]
-    made = VideoShape(batch, heads, kv_heads or heads, seq, dim, dtype_named(dtype), block)
+    made = video_shape(shape, SHAPES[runtime.gpu], dtype, kv_heads, block)
     if module:
         given = {"--values": values is not None, "--png": png is not None, "--html": html is not None, "--graph": graph,
                  "--sweep": sweep != "sparsity,cached", "--block": block != 64, "--page-size": page_size != 64}  # fmt: skip
@@ -124,13 +119,9 @@ def video(
 
 
 def _points(
-    sweep: str, shape: "VideoShape", given: tuple[str | None, str | None], page_size: int, runtime: Runtime, quick: bool
-) -> "tuple[Point, ...]":
+    sweep: str, shape: VideoShape, given: tuple[str | None, str | None], page_size: int, runtime: Runtime, quick: bool
+) -> tuple[Point, ...]:
     """All points of the sweeps; given: the options --values and --sparsity; quick: one value and one sparsity of each."""
-    from tilefold.bench.choice import figures_in
-    from tilefold.bench.video.engine import DEFAULTS
-    from tilefold.bench.video.sweep import SWEEPS, points_of
-
     sweeps = names_from(sweep, "--sweep", tuple(SWEEPS))
     if not sweeps:
         raise ValueRangeError(f"--sweep must name at least one of {', '.join(SWEEPS)}, got {sweep!r}")
@@ -152,13 +143,11 @@ def _points(
 
 
 def _module(
-    session: Session, shape: "VideoShape", grid: str | None, sparsity: str | None, peers: str | None, options: "Options",
+    session: Session, shape: VideoShape, grid: str | None, sparsity: str | None, peers: str | None, options: Options,
     quick: bool,
 ) -> None:  # fmt: skip
     """`--module`."""
-    from tilefold.bench.choice import figures_in
     from tilefold.bench.video.module import GRID, SPARSITIES, ModuleEngine, cases_of
-    from tilefold.bench.video.stages import PEERS
 
     engine, gpu = ModuleEngine(), session.runtime.gpu
     names = engine.usual(session.runtime.device) if peers is None else names_from(peers, "--peers", PEERS)

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from statistics import fmean
+from typing import Annotated, Any, TypeAlias
 
 import torch
 import typer
@@ -13,14 +14,18 @@ from torch import Tensor
 from typer import Argument, Option
 
 from tilefold.bench import page
-from tilefold.cli.options import Html, Json, Png
-from tilefold.cli.runtime import Outputs, dtype_named, integers, prepare_runtime, print_tables, user_errors
+from tilefold.bench.accuracy import BINS, Difference, difference_of
+from tilefold.bench.attention.peers import IMPLEMENTATIONS
+from tilefold.bench.compared import attention_results, check_name, check_video_names, video_results, without_lse
+from tilefold.bench.engine import Request
+from tilefold.bench.implementation import make_inputs
+from tilefold.bench.suites import engine_named
+from tilefold.cli.options import Html, Json, Png, dtype_named, one_of
+from tilefold.cli.runtime import Outputs, prepare_runtime, print_tables, user_errors, video_shape
 from tilefold.errors import DtypeError, ValueRangeError
+from tilefold.sparse import SelectOptions
 
-if TYPE_CHECKING:
-    from tilefold.bench.accuracy import Difference
-
-Results: TypeAlias = "tuple[dict[str, Tensor], dict[str, Tensor]]"  # by name, of the first and of the second
+Results: TypeAlias = tuple[dict[str, Tensor], dict[str, Tensor]]  # by name, of the first and of the second
 
 FAMILIES = ("dense", "sparse", "video")
 AXES = dict.fromkeys(("lse", "scores", "gini", "tau", "mass", "kept"), 2)  # of the queries, where it is not 1
@@ -99,12 +104,10 @@ def compare(
             raise ValueRangeError(f"--seeds is for implementations, and files are as they are, got {seeds}")
         what, results = "files", lambda seed: _results_of_files(*files)
     elif family == "video":
-        asked = shape, quick, dtype_named(dtype), sparsity
+        asked = shape, quick, dtype, sparsity
         what, results = _video(names, asked, direction, same_lists, console)
     else:
         what, results = _case(names, (family, quick, case, dtype_named(dtype), direction), console)
-    from tilefold.bench.accuracy import difference_of
-
     runs = []
     for own in every:  # one seed's tensors at a time
         one, other = results(own)
@@ -119,8 +122,7 @@ def compare(
 
 def _check_family(family: str, options: dict[str, object]) -> None:
     """ValueRangeError if there is none of that name, or an option is another family's."""
-    if family not in FAMILIES:
-        raise ValueRangeError(f"--family must be one of {', '.join(FAMILIES)}, got {family!r}")
+    one_of(family, "--family", FAMILIES)
     for name, value in options.items():
         if value is not None and (family == "video") == (name == "--case"):
             where = "of attention; video has --shape and --sparsity" if name == "--case" else "for --family video"
@@ -131,9 +133,7 @@ def _check_family(family: str, options: dict[str, object]) -> None:
 
 
 def _results_of_files(first: Path, second: Path) -> Results:
-    """The tensors of both, by name.
-
-    Raises DtypeError for what holds no tensors, ValueRangeError for files with different names in them."""
+    """The tensors of both, by name.  ValueRangeError for files with different names in them."""
     a, b = _tensors_of(first), _tensors_of(second)
     if a.keys() != b.keys():
         raise ValueRangeError(
@@ -143,6 +143,7 @@ def _results_of_files(first: Path, second: Path) -> Results:
 
 
 def _tensors_of(path: Path) -> dict[str, Tensor]:
+    """Raises DtypeError for what holds no tensors."""
     if path.suffix == ".npy":
         import numpy
 
@@ -163,16 +164,9 @@ def _case(
     names: tuple[str, str], chosen: tuple[str, bool, str | None, str, str], console: Console
 ) -> tuple[str, Callable[[int], Results]]:
     """(the case's name, what gives the results of a seed)."""
-    from tilefold.bench.compared import attention_results, check_name, without_lse
-
     for name in names:
         check_name(name)
     runtime = prepare_runtime()
-    from tilefold.bench.attention.peers import IMPLEMENTATIONS
-    from tilefold.bench.engine import Request
-    from tilefold.bench.implementation import make_inputs
-    from tilefold.bench.suites import engine_named
-
     case = engine_named(chosen[0]).cases(Request(*chosen[1:]), runtime.gpu)[0]
     console.print(Text(f"{runtime.note}\n{case.name}", style="dim"))
     for name in names:
@@ -194,22 +188,17 @@ def _video(
     console: Console,
 ) -> tuple[str, Callable[[int], Results]]:  # fmt: skip
     """(the pipeline's shape and selection, what gives the results of a seed); asked: --shape, --quick, dtype, --sparsity."""
-    from tilefold.bench.compared import check_video_names, video_results
-
     backward = direction == "backward"
     check_video_names(names, backward, same_lists)
     runtime = prepare_runtime()
-    from tilefold.plan.sparse.video import VideoShape
-    from tilefold.sparse import SelectOptions
-
     text, quick, dtype, sparsity = asked
     usual = (1, 2, 256, 16) if not runtime.gpu else (1, 4, 4096, 128) if quick else (1, 12, 23296, 128)
-    batch, heads, seq, dim = integers(text, "--shape", 4) if text else usual
-    shape = VideoShape(batch, heads, heads, seq, dim, dtype)
+    shape = video_shape(text, usual, dtype)
     select = SelectOptions() if sparsity is None else SelectOptions(method="top_k", sparsity=sparsity / 100)
     by = "selected by Gini" if sparsity is None else f"{sparsity:g} % sparsity"
     lists = ", the second over the first one's lists" if same_lists else ""
-    what = f"video pipeline {direction}, {batch} x {seq} tokens, {heads} heads, D={dim}, {dtype}, {by}{lists}"
+    size = f"{shape.batch} x {shape.seq} tokens, {shape.heads} heads, D={shape.dim}, {shape.dtype}"
+    what = f"video pipeline {direction}, {size}, {by}{lists}"
     console.print(Text(f"{runtime.note}\n{what}", style="dim"))
     return what, lambda seed: video_results(names, shape, select, runtime.device, seed, backward, same_lists)
 
@@ -224,7 +213,7 @@ DIFFERENCES = (
 ALL = "all seeds"
 
 
-def _facts_rows(found: "Sequence[Difference]", names: tuple[str, str], digits: int = 16) -> tuple[tuple[str, ...], ...]:
+def _facts_rows(found: Sequence[Difference], names: tuple[str, str], digits: int = 16) -> tuple[tuple[str, ...], ...]:
     return tuple(
         (each.name, name, " x ".join(map(str, facts.shape)), facts.dtype, f"{facts.norm:.9g}", f"{facts.largest:.6g}",
          f"{facts.smallest:.6g}", str(facts.specials), facts.sha256[:digits])
@@ -233,19 +222,8 @@ def _facts_rows(found: "Sequence[Difference]", names: tuple[str, str], digits: i
     )  # fmt: skip
 
 
-def _difference_rows(found: "Sequence[Difference]") -> tuple[tuple[str, ...], ...]:
-    return tuple(
-        (each.name, f"{each.max_abs:.3e}", f"{each.mean:+.2e}", f"{each.mean_abs:.3e}", f"{each.rmse:.3e}",
-         f"{each.relative_l2:.3e}", str(each.differing), str(each.elements), str(each.specials),
-         "same bits" if each.identical else "yes" if each.close else "no")
-        for each in found
-    )  # fmt: skip
-
-
-def _all_seeds(name: str, found: "Sequence[Difference]") -> tuple[str, ...]:
-    """Of one tensor over all seeds: the largest difference and relative L2, means over all numbers, sums of counts."""
-    from statistics import fmean
-
+def _difference_row(name: str, *found: Difference) -> tuple[str, ...]:
+    """Of one tensor, over all seeds: the largest difference and relative L2, means over all numbers, sums of counts."""
     sums = (sum(each.differing for each in found), sum(each.elements for each in found), sum(d.specials for d in found))
     close = "same bits" if all(d.identical for d in found) else "yes" if all(d.close for d in found) else "no"
     return (
@@ -255,27 +233,27 @@ def _all_seeds(name: str, found: "Sequence[Difference]") -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _show(runs: "Sequence[Sequence[Difference]]", names: tuple[str, str], first_seed: int, console: Console) -> None:
+def _show(runs: Sequence[Sequence[Difference]], names: tuple[str, str], first_seed: int, console: Console) -> None:
     """What the first seed's tensors are, then how they differ: a column a tensor, or with several seeds a column a seed."""
     for each in runs[0]:
         columns = zip(FACTS[2:], *(row[2:] for row in _facts_rows([each], names)), strict=True)
         print_tables(console, (each.name, *names), tuple(columns), keys=1)
     if len(runs) == 1:
-        _show_differences("difference", [each.name for each in runs[0]], _difference_rows(runs[0]), console)
+        _show_differences("difference", [_difference_row(each.name, each) for each in runs[0]], console)
         return
     for tensor in zip(*runs, strict=True):
-        heads = [f"seed {first_seed + n}" for n in range(len(runs))]
-        rows = [*_difference_rows(tensor), _all_seeds(ALL, tensor)]
-        _show_differences(tensor[0].name, [*heads, ALL], rows, console)
+        rows = [_difference_row(f"seed {seed}", each) for seed, each in enumerate(tensor, first_seed)]
+        _show_differences(tensor[0].name, [*rows, _difference_row(ALL, *tensor)], console)
 
 
-def _show_differences(corner: str, heads: Sequence[str], rows: Sequence[tuple[str, ...]], console: Console) -> None:
-    columns = tuple(zip(DIFFERENCES[1:], *(row[1:] for row in rows), strict=True))
-    print_tables(console, (corner, *heads), columns)
+def _show_differences(corner: str, rows: Sequence[tuple[str, ...]], console: Console) -> None:
+    """A column a row."""
+    head, *columns = zip((corner, *DIFFERENCES[1:]), *rows, strict=True)
+    print_tables(console, head, columns)
 
 
 def _write(
-    runs: "Sequence[Sequence[Difference]]",
+    runs: Sequence[Sequence[Difference]],
     title: str,
     names: tuple[str, str],
     seeds: range,
@@ -295,10 +273,12 @@ def _write(
         return {"first": names[0], "second": names[1], "title": title, "seeds": [*seeds], "tensors": tensors}
 
     def html() -> str:
-        whole = [_all_seeds(f"{each[0].name}, {ALL}", each) for each in zip(*runs, strict=True)] if several else []
+        rows = [_difference_row(each.name, each) for each in found]
+        if several:
+            rows += [_difference_row(f"{each[0].name}, {ALL}", *each) for each in zip(*runs, strict=True)]
         parts = (
             page.Rows(FACTS, _facts_rows(found, names, 64)),
-            page.Rows(DIFFERENCES, (*_difference_rows(found), *whole)),
+            page.Rows(DIFFERENCES, tuple(rows)),
             page.Words(f"allclose at rtol {found[0].rtol:g}, atol {found[0].atol:g}." if found else ""),
             _picture(found),
         )
@@ -307,10 +287,8 @@ def _write(
     outputs.write(console, json=document, png=lambda: _picture(found).figure, html=html)
 
 
-def _picture(found: "list[Difference]") -> page.Picture:
+def _picture(found: list[Difference]) -> page.Picture:
     """Of each tensor how many differences there are of each size, and where the largest are."""
-    from tilefold.bench.accuracy import BINS
-
     figure = page.new_figure(11, 3.0 * max(1, len(found)))
     axes = figure.subplots(max(1, len(found)), 2, squeeze=False)
     for (left, right), each in zip(axes, found, strict=False):

@@ -5,6 +5,7 @@ import os
 import platform
 import shutil
 import subprocess
+import warnings
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
@@ -83,13 +84,11 @@ def machine() -> list[Finding]:
 
 def libraries() -> list[Finding]:
     """tilefold, torch, triton and numpy."""
-    toolkits = (
-        f"CUDA {torch.version.cuda}" * bool(torch.version.cuda),
-        f"ROCm {torch.version.hip}" * bool(torch.version.hip),
-    )
+    cuda, hip = torch.version.cuda, torch.version.hip
+    toolkit = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "CPU only"
     versions = {
         "tilefold": tilefold.__version__,
-        "torch": f"{torch.__version__} ({next(filter(None, toolkits), 'CPU only')})",
+        "torch": f"{torch.__version__} ({toolkit})",
         "triton": triton_version() or "not installed",
         "numpy": installed("numpy") or "not installed",
     }
@@ -144,21 +143,16 @@ def support() -> list[Finding]:
 
 def tuned() -> list[Finding]:
     """The table of measured plans that this machine's device plans with, or why there is none."""
-    import warnings
-
-    def said_of_plans(state: str, detail: str) -> list[Finding]:
-        return [Finding("plans", "measured here", state, detail)]
-
-    if gpu_fault() is not None:
-        return said_of_plans(INFO, "no GPU: plans for other devices are by the rules or their tables")
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        found = table_in_use(device_of(torch.device("cuda", torch.cuda.current_device())))
-    if found is not None:
-        path, table = found
-        return said_of_plans(YES, f"{len(table.entries)} problems, from {path} ({VARIABLE} names another)")
-    why = str(said[0].message) if said else "no table; the rules decide (`tilefold tune` measures)"
-    return said_of_plans(NO, why)
+    state, detail = INFO, "no GPU: plans for other devices are by the rules or their tables"
+    if gpu_fault() is None:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            found = table_in_use(device_of(torch.device("cuda", torch.cuda.current_device())))
+        state, detail = NO, str(said[0].message) if said else "no table; the rules decide (`tilefold tune` measures)"
+        if found is not None:
+            path, table = found
+            state, detail = YES, f"{len(table.entries)} problems, from {path} ({VARIABLE} names another)"
+    return [Finding("plans", "measured here", state, detail)]
 
 
 def extras() -> list[Finding]:

@@ -6,12 +6,17 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from tilefold.cli.runtime import dtype_named, pair_of, prepare_runtime, user_errors
+from tilefold.cli.explain_modes import explain_cache, explain_ranks, explain_split, explain_steps, said
+from tilefold.cli.options import dtype_named, pair_of
+from tilefold.cli.runtime import prepare_runtime, user_errors
 from tilefold.errors import Unsupported, ValueRangeError
-from tilefold.plan import AttentionProblem, Device
+from tilefold.plan import AttentionProblem, Device, device_named, plan_forward
+from tilefold.plan.backward.attention_backward import plan_attention_backward
 from tilefold.plan.base import Plan
 from tilefold.plan.capabilities import plan_of
+from tilefold.plan.problem import next_power_of_two
 from tilefold.plan.sparse.sparse import SparseProblem, plan_sparse
+from tilefold.plan.sparse.sparse_backward import plan_sparse_backward
 
 EPILOG = """
 **Examples**
@@ -155,15 +160,12 @@ def explain(
     """
     asked = SimpleNamespace(**locals())
     _check(asked)
-    from tilefold.cli.explain_modes import explain_cache, explain_ranks, explain_split, explain_steps, said
-
     if trace:
         typer.echo(explain_steps(asked, dtype_named(dtype), _record(device)))
         return
     problem = _problem(asked)
-    modes = (("ranks", explain_ranks), ("cache", explain_cache), ("policy", explain_split))
-    for name, mode in modes:
-        if getattr(asked, name) is not None:
+    for given, mode in ((ranks, explain_ranks), (cache, explain_cache), (policy, explain_split)):
+        if given is not None:
             typer.echo(mode(asked, problem, _record(device)))
             return
     if not (problem.batch and problem.seq_q):
@@ -230,8 +232,6 @@ def _check(asked: SimpleNamespace) -> None:
 
 def _problem(asked: SimpleNamespace) -> AttentionProblem:
     """Of one call."""
-    from tilefold.plan.problem import next_power_of_two
-
     q, mean = asked.q, asked.mean
     if q is None:
         raise ValueRangeError("--q must be given, the queries per sequence: only --trace does without")
@@ -261,10 +261,6 @@ def _problem(asked: SimpleNamespace) -> AttentionProblem:
 
 def _of_kernels(problem: AttentionProblem | SparseProblem, record: Device, asked: SimpleNamespace) -> Plan:
     """The plan of the kernels: of the call, or with --backward of the gradients of q, k, v."""
-    from tilefold.plan import plan_forward
-    from tilefold.plan.backward.attention_backward import plan_attention_backward
-    from tilefold.plan.sparse.sparse_backward import plan_sparse_backward
-
     if isinstance(problem, SparseProblem):
         return plan_sparse_backward(problem, record) if asked.backward else plan_sparse(problem, record)
     if asked.backward:
@@ -274,8 +270,6 @@ def _of_kernels(problem: AttentionProblem | SparseProblem, record: Device, asked
 
 def _record(device: str) -> Device:
     """The device of that name, or what calls run on here for "here"."""
-    from tilefold.plan import device_named
-
     return prepare_runtime(kernels=False).record() if device == "here" else device_named(device)
 
 

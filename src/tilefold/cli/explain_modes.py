@@ -7,11 +7,16 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from tilefold.cache_formats import FORMATS
-from tilefold.cli.runtime import numbers, pair_of
+from tilefold.cli.options import numbers, one_of, pair_of
 from tilefold.errors import Unsupported, ValueRangeError
-from tilefold.plan import AttentionProblem, Device
+from tilefold.plan import AttentionProblem, Device, Generation, plan_splits, trace_generation
 from tilefold.plan.cache.decode import DecodeProblem, decode_kernel_refusal, plan_decode
 from tilefold.plan.capabilities import plan_of
+from tilefold.plan.parallel.plan import plan_parallel
+from tilefold.plan.parallel.problem import Links, ParallelProblem
+from tilefold.plan.parallel.scale import FORMULAS, LETTERS, scaling
+from tilefold.plan.parallel.scratch import memory_on
+from tilefold.plan.parallel.sharding import KINDS
 
 HELD = {"same": "plain", **{each.short: each.name for each in FORMATS}}  # --cache -> what `DecodeProblem` calls it
 
@@ -23,10 +28,7 @@ def said(plan: Any, as_json: bool) -> str:
 
 def explain_cache(asked: Any, problem: AttentionProblem, device: Device) -> str:
     """What `attention_kvcache` does: a DecodePlan; of a prompt, which is attention_cached's, a SplitDecision."""
-    from tilefold.plan import plan_splits
-
-    if asked.cache not in HELD:
-        raise ValueRangeError(f"--cache must be one of {', '.join(HELD)}, got {asked.cache!r}")
+    one_of(asked.cache, "--cache", HELD)
     if asked.page_size < 0:
         raise ValueRangeError(f"--page-size must be at least 0, got {asked.page_size}")
     if not (problem.batch and problem.seq_q):
@@ -58,8 +60,6 @@ def _decode_problem(asked: Any, problem: AttentionProblem) -> DecodeProblem:
 
 def explain_split(asked: Any, problem: AttentionProblem, device: Device) -> str:
     """The decision of --policy for one call."""
-    from tilefold.plan import plan_splits
-
     if device.architecture.planner:
         return _no_splits(device, asked.as_json)
     made = plan_splits(problem, device, asked.policy, call=asked.call or "dense", capacity=asked.capacity,
@@ -75,8 +75,6 @@ def _no_splits(device: Device, as_json: bool) -> str:
 
 def explain_steps(asked: Any, dtype: str, device: Device) -> str:
     """The decisions of --policy for all steps of a generation."""
-    from tilefold.plan import Generation, trace_generation
-
     left, right = (-1, -1) if asked.window is None else pair_of(asked.window, "--window")
     if right not in (-1, 0):
         raise ValueRangeError(f"--window must be LEFT,0 with --trace: no later key exists, got {asked.window!r}")
@@ -97,16 +95,11 @@ def explain_steps(asked: Any, dtype: str, device: Device) -> str:
 
 def explain_ranks(asked: Any, problem: AttentionProblem, device: Device) -> str:
     """The ParallelPlan, its formulas, what its kernels take on that device, and the predictions for other numbers of ranks."""
-    from tilefold.plan.parallel.plan import plan_parallel
-    from tilefold.plan.parallel.problem import Links, ParallelProblem
-    from tilefold.plan.parallel.scale import FORMULAS, LETTERS, scaling
-    from tilefold.plan.parallel.scratch import memory_on
-    from tilefold.plan.parallel.sharding import KINDS
-
-    kind = asked.shards or "zigzag"
-    if kind not in KINDS:
-        raise ValueRangeError(f"--shards must be one of {', '.join(KINDS)}, got {kind!r}")
-    rates = _rates(asked.link)
+    kind = one_of(asked.shards or "zigzag", "--shards", KINDS)
+    rates: dict[str, float] = {}
+    if asked.link is not None:
+        found = numbers(asked.link, "--link must be INSIDE or INSIDE,ACROSS in GB/s, as 290,50", float, (1, 2), above=0)
+        rates = {name: rate * 1e9 for name, rate in zip(("inside", "across"), found, strict=False)}
     if asked.tflops is not None:
         rates |= dict.fromkeys(("flops", "flops_backward", "flops_nondeterministic"), asked.tflops * 1e12)
     memory = None if asked.memory is None else asked.memory * 1e9
@@ -137,10 +130,3 @@ def explain_ranks(asked: Any, problem: AttentionProblem, device: Device) -> str:
         "The same problem on other numbers of ranks, predicted:",
         str(scaled),
     ))  # fmt: skip
-
-
-def _rates(link: str | None) -> dict[str, float]:
-    if link is None:
-        return {}
-    found = numbers(link, "--link must be INSIDE or INSIDE,ACROSS in GB/s, as 290,50", float, (1, 2), above=0)
-    return {name: rate * 1e9 for name, rate in zip(("inside", "across"), found, strict=False)}

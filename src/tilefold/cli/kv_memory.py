@@ -3,19 +3,20 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.text import Text
 from typer import Option
 
+from tilefold.bench.decode import kv_memory as memory
+from tilefold.bench.decode.kv_memory import MODELS, KVModel, Layout, Workload
 from tilefold.cache_formats import FORMATS
-from tilefold.cli.runtime import DTYPES, Outputs, dtype_named, integers, print_tables, say, user_errors
+from tilefold.cli.options import DTYPES, dtype_named, integers
+from tilefold.cli.runtime import Outputs, print_tables, say, user_errors
 from tilefold.errors import ValueRangeError
-
-if TYPE_CHECKING:
-    from tilefold.bench.decode.kv_memory import KVModel, Layout, Workload
+from tilefold.paged.statistics import readable_bytes
 
 EPILOG = """
 **Examples**
@@ -62,8 +63,6 @@ def kv_memory(
     as_json: Annotated[bool, Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
     """Compare the memory of a contiguous KV cache with that of a paged one, for a model and a workload."""
-    from tilefold.bench.decode.kv_memory import GIB, Workload, draw_plot, layouts_of, lengths_in
-
     if plot is not None and plot.suffix not in (".png", ".svg"):
         raise ValueRangeError(f"--plot must end with .png or .svg, got {str(plot)!r}")
     Outputs(plot=plot)
@@ -72,26 +71,26 @@ def kv_memory(
     stored = dtype_named(dtype, STORED, "bf16, fp16, fp32, e4m3 or int8")
     factors = 8 * chosen.layers * chosen.kv_heads if stored in CODED else 0
     if lengths is not None:
-        work = Workload(lengths_in(lengths, max_tokens), max_tokens, shared_prefix)
+        work = Workload(memory.lengths_in(lengths, max_tokens), max_tokens, shared_prefix)
     else:
         work = Workload.drawn(requests, prompt, output, spread, max_tokens, seed, shared_prefix)
     row = chosen.row_bytes(ITEMSIZE[stored])
-    found = layouts_of(work, row, sizes, max(0, int(budget * GIB) - factors))
+    found = memory.layouts_of(work, row, sizes, max(0, int(budget * memory.GIB) - factors))
     study = Study(chosen, stored, row, factors, work, budget, found)
     if as_json:
         typer.echo(json.dumps(study.document(), indent=2))
     else:
         _print(study)
     if plot is not None:
-        draw_plot(found, f"KV cache of {chosen.name}, {len(work.lengths)} sequences", int(budget * GIB), plot)
+        memory.draw_plot(
+            found, f"KV cache of {chosen.name}, {len(work.lengths)} sequences", int(budget * memory.GIB), plot
+        )
         if not as_json:
             Console().print(Text(f"wrote {plot}", style="dim"), soft_wrap=True)
 
 
-def _model(name: str | None, flags: dict[str, int | None], dim_v: int | None) -> "KVModel":
+def _model(name: str | None, flags: dict[str, int | None], dim_v: int | None) -> KVModel:
     """The named model, or the one that the flags describe."""
-    from tilefold.bench.decode.kv_memory import MODELS, KVModel
-
     given = {flag: value for flag, value in {**flags, "--dim-v": dim_v}.items() if value is not None}
     for flag, value in given.items():
         if value < 1:
@@ -115,13 +114,13 @@ def _model(name: str | None, flags: dict[str, int | None], dim_v: int | None) ->
 class Study(NamedTuple):
     """What is shown.  row: bytes of a token; factors: bytes of a quantised cache's; budget: GiB."""
 
-    model: "KVModel"
+    model: KVModel
     dtype: str
     row: int
     factors: int
-    work: "Workload"
+    work: Workload
     budget: float
-    layouts: "list[Layout]"
+    layouts: list[Layout]
 
     def document(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -143,8 +142,6 @@ class Study(NamedTuple):
 
 
 def _print(study: Study) -> None:
-    from tilefold.paged.statistics import readable_bytes
-
     console, work, found, factors = Console(), study.work, study.layouts, study.factors
     at_most = sum(n == work.max_tokens for n in work.lengths)
     lines = [
@@ -165,17 +162,10 @@ def _print(study: Study) -> None:
         pools.append((each.name, str(each.concurrent), gain, *parts))
     print_tables(console, ("the workload", "allocated", "used", "wasted", "share"), rows)
     print_tables(console, (f"in {study.budget:g} GiB", "sequences", "gain", "used", "wasted", "unused pool"), pools)
-    _print_when(work, [each.page_size for each in found if each.page_size], console)
-
-
-def _print_when(work: "Workload", sizes: list[int], console: Console) -> None:
-    """When paging helps: the gain by how full a sequence is, and where it ends."""
-    from tilefold.bench.decode.kv_memory import FILLED, paging_gains
-
     rows = []
-    for size in sizes:
-        gains, most = paging_gains(work.max_tokens, size)
+    for size in (each.page_size for each in found if each.page_size):
+        gains, most = memory.paging_gains(work.max_tokens, size)
         rows.append((f"pages of {size}", *(f"{gain:.3g}x" for gain in gains), f"{most} tokens" if most else "never"))
     line = f"When paging helps: sequences in the same memory, if each fills so much of {work.max_tokens} tokens"
     console.print(Text(line, style="bold"), soft_wrap=True)
-    print_tables(console, ("", *(f"{share} %" for share in FILLED), "helps up to"), rows)
+    print_tables(console, ("", *(f"{share} %" for share in memory.FILLED), "helps up to"), rows)

@@ -11,10 +11,13 @@ from rich.text import Text
 from typer import Option
 from typer.core import TyperCommand
 
-from tilefold.cli.options import Json, Markdown, Png
+from tilefold.bench.setting import setting_of
+from tilefold.cli.options import Json, Markdown, Png, dtype_named, integers
 from tilefold.cli.progress import measuring
-from tilefold.cli.runtime import Outputs, Runtime, dtype_named, integers, prepare_runtime, show, table_of, user_errors
+from tilefold.cli.runtime import Outputs, Runtime, prepare_runtime, show, table_of, user_errors
 from tilefold.errors import ShapeError, ValueRangeError
+from tilefold.ladder.rungs import RUNGS, rung_named, up_to
+from tilefold.ladder.student import StudentError
 from tilefold.plan.problem import AttentionProblem
 
 if TYPE_CHECKING:
@@ -101,13 +104,19 @@ def ladder(
     outputs = Outputs(json=json, markdown=markdown, png=png)
     console = Console()
     if rung is None and new is None:
-        _list(console)
+        rows = [(str(i), each.name, each.lesson, each.best_use) for i, each in enumerate(RUNGS.values(), 1)]
+        console.print(table_of(("", "rung", "what it teaches", "best use"), rows, left=4))
+        console.print(
+            Text("Measure one: tilefold ladder --rung flash. The course: docs/tutorials/ladder/.", style="dim")
+        )
         return
     runtime = prepare_runtime()
-    from tilefold.ladder.rungs import rung_named
-
     name = rung_named(rung or "flash").name
-    parts = _splits(splits, name)
+    parts = () if splits is None else tuple(dict.fromkeys(integers(splits, "--splits")))  # each a row of split
+    if max(parts, default=1) > MOST_SPLITS:
+        raise ValueRangeError(f"--splits must be integers from 1 to {MOST_SPLITS}, comma-separated, got {splits!r}")
+    if parts and name != "split":
+        raise ValueRangeError(f"--splits needs --rung split, got --rung {name}")
     texts, own_heads, own_dim = GPU_SHAPE if runtime.gpu else CPU_SHAPE
     lengths = tuple(dict.fromkeys(integers(seq or texts, "--seq")))
     few = (1 if name == "split" else 0) if queries is None else queries
@@ -126,34 +135,12 @@ def ladder(
     _report(console, runtime, name, *found, outputs, context.meta[COMMAND])
 
 
-def _list(console: Console) -> None:
-    from tilefold.ladder.rungs import RUNGS
-
-    rows = [(str(i), each.name, each.lesson, each.best_use) for i, each in enumerate(RUNGS.values(), 1)]
-    console.print(table_of(("", "rung", "what it teaches", "best use"), rows, left=4))
-    console.print(Text("Measure one: tilefold ladder --rung flash. The course: docs/tutorials/ladder/.", style="dim"))
-
-
-def _splits(text: str | None, rung: str) -> tuple[int, ...]:
-    """Numbers of parts, each a row of split; none: as many as it plans."""
-    if text is None:
-        return ()
-    found = tuple(dict.fromkeys(integers(text, "--splits")))
-    if max(found) > MOST_SPLITS:
-        raise ValueRangeError(f"--splits must be integers from 1 to {MOST_SPLITS}, comma-separated, got {text!r}")
-    if rung != "split":
-        raise ValueRangeError(f"--splits needs --rung split, got --rung {rung}")
-    return found
-
-
 def _measure(
     console: Console, runtime: Runtime, name: str, problems: list[AttentionProblem], splits: tuple[int, ...],
     new: Path | None, sweep: bool, vary: bool,
 ) -> "tuple[list[Result], list[Swept]]":  # fmt: skip
     """Run everything under a progress bar.  Exit code 1 if the student's file cannot run."""
     from tilefold.ladder import course
-    from tilefold.ladder.rungs import rung_named, up_to
-    from tilefold.ladder.student import StudentError
 
     rung = rung_named(name)
     swept_problems = problems if sweep else []
@@ -174,7 +161,6 @@ def _report(
     command: str,
 ) -> None:  # fmt: skip
     """Print, write what was asked for, end with exit code 1 if something is wrong."""
-    from tilefold.bench.setting import setting_of
     from tilefold.cli import ladder_report
 
     parts = ladder_report.parts_of(name, results, swept, runtime.gpu)

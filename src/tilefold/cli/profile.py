@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 import typer.core
@@ -11,14 +11,13 @@ from rich.text import Text
 from typer import Option
 
 from tilefold.bench import page
+from tilefold.bench.video.reported import DEVICE, FASTEST_MS, SAID, SHAPE, STAGE_MS
+from tilefold.bench.video.stages import ALONE, PEERS, StageRow, VideoRun, prepare_stages, profile_video
 from tilefold.cli import profile_run
-from tilefold.cli.options import Html, Json, Png
-from tilefold.cli.runtime import Outputs, dtype_named, integers, names_from, numbers, prepare_runtime, show, user_errors
-from tilefold.errors import ValueRangeError
-
-if TYPE_CHECKING:
-    from tilefold.bench.video.stages import StageRow, VideoRun
-    from tilefold.profiling.video import Explanation
+from tilefold.cli.options import Html, Json, Png, names_from, numbers, one_of
+from tilefold.cli.runtime import Outputs, prepare_runtime, show, user_errors, video_shape
+from tilefold.profiling.video import Explanation, explain_video
+from tilefold.sparse import CoarseOptions, SelectOptions
 
 EPILOG = """
 **Examples**
@@ -119,22 +118,16 @@ def video(
     """Time each stage of sparse video attention, the whole of it, and dense attention beside it."""
     outputs = Outputs(json=json, png=png, html=html)
     runtime = prepare_runtime()
-    from tilefold.bench.video.stages import PEERS, prepare_stages, profile_video
-    from tilefold.plan.sparse.video import VideoShape
-    from tilefold.sparse import CoarseOptions, SelectOptions
-
     usual = (1, 12, 4096 if quick else 23296, 128) if runtime.gpu else (1, 2, 256, 32)
-    batch, heads, seq, dim = integers(shape, "--shape", 4) if shape else usual
-    made = VideoShape(batch, heads, kv_heads or heads, seq, dim, dtype_named(dtype), block)
+    made = video_shape(shape, usual, dtype, kv_heads, block)
     low, high = numbers(tau, "--tau must be two numbers MIN,MAX from 0 to 1", float, (2,))
     options = {"top_k": {"sparsity": sparsity}, "top_p": {"top_p": top_p}, "gini": {"tau_min": low, "tau_max": high}}
-    if method not in options:
-        raise ValueRangeError(f"--method must be one of {', '.join(options)}, got {method!r}")
+    select = SelectOptions(method=method, **options[one_of(method, "--method", options)])  # type: ignore[arg-type]
     names = names_from(peers, "--peers", PEERS)
     device = runtime.record()
     console = Console()
     console.print(Text(runtime.note, style="dim"))
-    turns, select = rounds if runtime.gpu and not quick else 1, SelectOptions(method=method, **options[method])  # type: ignore[arg-type]
+    turns = rounds if runtime.gpu and not quick else 1
     ready = prepare_stages(made, runtime.device, CoarseOptions(kind=coarse), select)  # type: ignore[arg-type]
     found = profile_video(ready, device, runtime.device, names, backward, turns)
     title = (
@@ -144,8 +137,6 @@ def video(
     )
     why = None
     if explain:
-        from tilefold.profiling.video import explain_video
-
         why = explain_video(ready, device, runtime.device, {row.name: row.timing.ms for row in found.rows}, turns)
     parts = _parts(found, why)
     show(console, [page.Heading(title), *parts])
@@ -159,7 +150,7 @@ def video(
     )
 
 
-def _row(row: "StageRow") -> tuple[str, ...]:
+def _row(row: StageRow) -> tuple[str, ...]:
     """Under `HEAD`."""
     ms, cost = row.timing.ms, row.cost
     first = row.name, f"{ms:.3f}", "" if row.share is None else f"{100 * row.share:.1f}"
@@ -171,18 +162,14 @@ def _row(row: "StageRow") -> tuple[str, ...]:
     return (*first, f"{cost.flops * 1e-12:.3f}", f"{cost.bytes * 1e-9:.3f}", drawn, rate, row.bound.resource, of_bound)
 
 
-def _reported(found: "VideoRun") -> Mapping[str, float]:
+def _reported(found: VideoRun) -> Mapping[str, float]:
     """Milliseconds that others report of the stages of this shape."""
-    from tilefold.bench.video.reported import SHAPE, STAGE_MS
-
     s = found.shape
     return STAGE_MS if (s.batch, s.heads, s.kv_heads, s.seq, s.dim, s.dtype, s.block) == SHAPE else {}
 
 
-def _table(found: "VideoRun") -> page.Rows:
+def _table(found: VideoRun) -> page.Rows:
     """The stages; behind the time what others report, where they do."""
-    from tilefold.bench.video.reported import DEVICE
-
     rows, theirs = tuple(map(_row, found.rows)), _reported(found)
     if not theirs:
         return page.Rows(HEAD, rows)
@@ -191,22 +178,8 @@ def _table(found: "VideoRun") -> page.Rows:
     return page.Rows(head, tuple((*row[:2], text, *row[2:]) for row, text in zip(rows, texts, strict=True)))
 
 
-def _notes(found: "VideoRun") -> tuple[str, ...]:
+def _notes(found: VideoRun) -> tuple[str, ...]:
     """The sentences below the table."""
-    from tilefold.bench.video.reported import FASTEST_MS, SAID
-    from tilefold.bench.video.stages import ALONE
-
-    lines = [
-        *_findings(found),
-        f"{ALONE}: from a map of blocks; select makes its lists in its own launch, so it is no part of the sum",
-    ]
-    if _reported(found):
-        lines.append(f"{SAID}; {FASTEST_MS} ms in all with their fastest kernels; the sparsity of theirs is not known")
-    return (*lines, *found.notes)
-
-
-def _findings(found: "VideoRun") -> tuple[str, ...]:
-    """What the figures say of dense attention."""
     lines = []
     for whole, suffix in (("pipeline", ""), ("pipeline, forward + backward", ", forward + backward")):
         mine = found.row(whole)
@@ -214,15 +187,20 @@ def _findings(found: "VideoRun") -> tuple[str, ...]:
             dense = row.name.startswith("dense") and row.name.endswith("backward") == bool(suffix)
             if mine is not None and dense and row.timing.ms:
                 lines.append(f"{whole} takes {mine.timing.ms / row.timing.ms:.2f} of {row.name}")
-    return tuple(lines)
+    lines.append(
+        f"{ALONE}: from a map of blocks; select makes its lists in its own launch, so it is no part of the sum"
+    )
+    if _reported(found):
+        lines.append(f"{SAID}; {FASTEST_MS} ms in all with their fastest kernels; the sparsity of theirs is not known")
+    return (*lines, *found.notes)
 
 
-def _document(found: "VideoRun", why: "Explanation | None", title: str) -> dict[str, Any]:
+def _document(found: VideoRun, why: Explanation | None, title: str) -> dict[str, Any]:
     explained = None if why is None else why.document()
     return {"title": title, **asdict(found), "reported_ms": dict(_reported(found)), "explained": explained}
 
 
-def _parts(found: "VideoRun", why: "Explanation | None") -> list[page.Part]:
+def _parts(found: VideoRun, why: Explanation | None) -> list[page.Part]:
     """Of a document but for its picture."""
     parts: list[page.Part] = [_table(found), *map(page.Words, _notes(found))]
     if why is not None:
@@ -230,7 +208,7 @@ def _parts(found: "VideoRun", why: "Explanation | None") -> list[page.Part]:
     return parts
 
 
-def _picture(found: "VideoRun", why: "Explanation | None") -> page.Picture:
+def _picture(found: VideoRun, why: Explanation | None) -> page.Picture:
     """The time of each row, and beside it what its slowest resource needs; below, the same of each launch."""
     rows = [(row.name, row.timing.ms, row.bound.seconds * 1e3 if row.bound else 0.0) for row in found.rows]
     launches = [
@@ -249,7 +227,7 @@ def _picture(found: "VideoRun", why: "Explanation | None") -> page.Picture:
     return page.Picture(figure, f"{caption}.")
 
 
-def _draw(axes: Any, rows: "Sequence[tuple[str, float, float]]", inner: str, unit: str) -> None:
+def _draw(axes: Any, rows: Sequence[tuple[str, float, float]], inner: str, unit: str) -> None:
     """Two bars of each (name, time taken, a part of it), the first one on top; inner: what the part is."""
     names, taken, parts = zip(*rows[::-1], strict=True)
     places = range(len(rows))

@@ -3,21 +3,24 @@
 import runpy
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import torch
 from rich.console import Console
 from rich.text import Text
 from typer import Argument, Option
 
+from tilefold.bench.choice import select_cases
 from tilefold.cli.options import Json, Markdown
 from tilefold.cli.runtime import Outputs, Runtime, prepare_runtime, show, user_errors
 from tilefold.errors import DeviceError, TilefoldError, ValueRangeError
-
-if TYPE_CHECKING:
-    from tilefold.profiling.counters import Measured
-    from tilefold.profiling.report import Profile
+from tilefold.profiling import counters as nsight
+from tilefold.profiling import session as profiling
+from tilefold.profiling.cases import cases_in, prepare_case
+from tilefold.profiling.report import Profile
+from tilefold.profiling.roofs import load_roofs, with_roofs
 
 Ncu = Annotated[bool, Option("--ncu", help="Run again under Nsight Compute for hardware counters.")]
 Kernels = Annotated[
@@ -66,27 +69,21 @@ def case(
 ) -> None:
     """Profile one case of a benchmark, with the FLOPs and bytes that the benchmark counts."""
     outputs = Outputs(json=json, markdown=markdown)
-    from tilefold.bench.choice import select_cases
-    from tilefold.profiling.cases import cases_in, prepare_case
-
     chosen = select_cases(cases_in(family, "quick" if quick else "full", direction), name)[0]
     runtime = _gpu()
-    from tilefold.profiling.roofs import load_roofs, with_roofs
-    from tilefold.profiling.session import Declared, profile, with_declared
-
     made = prepare_case(family, chosen, "cuda")
     with made.context():
         for _ in range(2):
             made.call()
         torch.cuda.synchronize()
-        with profile() as session:
+        with profiling.profile() as session:
             for _ in range(calls):
                 made.call()
     if session.marks_only:
         return
     machine = with_roofs(runtime.record(), load_roofs())
-    work = Declared(chosen.flops, chosen.bytes, getattr(chosen, "l2_bytes", None), chosen.dtype)
-    found = with_declared(session.profile, work, calls, machine)
+    work = profiling.Declared(chosen.flops, chosen.bytes, getattr(chosen, "l2_bytes", None), chosen.dtype)
+    found = profiling.with_declared(session.profile, work, calls, machine)
     Console().print(Text(f"{family} {chosen.name}, {calls} calls", style="bold"))
     options = f"--direction {direction} {'--quick ' * quick}--calls 1".split()
     again = [sys.executable, "-m", "tilefold", "profile", "case", family, name, *options]
@@ -102,10 +99,7 @@ def import_report(
 ) -> None:
     """Verdicts on the kernels of a report that Nsight Compute made, by its counters alone; needs no GPU."""
     outputs = Outputs(json=json, markdown=markdown)
-    from tilefold.profiling.counters import import_report as read
-    from tilefold.profiling.session import profile_of_counters
-
-    _show([profile_of_counters(read(path), f"{path.name}, counters alone")], (), outputs)
+    _show([profiling.profile_of_counters(nsight.import_report(path), f"{path.name}, counters alone")], (), outputs)
 
 
 def _gpu() -> Runtime:
@@ -117,51 +111,38 @@ def _gpu() -> Runtime:
     return runtime
 
 
-def _run_script(path: Path, arguments: Sequence[str], marked: bool) -> "list[Profile]":
+def _run_script(path: Path, arguments: Sequence[str], marked: bool) -> list[Profile]:
     """Run it as `python SCRIPT` would, in this process; the profiles of its own regions, or of all of it."""
-    from tilefold.profiling.session import FINISHED, profile
-
     before, place = sys.argv, sys.path[0]
     sys.argv, sys.path[0] = [str(path), *arguments], str(path.resolve().parent)
-    done = len(FINISHED)
+    done = len(profiling.FINISHED)
     try:
-        if marked:
-            _as_main(path)
-        else:
-            with profile():
-                _as_main(path)
+        with nullcontext() if marked else profiling.profile():
+            try:
+                runpy.run_path(str(path), run_name="__main__")
+            except SystemExit as end:
+                if end.code not in (None, 0):
+                    raise
     finally:
         sys.argv, sys.path[0] = before, place
-    found = FINISHED[done:]
+    found = profiling.FINISHED[done:]
     if not found:
         raise ValueRangeError(f"{path} has no region `with tilefold.profile():` that ran, which --marked asks for")
     return found
 
 
-def _as_main(path: Path) -> None:
-    try:
-        runpy.run_path(str(path), run_name="__main__")
-    except SystemExit as end:
-        if end.code not in (None, 0):
-            raise
-
-
-def _counters(program: Sequence[str], kernels: str | None, launches: int, marked: bool) -> "tuple[Measured, ...]":
+def _counters(program: Sequence[str], kernels: str | None, launches: int, marked: bool) -> tuple[nsight.Measured, ...]:
     """Of a second run under ncu; none, and why, where it cannot."""
-    from tilefold.profiling.counters import run_ncu
-
     try:
-        return run_ncu(program, kernels, launches, marked)
+        return nsight.run_ncu(program, kernels, launches, marked)
     except TilefoldError as error:
         Console(stderr=True).print(Text(f"no hardware counters: {error}", style="yellow"), soft_wrap=True)
         return ()
 
 
-def _show(found: "list[Profile]", counters: "Sequence[Measured]", outputs: Outputs) -> None:
-    from tilefold.profiling.session import with_counters
-
+def _show(found: list[Profile], counters: Sequence[nsight.Measured], outputs: Outputs) -> None:
     console = Console()
-    profiles = [with_counters(each, counters) if counters else each for each in found]
+    profiles = [profiling.with_counters(each, counters) if counters else each for each in found]
     for each in profiles:
         show(console, each.parts())
     documents = [each.document() for each in profiles]

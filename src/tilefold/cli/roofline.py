@@ -1,7 +1,7 @@
 """`tilefold roofline`: the roofs of this machine, measured or recorded, and kernels below them as PNG and interactive HTML."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import torch
 from rich.console import Console
@@ -12,9 +12,8 @@ from tilefold.cli.options import Png
 from tilefold.cli.runtime import Outputs, prepare_runtime, say, table_of, user_errors
 from tilefold.errors import DeviceError, ValueRangeError
 from tilefold.plan.device import Device, device_named
-
-if TYPE_CHECKING:
-    from tilefold.profiling.roofs import Roofs
+from tilefold.profiling import roofline as drawing
+from tilefold.profiling.roofs import Roofs, load_roofs, measure_roofs, store_roofs, with_roofs
 
 EPILOG = """
 **Examples**
@@ -56,8 +55,6 @@ def roofline(
         console.print(Text(f"{record.title}: roofs as recorded ({record.source})", style="bold"))
     if json is not None and roofs is None:
         raise ValueRangeError("--json writes measured roofs, and none were measured here: use --measure")
-    from tilefold.profiling import roofline as drawing
-
     runs = tuple(drawing.read_run(path, match) for path in files or ())
     say((f"{run.name}: {len(run.points)} kernels" for run in runs), console)
     picture = drawing.Picture(record, roofs is not None, runs)
@@ -69,10 +66,8 @@ def roofline(
     )
 
 
-def _machine(measure: bool, name: str | None, console: Console) -> "tuple[Device, Roofs | None]":
+def _machine(measure: bool, name: str | None, console: Console) -> tuple[Device, Roofs | None]:
     """The device with its roofs, and what was measured of it, if anything."""
-    from tilefold.profiling.roofs import load_roofs, measure_roofs, store_roofs, with_roofs
-
     if name is not None:
         return device_named(name), None
     if not torch.cuda.is_available() and not measure:

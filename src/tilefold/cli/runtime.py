@@ -1,4 +1,4 @@
-"""What every command shares: where kernels run, user errors as one red line, dtype names, output files."""
+"""What every command shares: where kernels run, user errors as one red line, tables, output files."""
 
 import functools
 import json
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import typer
@@ -16,20 +16,16 @@ from rich.table import Table
 from rich.text import Text
 
 from tilefold.bench.page import Heading, Part, Picture, Rows, Words, columns_that_fit, grouped_tables, save_png, to_html
-from tilefold.errors import DeviceError, DtypeError, TilefoldError, ValueRangeError
+from tilefold.cli.options import dtype_named, integers
+from tilefold.errors import DeviceError, TilefoldError, ValueRangeError
 from tilefold.ops.device import device_of, interpreting
 from tilefold.ops.environment import check_environment, triton_fault
 from tilefold.plan.device import Device
+from tilefold.plan.sparse.video import VideoShape
 from tilefold.plan.table import VARIABLE, table_in_use
-
-if TYPE_CHECKING:
-    from tilefold.bench.setting import Setting
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-_SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
-DTYPES = _SHORT | {name: name for name in _SHORT.values()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +42,8 @@ class Runtime:
 
     def record(self) -> Device:
         """What plans and bounds know of it."""
-        return device_of(
-            torch.device("cuda", torch.cuda.current_device()) if self.gpu else torch.device("cpu"), "attention"
-        )
+        here = torch.device("cuda", torch.cuda.current_device()) if self.gpu else torch.device("cpu")
+        return device_of(here, "attention")
 
 
 def prepare_runtime(kernels: bool = True) -> Runtime:
@@ -57,35 +52,27 @@ def prepare_runtime(kernels: bool = True) -> Runtime:
     kernels: False: plain torch on the CPU will do, unless TRITON_INTERPRET asks for the interpreter.
     Raises DeviceError where neither can be used.
     """
-    asked = os.environ.get("TRITON_INTERPRET")
-    if not kernels and not torch.cuda.is_available() and not interpreting():
+    asked, gpu = os.environ.get("TRITON_INTERPRET"), torch.cuda.is_available()
+    where = "kernels run on the CPU in Triton's interpreter"
+    if not kernels and not gpu and not interpreting():
         return Runtime("cpu", "No GPU here: plain torch on the CPU.")
-    if asked is None and not torch.cuda.is_available():
+    if asked is None and not gpu:
         if "triton" in sys.modules and not interpreting():
             raise DeviceError("there is no GPU, and triton was imported before its interpreter could be switched on")
         os.environ["TRITON_INTERPRET"] = "1"
         check_environment(True)
-        return Runtime(
-            "cpu", "No GPU here: kernels run on the CPU in Triton's interpreter (TRITON_INTERPRET=1), on small shapes."
-        )
+        return Runtime("cpu", f"No GPU here: {where} (TRITON_INTERPRET=1), on small shapes.")
     if interpreting():
-        return Runtime(
-            "cpu", "TRITON_INTERPRET is set: kernels run on the CPU in Triton's interpreter, on small shapes."
-        )
-    if not torch.cuda.is_available():
+        return Runtime("cpu", f"TRITON_INTERPRET is set: {where}, on small shapes.")
+    if not gpu:
         raise DeviceError(
             f"there is no GPU here and TRITON_INTERPRET={asked} keeps the interpreter off; "
             f"unset it or set it to 1 to run on the CPU"
         )
-    return Runtime("cuda", f"Kernels run on {torch.cuda.get_device_name()}.{_tables()}")
-
-
-def _tables() -> str:
-    """Said of what makes plans here other than elsewhere."""
-    if triton_fault() is not None:
-        return ""
-    found = table_in_use(Runtime("cuda", "").record())
-    return f" Plans measured here are used, of {found[0]} ({VARIABLE}=none: the rules alone)." if found else ""
+    note = f"Kernels run on {torch.cuda.get_device_name()}."
+    if triton_fault() is None and (found := table_in_use(Runtime("cuda", "").record())):
+        note += f" Plans measured here are used, of {found[0]} ({VARIABLE}=none: the rules alone)."
+    return Runtime("cuda", note)
 
 
 def user_errors(command: Callable[P, R]) -> Callable[P, R]:
@@ -103,46 +90,12 @@ def user_errors(command: Callable[P, R]) -> Callable[P, R]:
     return guarded
 
 
-def dtype_named(name: str, known: Mapping[str, str] = DTYPES, accepted: str = "bf16, fp16 or fp32") -> str:
-    """The full name of a dtype given in full or short ("bf16"). DtypeError if unknown."""
-    if name.lower() not in known:
-        raise DtypeError(f"dtype must be {accepted} (or their full names), got {name!r}")
-    return known[name.lower()]
-
-
-def numbers(
-    text: str, accepted: str, kind: type = int, counts: tuple[int, ...] = (), above: float = float("-inf")
-) -> tuple[Any, ...]:
-    """Comma-separated numbers, as many as one of counts says, all above a bound.  ValueRangeError, with what is accepted."""
-    try:
-        found = tuple(kind(part) for part in text.split(","))
-    except ValueError:
-        found = ()
-    if not found or (counts and len(found) not in counts) or min(found) <= above:
-        raise ValueRangeError(f"{accepted}, got {text!r}")
-    return found
-
-
-def pair_of(text: str, name: str, form: str = "LEFT,RIGHT such as 255,0 (-1 is unbounded)") -> tuple[int, int]:
-    """Two integers from "L,R". ValueRangeError, with the form that is accepted, otherwise."""
-    left, right = numbers(text, f"{name} must be two integers {form}", counts=(2,))
-    return left, right
-
-
-def integers(text: str, name: str, count: int | None = None) -> tuple[int, ...]:
-    """`count` integers of at least 1 from "1,12,23296,128", any number if None. ValueRangeError otherwise."""
-    how_many = f"{count} " if (count or 1) > 1 else ""
-    accepted = f"{name} must be {how_many}integers of at least 1, comma-separated"
-    return numbers(text, accepted, counts=() if count is None else (count,), above=0)
-
-
-def names_from(text: str, name: str, known: Sequence[str]) -> tuple[str, ...]:
-    """Comma-separated names, all of them known, or () from "none". ValueRangeError otherwise."""
-    found = () if text == "none" else tuple(part.strip() for part in text.split(",") if part.strip())
-    for each in found:
-        if each not in known:
-            raise ValueRangeError(f"{name} must be from {', '.join(known)} (or none), got {each!r}")
-    return found
+def video_shape(
+    text: str | None, usual: tuple[int, ...], dtype: str, kv_heads: int | None = None, block: int = 64
+) -> VideoShape:
+    """Of --shape B,H,N,D, or the usual one; dtype: as `dtype_named` takes it; kv_heads: None: as many as heads."""
+    batch, heads, seq, dim = integers(text, "--shape", 4) if text else usual
+    return VideoShape(batch, heads, kv_heads or heads, seq, dim, dtype_named(dtype), block)
 
 
 def table_of(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Table:
@@ -238,17 +191,3 @@ def say(lines: Iterable[str], console: Console, style: str = "dim") -> None:
     for line in lines:
         loud = any(word in line for word in LOUD)
         console.print(Text(line, style="bold red" if loud else style), soft_wrap=True)
-
-
-def header(setting: "Setting", runtime: Runtime, console: Console) -> None:
-    """Where, and with what, something is measured."""
-    text = f"{runtime.note}\ntorch {setting.torch}, triton {setting.triton}, commit {setting.commit}"
-    console.print(Text(text, style="dim"))
-
-
-def warn_of_times(runtime: Runtime, console: Console) -> None:
-    """What times without a GPU are worth."""
-    if not runtime.gpu:
-        where = "in the interpreter" if interpreting() else "of plain torch on a CPU"
-        text = f"Times {where} say nothing about a GPU; the outputs were checked all the same."
-        console.print(Text(text, style="yellow"))

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import torch
 from rich.console import Console
@@ -11,15 +11,15 @@ from rich.text import Text
 from typer import Argument, Option
 
 from tilefold.bench.loop import OK, WRONG
+from tilefold.cli.options import integers, names_from
 from tilefold.cli.progress import measuring
-from tilefold.cli.runtime import Runtime, integers, names_from, prepare_runtime, say, table_of, user_errors
+from tilefold.cli.runtime import Runtime, prepare_runtime, say, table_of, user_errors
 from tilefold.errors import DeviceError, ValueRangeError
 from tilefold.plan.device import Device
 from tilefold.plan.table import OFF, VARIABLE, Table, read_table, table_path, write_table
-
-if TYPE_CHECKING:
-    from tilefold.tune.measure import Outcome
-    from tilefold.tune.problems import Tunable
+from tilefold.tune import measure
+from tilefold.tune.candidates import shown
+from tilefold.tune.problems import PARTS, Tunable, problems_of_cases, problems_of_model
 
 EPILOG = """
 **Examples**
@@ -61,26 +61,24 @@ def tune(
     console = Console()
     if sum((show, forget, bool(case or model))) != 1 or (case and model):
         raise ValueRangeError("tune takes one of CASE, --model, --show and --forget")
-    runtime = _runtime()
-    device = runtime.record()
-    path = _path(device, table)
-    if show:
-        _show(path, console)
-    elif forget:
-        _forget(path, console)
-    else:
-        found = _tunables(case, model, (batches, prompts, caches), only, runtime)
-        _tune(found, device, runtime, path, (seconds, quick, take), console)
-
-
-def _runtime() -> Runtime:
-    """DeviceError without a GPU, unless the interpreter was asked for."""
     if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
         raise DeviceError(
             "tilefold tune measures plans on a GPU, and torch sees none here; a table from another machine of the same GPU is "
             "used where TILEFOLD_TUNED names it"
         )
-    return prepare_runtime()
+    runtime = prepare_runtime()
+    device = runtime.record()
+    path = _path(device, table)
+    if show:
+        _show(path, console)
+    elif forget:
+        for each in (path, _log(path)):
+            there = each.exists()
+            each.unlink(missing_ok=True)
+            say([f"deleted {each}" if there else f"there is no {each}"], console, "")
+    else:
+        found = _tunables(case, model, (batches, prompts, caches), only, runtime)
+        _tune(found, device, runtime, path, (seconds, quick, take), console)
 
 
 def _path(device: Device, table: Path | None) -> Path:
@@ -96,9 +94,7 @@ def _log(path: Path) -> Path:
 
 def _tunables(
     case: str | None, model: Path | None, sizes: tuple[str, str, str], only: str | None, runtime: Runtime
-) -> "tuple[Tunable, ...]":
-    from tilefold.tune.problems import PARTS, problems_of_cases, problems_of_model
-
+) -> tuple[Tunable, ...]:
     if case is not None:
         return problems_of_cases(case, runtime.gpu)
     assert model is not None
@@ -112,23 +108,20 @@ def _tunables(
 
 
 def _tune(
-    tunables: "Sequence[Tunable]",
+    tunables: Sequence[Tunable],
     device: Device,
     runtime: Runtime,
     path: Path,
     how: tuple[float, bool, bool],
     console: Console,
 ) -> None:
-    from tilefold.tune.measure import Limits, Log, identity_of, table_of_outcomes
-    from tilefold.tune.measure import tune as measure
-
     seconds, quick, take = how
     console.print(Text(runtime.note, style="dim"))
-    identity = identity_of(device)
+    identity = measure.identity_of(device)
     with measuring(console, len(tunables), verb="tuning", by_case=True) as step:
-        log = Log(_log(path), identity)
-        limits = Limits(seconds, quick)
-        found = measure(tunables, device, runtime.device, log, limits, lambda one, what: step(one.title, what))
+        log = measure.Log(_log(path), identity)
+        limits = measure.Limits(seconds, quick)
+        found = measure.tune(tunables, device, runtime.device, log, limits, lambda one, what: step(one.title, what))
     _print(found, console)
     worth = [one for one in found if one.worth]
     if not take:
@@ -136,7 +129,7 @@ def _tune(
         say([f"Nothing has changed: {len(worth)} plans are faster, {what} {path}."], console, "bold")
         return
     before = _read(path) if path.exists() else None
-    made = table_of_outcomes(found, identity, before)
+    made = measure.table_of_outcomes(found, identity, before)
     dropped = 0 if before is None else len(before.entries) - sum(entry in made.entries for entry in before.entries)
     write_table(path, made)
     say([f"Wrote {path}: {len(made.entries)} plans; later processes use them."], console, "bold")
@@ -145,10 +138,8 @@ def _tune(
         say([f"{dropped} earlier ones are replaced or left out: {why}."], console)
 
 
-def _print(found: "Sequence[Outcome]", console: Console) -> None:
+def _print(found: Sequence[measure.Outcome], console: Console) -> None:
     """A row a problem, then what was wrong and what is left."""
-    from tilefold.tune.candidates import shown
-
     rows = []
     for one in found:
         if not one.tuned_us:
@@ -181,8 +172,6 @@ def _read(path: Path) -> Table:
 
 
 def _show(path: Path, console: Console) -> None:
-    from tilefold.tune.candidates import shown
-
     if not path.exists():
         say([f"There is no table {path}: plans come from the rules."], console, "")
         return
@@ -195,10 +184,3 @@ def _show(path: Path, console: Console) -> None:
         for entry in table.entries
     ]  # fmt: skip
     console.print(table_of(("problem", "planned us", "best us", "gain", "date", "what changed"), rows))
-
-
-def _forget(path: Path, console: Console) -> None:
-    for each in (path, _log(path)):
-        there = each.exists()
-        each.unlink(missing_ok=True)
-        say([f"deleted {each}" if there else f"there is no {each}"], console, "")

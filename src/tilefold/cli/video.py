@@ -12,6 +12,7 @@ from tilefold.bench.page import Rows, Words
 from tilefold.cli.runtime import prepare_runtime, say, user_errors, write_report
 from tilefold.cli.runtime import show as show_parts
 from tilefold.errors import ValueRangeError
+from tilefold.sparse import GridTiling
 
 EPILOG = """
 **Examples**
@@ -29,6 +30,10 @@ EPILOG = """
 Exit code 1 if attention over listed blocks differs from fp64 by more than rounding allows.
 """
 
+Query = Annotated[
+    str | None, Option(metavar="T,H,W", help="The token whose block is shown.", show_default="in the middle")
+]
+
 app = typer.Typer(no_args_is_help=True, epilog=EPILOG)
 
 
@@ -44,9 +49,7 @@ def demo(
     quick: Annotated[bool, Option("--quick", help="A smaller video.")] = False,
     sparsity: Annotated[float, Option(min=0, max=1, help="What policies that are told leave out.")] = 0.8,
     head: Annotated[int, Option(min=0, help="The head whose blocks are shown, 0 to 3.")] = 2,
-    query: Annotated[
-        str | None, Option(metavar="T,H,W", help="The token whose block is shown.", show_default="in the middle")
-    ] = None,
+    query: Query = None,
     seed: Annotated[int, Option(help="Of the rendered video.")] = 0,
 ) -> None:
     """Render a short video, attend it densely and by each policy, and draw the blocks that one query attends.
@@ -65,9 +68,7 @@ def show(
     policy: Annotated[Path, Argument(metavar="FILE", help="policy.json, as `calibrate` writes it.")],
     layer: Annotated[int, Option(min=0, help="Whose lists are shown, from 0.")] = 0,
     head: Annotated[int, Option(min=0, help="The head whose blocks are shown, from 0.")] = 0,
-    query: Annotated[
-        str | None, Option(metavar="T,H,W", help="The token whose block is shown.", show_default="in the middle")
-    ] = None,
+    query: Query = None,
     out: Annotated[Path, Option(metavar="DIR", help="Where to write the results.")] = Path("out/show-video"),
     quick: Annotated[bool, Option("--quick", help="A smaller video.")] = False,
     seed: Annotated[int, Option(help="Of the rendered video.")] = 0,
@@ -126,11 +127,13 @@ def calibrate(
     Writes policy.json (`tilefold.video.policy_from_json` reads it), a page and a picture. The fitted policy is compared with
     one policy for all heads that lists as many pairs.
     """
-    from tilefold.cli.video_calibrate import FIT, HEADS, Report, cube_of, planted, setup_of
+    from tilefold.cli.video_calibrate import FIT, HEADS, Report, planted, setup_of
+    from tilefold.cli.video_demo import whole_numbers
 
     runtime = prepare_runtime(kernels=False)
     console = Console()
     console.print(Text(runtime.note, style="dim"))
-    found = Report(setup_of(model) if model else planted(runtime.device, quick), error, cube_of(cube))
+    size = None if cube is None else GridTiling((1, 1, 1), whole_numbers(cube, "cube")).cube
+    found = Report(setup_of(model) if model else planted(runtime.device, quick), error, size)
     show_parts(console, [Rows(HEADS, tuple(found.candidates())), Rows(FIT, tuple(found.fits())), Words(found.words)])
     say((f"wrote {path}" for path in found.write(out)), console, "")

@@ -10,9 +10,8 @@ from torch import nn
 
 from tilefold.bench.page import Heading, Part, Picture, Rows, Words, new_figure
 from tilefold.cli.runtime import folder, write_report
-from tilefold.cli.video_demo import least_times, whole_numbers
+from tilefold.cli.video_demo import least_times
 from tilefold.errors import ValueRangeError
-from tilefold.sparse import GridTiling
 from tilefold.video import Adapter, Pooled, scene
 from tilefold.video.calibrate import CANDIDATES, Calibration, Fitted, calibrate, fit, model_error, policy_to_json
 from tilefold.video.planted import Planted, PlantedAdapter
@@ -58,6 +57,7 @@ class Report:
 
     def __init__(self, setup: Setup, error: float, cube: tuple[int, int, int] | None) -> None:
         self.model, self.inputs, adapter = setup
+        self.kinds: Any = getattr(self.model, "kinds", None)
         options: dict[str, Any] = {"cube": cube, "adapter": adapter}
         self.limit = error
         self.found: Calibration = calibrate(self.model, self.inputs, CANDIDATES, **options)
@@ -88,12 +88,9 @@ class Report:
         for layer, chosen in enumerate(self.fitted.choice.tolist()):
             for head, one in enumerate(chosen):
                 error = float(self.found.error.mean(0)[layer, one, head])
-                kind = getattr(self.model, "kinds", None)
-                planted_as = (kind[layer][head],) if kind else ()
-                name = plain(self.found.candidates[one])
-                rows.append(
-                    (f"{layer}.{head}", f"{float(concentrated[layer, head]):.2f}", name, f"{error:.3f}", *planted_as)
-                )
+                gini, name = float(concentrated[layer, head]), plain(self.found.candidates[one])
+                planted_as = (self.kinds[layer][head],) if self.kinds else ()
+                rows.append((f"{layer}.{head}", f"{gini:.2f}", name, f"{error:.3f}", *planted_as))
         return rows
 
     @property
@@ -112,7 +109,7 @@ class Report:
             "concentrated each head is, the Gini coefficient of its rows of pooled scores. Right: the share of blocks that the "
             "fitted policy lists."
         )
-        planted_as = ("planted",) if getattr(self.model, "kinds", None) else ()
+        planted_as = ("planted",) if self.kinds else ()
         return [
             Words(self.words),
             Rows(FIT, tuple(self.fits())),
@@ -158,12 +155,3 @@ class Report:
 def plain(policy: object) -> str:
     """A policy as it is written, without what it leaves to its defaults."""
     return repr(policy).replace(", top_p=None, window=None", "").replace(", kind='block'", "")
-
-
-def cube_of(text: str | None) -> tuple[int, int, int] | None:
-    """T,H,W."""
-    found = whole_numbers(text, "cube")
-    if found is None:
-        return None
-    t, h, w = found
-    return GridTiling((1, 1, 1), (t, h, w)).cube

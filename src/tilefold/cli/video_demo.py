@@ -8,7 +8,7 @@ import torch
 
 from tilefold import reference, sparse_attention, video
 from tilefold.bench.page import Part, Picture, Rows, Words, new_figure
-from tilefold.cli.runtime import numbers
+from tilefold.cli.options import numbers
 from tilefold.errors import ValueRangeError
 from tilefold.plan.device import H200
 from tilefold.plan.sparse.video import VideoShape
@@ -57,20 +57,19 @@ class Demo:
         self.frames = scene.render(size, seed=seed, device=device)
         tokens, grid = scene.patches(self.frames, PATCH)
         self.tiling, self.head = GridTiling(grid), head
-        self.token = _token(query, grid)
         self.heads = heads
         self.qkv = scene.project(tokens, self.tiling, heads, DIM, seed=seed)
         site = video.Site(0, 1, heads, None, self.tiling, DIM**-0.5, {})
-        self.block = int(self.tiling.destination(device)[self._row()]) // self.tiling.slots
+        t, h, w = (side // 2 for side in grid) if query is None else whole_numbers(query, "query")
+        if not (t < grid[0] and h < grid[1] and w < grid[2]):
+            raise ValueRangeError(f"query must lie in the grid {grid} of tokens, got {(t, h, w)}")
+        _, down, across = grid
+        self.block = int(self.tiling.destination(device)[(t * down + h) * across + w]) // self.tiling.slots
         self.dense = dense_results(*self.qkv, self.tiling, site.scale)
         self.rows: list[tuple[str, ...]] = []
         self.shown = [("how much its queries attend each block", self._mass())]
         for policy in tried:
             self._attend(policy, site)
-
-    def _row(self) -> int:
-        (t, h, w), (_, rows, columns) = self.token, self.tiling.grid
-        return (t * rows + h) * columns + w
 
     def _mass(self) -> torch.Tensor:
         """[blocks]: the probability that the query block puts on each block, as a share of the largest."""
@@ -135,34 +134,33 @@ class Demo:
         """A row for each way to attend, a frame for each row of cubes in time."""
         (times, down, across), cube = self.tiling.blocks, self.tiling.cube
         at = self.block // (down * across), self.block // across % down, self.block % across
+        height, width = self._sides()
         figure: Any = new_figure(9, 1.75 * len(self.shown))
+        from matplotlib.patches import Rectangle
+
         grid = figure.subplots(len(self.shown), times, squeeze=False)
         for line, (title, lit) in zip(grid, self.shown, strict=True):
             light = lit.view(times, down, across).cpu()
             for t, axes in enumerate(line):
                 self._draw(axes, min(t * cube[0] + cube[0] // 2, self.tiling.grid[0] - 1), light[t])
-                if t == at[0]:
-                    self._frame(axes, at)
+            corner = at[2] * width - 0.5, at[1] * height - 0.5
+            line[at[0]].add_patch(Rectangle(corner, width, height, fill=False, edgecolor=RED, linewidth=2))
             line[0].set_title(title, fontsize=11, loc="left")
         figure.suptitle(f"The blocks that one block of queries attends, head {self.head}", fontsize=14)
         return figure
 
     def _draw(self, axes: Any, frame: int, light: torch.Tensor) -> None:
         """A frame, paler where its blocks are not lit."""
-        height, width = (side * step for side, step in zip(self.tiling.cube[1:], PATCH[1:], strict=True))
+        height, width = self._sides()
         picture = self.frames[0, frame * PATCH[0]].permute(1, 2, 0).cpu()
         clear = (0.15 + 0.85 * light).repeat_interleave(height, 0).repeat_interleave(width, 1)
         clear = clear[: picture.shape[0], : picture.shape[1], None]
         axes.imshow((picture * clear + PALE * (1 - clear)).numpy(), interpolation="nearest")
         axes.set_axis_off()
 
-    def _frame(self, axes: Any, at: tuple[int, int, int]) -> None:
-        """The query's block."""
-        from matplotlib.patches import Rectangle
-
-        height, width = (side * step for side, step in zip(self.tiling.cube[1:], PATCH[1:], strict=True))
-        corner = at[2] * width - 0.5, at[1] * height - 0.5
-        axes.add_patch(Rectangle(corner, width, height, fill=False, edgecolor=RED, linewidth=2))
+    def _sides(self) -> tuple[int, int]:
+        """Height and width of a block, in pixels."""
+        return self.tiling.cube[1] * PATCH[1], self.tiling.cube[2] * PATCH[2]
 
 
 def least_times(listed: float) -> tuple[str, str]:
@@ -172,16 +170,7 @@ def least_times(listed: float) -> tuple[str, str]:
     return f"{1e3 * sparse:.1f}", f"{dense / sparse:.1f}"
 
 
-def _token(query: str | None, grid: tuple[int, int, int]) -> tuple[int, int, int]:
-    """The token (t, h, w) that is asked for."""
-    t, h, w = whole_numbers(query, "query") or tuple(side // 2 for side in grid)
-    if not all(0 <= at < side for at, side in zip((t, h, w), grid, strict=True)):
-        raise ValueRangeError(f"query must lie in the grid {grid} of tokens, got {(t, h, w)}")
+def whole_numbers(text: str, name: str) -> tuple[int, int, int]:
+    """T,H,W."""
+    t, h, w = numbers(text, f"{name} must be T,H,W, three whole numbers", counts=(3,), above=-1)
     return t, h, w
-
-
-def whole_numbers(text: str | None, name: str) -> tuple[int, ...] | None:
-    """T,H,W, or None of None."""
-    if text is None:
-        return None
-    return numbers(text, f"{name} must be T,H,W, three whole numbers", counts=(3,), above=-1)

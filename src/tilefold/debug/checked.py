@@ -95,9 +95,9 @@ def _run(
         try:
             kernel[counted](**arguments)
         except InterpreterError as error:
-            cause = error.__cause__ or error
+            cause: BaseException = error
             while isinstance(cause, InterpreterError) and cause.__cause__ is not None:
-                cause = cause.__cause__  # of a device function, one for each call
+                cause = cause.__cause__  # one for each call of a device function
             text = f"program ({', '.join(map(str, trace.program))}) ended with {type(cause).__name__}: {cause}"
             faults.append(Fault("raised", "", None, trace.program, 1, text))
     faults += trace.found.values()
@@ -180,8 +180,7 @@ def _check_names(given: Mapping[str, torch.Tensor], outputs: Sequence[str], in_p
                     f"{option} names {name!r}, accepted: {', '.join(known) or 'none, there is no tensor'}"
                 )
     for name, tensor in given.items():
-        device = tensor.device if isinstance(tensor, torch.Tensor) else None
-        check_tensors(device=device, contiguous=False, aligned=0, **{name: tensor})  # type: ignore[arg-type]
+        check_tensors(device=tensor.device, contiguous=False, aligned=0, **{name: tensor})  # type: ignore[arg-type]
     check_outputs(given, outputs)
 
 

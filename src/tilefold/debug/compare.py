@@ -52,19 +52,13 @@ def references(
     if tolerance.atol is None and any(
         outputs[name].is_floating_point() and one is not None for name, one in exact.items()
     ):
-        dtype = _narrowest(bound, outputs)
+        tensors = [t for t in (*bound.values(), *outputs.values()) if isinstance(t, torch.Tensor)]
+        floats = {
+            t.dtype for t in tensors if t.is_floating_point() and t.element_size() > 1
+        }  # torch computes in no float8
+        dtype = max(floats or {torch.float32}, key=lambda dtype: torch.finfo(dtype).eps)
         plain = deviating(lambda: _called(reference, bound, outputs, torch.float64), dtype, kept=dtype)
     return {name: None if one is None else Wanted(one, plain[name]) for name, one in exact.items()}
-
-
-def _narrowest(bound: Mapping[str, Any], outputs: Mapping[str, torch.Tensor]) -> torch.dtype:
-    """The dtype with the largest roundoff among arguments and outputs, float8 left out: torch does not compute with it."""
-    floats = {
-        t.dtype
-        for t in (*bound.values(), *outputs.values())
-        if isinstance(t, torch.Tensor) and t.is_floating_point() and t.element_size() > 1
-    }
-    return max(floats or {torch.float32}, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def _called(
@@ -147,9 +141,8 @@ def _wrong(
         wrong = got != exact.to(got.dtype) if not exact.is_floating_point() else got.double() != exact.double()
         wrong &= ~missing
         return wrong.numpy(), f"ok: {got.numel()} equal" if not wrong.any() else "WRONG: not equal"
-    g, e = got.double(), exact.double()
-    if missing.any():  # they are reported by themselves: compare the others
-        g = torch.where(missing, e, g)
+    e = exact.double()
+    g = torch.where(missing, e, got.double())  # what is missing is reported by itself
     error = (g - e).abs()
     same = (g == e) | (g.isnan() & e.isnan())
     if tolerance.atol is not None:
@@ -159,7 +152,7 @@ def _wrong(
         verdict = "WRONG" if wrong.any() else "ok"
         return wrong.numpy(), f"{verdict}: max error {largest:.3e} (atol {tolerance.atol:g}, rtol {tolerance.rtol:g})"
     assert wanted.plain is not None
-    near = torch.where(missing, e, got.double()).to(got.dtype) if missing.any() else got
+    near = g.to(got.dtype)
     comparison = compare(near, e, wanted.plain.flatten())
     if comparison.ok:
         return np.zeros(got.numel(), bool), str(comparison)

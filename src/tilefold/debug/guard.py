@@ -15,14 +15,9 @@ from tilefold.debug.overlap import extent, offsets
 
 GUARD = 1 << 16  # bytes on each side: an access past the end by less than that is known to be of this tensor
 LINE = 128  # bytes; alignment is kept modulo this
+# of the formats whose only NaN is the sign bit; all ones are NaN in every other one, and no integer that one expects is 0xA5
+POISON = {torch.float8_e4m3fnuz: 0x80, torch.float8_e5m2fnuz: 0x80}
 BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-
-
-def poison_byte(dtype: torch.dtype) -> int:
-    """All ones are NaN in every floating-point format but the two whose only NaN is the sign bit."""
-    if dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
-        return 0x80
-    return 0xFF if dtype.is_floating_point else 0xA5
 
 
 def place_of(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -41,7 +36,7 @@ class Guarded:
         self.name, self.written, self.itemsize, self.shape = name, written, tensor.element_size(), tuple(tensor.shape)
         self.extent = extent(tensor)
         size = self.extent * self.itemsize
-        self.byte = poison_byte(tensor.dtype)
+        self.byte = POISON.get(tensor.dtype, 0xFF if tensor.is_floating_point() else 0xA5)
         self.memory = torch.full((2 * GUARD + size + 2 * LINE,), self.byte, dtype=torch.uint8)
         shift = (tensor.data_ptr() - self.memory.data_ptr() - GUARD) % LINE
         start = GUARD + shift

@@ -10,16 +10,23 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton import knobs
 from triton.runtime import interpreter
 
 from tilefold.debug.conditions import parse_condition
-from tilefold.errors import DtypeError, ShapeError, TilefoldError, Unsupported
+from tilefold.errors import DtypeError, ShapeError, Unsupported
 
 F = TypeVar("F")
 COMPARE = {"=": "__eq__", "!=": "__ne__", "<": "__lt__", "<=": "__le__", ">": "__gt__", ">=": "__ge__"}
 LAUNCH = interpreter.GridExecutor.__call__.__code__
+FP8 = {  # Triton's names
+    "fp8e4nv": torch.float8_e4m3fn,
+    "fp8e5": torch.float8_e5m2,
+    "fp8e4b8": torch.float8_e4m3fnuz,
+    "fp8e5b16": torch.float8_e5m2fnuz,
+}
 
 
 def _builtin(function: F) -> F:
@@ -108,26 +115,26 @@ def _holds(name: str, condition: Any) -> bool:
         return parse_condition(given).holds(program())
     if isinstance(given, bool):
         return given
-    if not isinstance(given, tl.tensor):
-        raise _no_condition(name, given)
-    if given.handle.data.size != 1:
-        raise _tile(name, given.shape)
+    _check_scalar(name, given, compiled=False)
     return bool(given.handle.data.item())
 
 
-def _no_condition(name: str, given: Any) -> TilefoldError:
-    return DtypeError(
-        f"{name}: condition must be a string like '0,>1', a bool or a scalar of the kernel, got {given!r} of type "
-        f"{type(given).__name__}"
-    )
+def _check_scalar(name: str, given: Any, compiled: bool) -> None:
+    """DtypeError for a condition that is no tensor of the kernel, ShapeError for a tile."""
+    if not isinstance(given, tl.tensor):
+        raise DtypeError(
+            f"{name}: condition must be a string like '0,>1', a bool or a scalar of the kernel, got {given!r} of type "
+            f"{type(given).__name__}"
+        )
+    if given.type.is_block() if compiled else given.handle.data.size != 1:
+        raise ShapeError(
+            f"{name}: condition is a tile of shape {_sizes(given)}, a scalar is needed: reduce it, as in "
+            "tl.max(tile.to(tl.int32), axis=None) > 0"
+        )
 
 
-def _tile(name: str, shape: Any) -> TilefoldError:
-    sizes = [int(_plain(size)) for size in shape]
-    return ShapeError(
-        f"{name}: condition is a tile of shape {sizes}, a scalar is needed: reduce it, as in "
-        "tl.max(tile.to(tl.int32), axis=None) > 0"
-    )
+def _sizes(given: Any) -> list[int]:
+    return [int(_plain(size)) for size in given.shape]
 
 
 def _name_of(frame: FrameType, value: Any, place: int) -> str:
@@ -145,7 +152,7 @@ def _described(value: Any) -> str:
     if not isinstance(given, tl.tensor):
         return f" = {given!r}"
     data = numbers(given)
-    shape = "" if not given.type.is_block() else f" {[int(_plain(size)) for size in given.shape]}"
+    shape = f" {_sizes(given)}" if given.type.is_block() else ""
     text = str(data.reshape(-1)[0] if not shape else data)
     return f"{shape} {given.dtype} = " + (f"\n{text}" if "\n" in text else text)
 
@@ -158,19 +165,9 @@ def numbers(value: Any) -> np.ndarray[Any, Any]:
         return data
     if dtype == tl.bfloat16:
         return (data.astype(np.uint32) << 16).view(np.float32)
-    if dtype.is_fp8():
-        import torch
-
-        kinds = {
-            "fp8e4nv": torch.float8_e4m3fn,
-            "fp8e5": torch.float8_e5m2,
-            "fp8e4b8": torch.float8_e4m3fnuz,
-            "fp8e5b16": torch.float8_e5m2fnuz,
-        }
-        if dtype.name in kinds:
-            bits = torch.from_numpy(np.ascontiguousarray(data).copy())
-            widened: np.ndarray[Any, Any] = bits.view(kinds[dtype.name]).float().numpy()
-            return widened
+    if dtype.name in FP8:
+        widened: np.ndarray[Any, Any] = torch.from_numpy(data.copy()).view(FP8[dtype.name]).float().numpy()
+        return widened
     return data
 
 
@@ -181,10 +178,7 @@ def _print_compiled(condition: Any, values: tuple[Any, ...], named: dict[str, An
         given = when(given, _semantic=semantic)
     if isinstance(given, bool):
         given = semantic.to_tensor(given)
-    if not isinstance(given, tl.tensor):
-        raise _no_condition("print_if", given)
-    if given.type.is_block():
-        raise _tile("print_if", given.shape)
+    _check_scalar("print_if", given, compiled=True)
     given = given.to(tl.int1, _semantic=semantic)
     builder = semantic.builder
     block = builder.create_if_op([], given.handle, False).get_then_block()

@@ -1,5 +1,6 @@
 """Do two tensors, or two elements of one, share memory? Asked of strided views on any device, without reading them."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -8,18 +9,12 @@ import torch
 EFFORT = 100_000  # candidate solutions that numpy tries before the answer is "perhaps"
 
 
-class _Layout:
+def _layout(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     """Address, shape and strides as numpy takes them; the memory itself is never touched, so a GPU's address is as good."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        size = tensor.element_size()
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (tensor.data_ptr(), True),
-            "shape": tuple(tensor.shape),
-            "strides": tuple(stride * size for stride in tensor.stride()),
-            "typestr": f"|V{size}",
-        }
+    size = tensor.element_size()
+    strides = tuple(stride * size for stride in tensor.stride())
+    known = {"version": 3, "data": (tensor.data_ptr(), True), "shape": tuple(tensor.shape), "strides": strides}
+    return np.asarray(SimpleNamespace(__array_interface__={**known, "typestr": f"|V{size}"}))
 
 
 def extent(tensor: torch.Tensor) -> int:
@@ -33,7 +28,7 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool | None:
     """Whether an element of a and one of b share memory; None where that is too hard to tell (interlocked strides)."""
     if a.device != b.device or a.numel() == 0 or b.numel() == 0:
         return False
-    one, other = np.asarray(_Layout(a)), np.asarray(_Layout(b))
+    one, other = _layout(a), _layout(b)
     if not np.may_share_memory(one, other):
         return False
     try:

@@ -6,8 +6,9 @@ kernel runs. Lanes that would go astray are masked off and recorded, so that a w
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -40,8 +41,9 @@ class Trace:
             raise Unsupported(
                 f"the interpreter of this Triton has no {', '.join(missing)}; tested with triton 3.6 to 3.9"
             )
-        for name, watched in zip(METHODS, (self._load, self._store, self._atomic_rmw, self._atomic_cas), strict=True):
-            setattr(builder, name, self._bound(watched, getattr(builder, name)))
+        watches: tuple[Any, ...] = (self._load, self._store, self._atomic_rmw, self._atomic_cas)
+        for name, watched in zip(METHODS, watches, strict=True):
+            setattr(builder, name, partial(watched, getattr(builder, name)))
         options = builder.options  # device_assert is heeded; arithmetic that wraps on purpose is not complained of
         builder.options = dataclasses.replace(options, debug=True, sanitize_overflow=False)
         try:
@@ -50,10 +52,6 @@ class Trace:
             builder.options = options
             for name in METHODS:
                 delattr(builder, name)  # of the instance: its class's is visible again
-
-    @staticmethod
-    def _bound(watched: Any, original: Any) -> Callable[..., Any]:
-        return lambda *args, **kwargs: watched(original, *args, **kwargs)
 
     @property
     def program(self) -> tuple[int, ...]:
@@ -92,18 +90,15 @@ class Trace:
         loaded.data = raw
         return loaded
 
-    def _store(self, original: Any, pointers: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
-        live = _lanes(mask, pointers)
-        astray = self._split(pointers.data, live, value.data.itemsize, value.data)
-        return original(pointers, value, _masked(live & ~astray) if astray.any() else mask, *rest, **named)
-
-    def _atomic_rmw(
-        self, original: Any, operation: Any, pointers: Any, value: Any, mask: Any, *rest: Any, **named: Any
+    def _store(
+        self, original: Any, pointers: Any, value: Any, mask: Any, *rest: Any, atomic: bool = False, **named: Any
     ) -> Any:
         live = _lanes(mask, pointers)
-        astray = self._split(pointers.data, live, value.data.itemsize, value.data, atomic=True)
-        mask = _masked(live & ~astray) if astray.any() else mask
-        return original(operation, pointers, value, mask, *rest, **named)
+        astray = self._split(pointers.data, live, value.data.itemsize, value.data, atomic)
+        return original(pointers, value, _masked(live & ~astray) if astray.any() else mask, *rest, **named)
+
+    def _atomic_rmw(self, original: Any, operation: Any, *rest: Any, **named: Any) -> Any:
+        return self._store(partial(original, operation), *rest, atomic=True, **named)
 
     def _atomic_cas(self, original: Any, pointers: Any, compare: Any, value: Any, *rest: Any, **named: Any) -> Any:
         live = np.ones(pointers.data.shape, bool)
@@ -123,9 +118,11 @@ class Trace:
         for number in np.unique(owner):
             lanes = owner == number
             one = self.tensors[number] if number >= 0 else None
-            far = lanes if one is None else lanes & (addresses >= np.uint64(one.high))
-            self._nowhere(kind, addresses, far & flat)
-            astray |= far & flat
+            far = flat & (lanes if one is None else lanes & (addresses >= np.uint64(one.high)))
+            if far.any():
+                where = f"{int(addresses[far][0]):#x}, far from every tensor that it was given"
+                self.blame(kind, "", None, int(far.sum()), f"{VERBS[kind]} address {where}")
+            astray |= far
             if one is None:
                 continue
             inside = lanes & (addresses >= np.uint64(one.begin)) & (addresses + np.uint64(width) <= np.uint64(one.end))
@@ -144,8 +141,10 @@ class Trace:
         places[inside] = (addresses[inside] - np.uint64(one.begin)) // np.uint64(one.itemsize)
         gaps = np.zeros(addresses.size, bool)
         gaps[inside] = one.element[places[inside]] < 0
-        if (gaps & live).any():
-            self._gap(one, addresses[gaps & live])
+        stray = gaps & live
+        if stray.any():
+            did = f"stored between the rows of {one.name}, {places[stray][0]} elements behind its first"
+            self.blame("store", one.name, None, int(stray.sum()), did)
         off = places[inside & ~live & ~gaps]
         off = off[one.skipped[off] < 0]
         one.skipped[off] = self._linear()
@@ -153,15 +152,15 @@ class Trace:
         if not kept.any():
             pass
         elif not one.written:
-            self._into_input(one, int(places[kept][0]), int(kept.sum()))
-        elif (
-            atomic or bits.itemsize != one.itemsize
-        ):  # through a cast pointer values are not comparable with what lies there
+            index = one.index(int(places[kept][0]))
+            did = f"stored to {one.name}{at_index(index)}, which is not among the outputs"
+            self.blame("input", one.name, index, int(kept.sum()), did)
+        elif atomic or bits.itemsize != one.itemsize:  # values of a cast pointer are not those that lie there
             for part in range(max(1, bits.itemsize // one.itemsize)):
                 one.writer[places[kept] + part] = self._linear()
         else:
             self._record(one, places[kept], bits[kept].view(one.bits.dtype))
-        return gaps & live
+        return stray
 
     def _record(self, one: Guarded, places: Any, bits: Any) -> None:
         """Who wrote these elements; a race if another program wrote another value before, or two lanes now do."""
@@ -170,7 +169,11 @@ class Trace:
         clash = (before >= 0) & (before != own) & (one.bits[places] != bits)
         if clash.any():
             lane = int(np.argmax(clash))
-            self._race(one, int(places[lane]), bits[lane], int(clash.sum()))
+            index, first = one.index(int(places[lane])), as_ids(self.ids(int(before[lane])))
+            where = (
+                f"{one.name}{at_index(index)}, where program {first} had written {one.value(one.bits[places[lane]])}"
+            )
+            self.blame("race", one.name, index, int(clash.sum()), f"wrote {one.value(bits[lane])} to {where}")
         order = np.argsort(places, kind="stable")
         same = (places[order][1:] == places[order][:-1]) & (bits[order][1:] != bits[order][:-1])
         if same.any():
@@ -180,11 +183,6 @@ class Trace:
             self.blame("race", one.name, index, int(same.sum()), did)
         one.writer[places] = own
 
-    def _race(self, one: Guarded, place: int, bits: Any, count: int) -> None:
-        index, first = one.index(place), self.ids(int(one.writer[place]))
-        where = f"{one.name}{at_index(index)}, where program {as_ids(first)} had written {one.value(one.bits[place])}"
-        self.blame("race", one.name, index, count, f"wrote {one.value(bits)} to {where}")
-
     def _outside(self, one: Guarded, kind: str, addresses: Any) -> None:
         past = addresses >= np.uint64(one.end)
         nearest = int(addresses[past].min() if past.any() else addresses.max())
@@ -193,22 +191,6 @@ class Trace:
         more = f" and at {addresses.size - 1} places more" if addresses.size > 1 else ""
         did = f"{VERBS[kind]} {one.name} {list(one.shape)} outside of it, {away} {where} element{more}"
         self.blame(kind, one.name, None, int(addresses.size), did)
-
-    def _nowhere(self, kind: str, addresses: Any, lanes: Any) -> None:
-        if lanes.any():
-            where = f"{int(addresses[lanes][0]):#x}, far from every tensor that it was given"
-            self.blame(kind, "", None, int(lanes.sum()), f"{VERBS[kind]} address {where}")
-
-    def _gap(self, one: Guarded, addresses: Any) -> None:
-        place = (int(addresses[0]) - one.begin) // one.itemsize
-        did = f"stored between the rows of {one.name}, {place} elements behind its first"
-        self.blame("store", one.name, None, int(addresses.size), did)
-
-    def _into_input(self, one: Guarded, place: int, count: int) -> None:
-        index = one.index(place)
-        self.blame(
-            "input", one.name, index, count, f"stored to {one.name}{at_index(index)}, which is not among the outputs"
-        )
 
 
 def _lanes(mask: Any, pointers: Any) -> Any:

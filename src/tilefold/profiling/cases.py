@@ -5,6 +5,7 @@ from typing import Any
 from tilefold.bench.family import Calls
 from tilefold.bench.suites import ENGINES
 from tilefold.errors import ValueRangeError
+from tilefold.ladder.cases import LADDER
 
 FAMILIES = (*(name for name in ENGINES if name != "video"), "ladder")
 
@@ -23,11 +24,7 @@ def cases_in(family: str, size: str, direction: str = "forward") -> tuple[Any, .
 
 
 def _family(name: str) -> Any:
-    if name != "ladder":
-        return ENGINES[name].family
-    from tilefold.ladder.cases import LADDER
-
-    return LADDER
+    return LADDER if name == "ladder" else ENGINES[name].family
 
 
 def prepare_case(family: str, case: Any, device: str) -> Calls:

@@ -5,7 +5,6 @@ one line a launch. Metrics that a chip or a version does not have are left out b
 """
 
 import csv
-import io
 import math
 import os
 import re
@@ -109,8 +108,7 @@ def command_of(
     many. marked: only what runs between cudaProfilerStart and Stop, which `tilefold.profile` calls. Clocks are left as they are.
     """
     output = "--csv --page raw --print-units base --clock-control none --target-processes all"
-    command = [ncu, *output.split()]
-    command += ["--metrics", ",".join(metrics)]
+    command = [ncu, *output.split(), "--metrics", ",".join(metrics)]
     command += ["--kernel-name", f"regex:{kernels}"] if kernels else []
     command += ["--launch-count", str(launches)] if launches else []
     command += ["--profile-from-start", "off"] if marked else []
@@ -145,10 +143,8 @@ def _checked(done: subprocess.CompletedProcess[str]) -> tuple[Measured, ...]:
     try:
         return parse_csv(done.stdout)
     except ValueRangeError:
-        text = f"{done.stdout}\n{done.stderr}"
-        said = [line.strip() for line in text.splitlines() if line.startswith(("==ERROR==", "==WARNING=="))]
-        if not said:
-            said = [line.strip() for line in text.splitlines() if line.strip()]
+        lines = [line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
+        said = [line for line in lines if line.startswith(("==ERROR==", "==WARNING=="))] or lines
         raise Unsupported(
             f"ncu measured nothing (exit code {done.returncode}): {' | '.join(said[-3:]) or 'it said nothing'}"
         ) from None
@@ -162,19 +158,13 @@ def parse_csv(text: str) -> tuple[Measured, ...]:
         raise ValueRangeError('the text has no table of ncu (a line that begins with "ID" and names "Kernel Name")')
     # what the profiled program prints, and ncu's own lines, may stand among the rows
     table = [line for line in lines[start:] if line.startswith('"')]
-    rows = list(csv.DictReader(io.StringIO("\n".join(table))))
-    if not rows:
-        raise ValueRangeError("the table of ncu is empty")
-    units: Mapping[str, str] = {}
-    if not (rows[0].get("ID") or "").strip():
-        units, rows = rows[0], rows[1:]
+    rows = list(csv.DictReader(table))
+    units = rows.pop(0) if rows and not (rows[0].get("ID") or "").strip() else {}
     by_shape: dict[tuple[str, int | None, int | None], list[dict[str, float]]] = {}
     for row in rows:
-        name = row.get("Kernel Name") or ""
-        if not name:
-            continue
-        shape = name, _volume(row.get("Grid Size")), _volume(row.get("Block Size"))
-        by_shape.setdefault(shape, []).append(_numbers(row, units))
+        if name := row.get("Kernel Name"):
+            shape = name, _volume(row.get("Grid Size")), _volume(row.get("Block Size"))
+            by_shape.setdefault(shape, []).append(_numbers(row, units))
     if not by_shape:
         raise ValueRangeError("the table of ncu is empty")
     return tuple(_measured(name, launches, *shape) for (name, *shape), launches in by_shape.items())

@@ -41,12 +41,6 @@ class Counters:
     dram_bytes: float | None = None
 
     @property
-    def worst_sector(self) -> float | None:
-        """Bytes used of a sector by loads or stores, whichever wastes more; None if neither was read."""
-        known = [each for each in (self.bytes_per_sector, self.store_bytes_per_sector) if each]
-        return min(known) if known else None
-
-    @property
     def waits(self) -> tuple[tuple[str, float], ...]:
         """What warps wait for and its share of all waiting, 0 to 1, most first; being ready is no reason."""
         waits = {name: value for name, value in self.stalls.items() if name not in ("selected", "not_selected")}
@@ -56,7 +50,7 @@ class Counters:
     @property
     def top_stall(self) -> tuple[str, float] | None:
         """The reason that warps wait for most, and its share."""
-        return self.waits[0] if self.waits else None
+        return next(iter(self.waits), None)
 
 
 @dataclass(frozen=True, slots=True)

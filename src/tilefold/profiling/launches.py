@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tilefold.aot.report import Occupancy, occupancy
-from tilefold.aot.targets import TARGETS, Target
+from tilefold.aot.targets import TARGETS
 from tilefold.bench import timers
 from tilefold.plan.device import Device
 from tilefold.profiling.evidence import Region
@@ -36,6 +36,11 @@ class Launched:
     shared_bytes: int | None = None
     begin: float = 0.0
     copy: bool = False
+
+    @property
+    def median(self) -> float:
+        """Seconds of a launch."""
+        return statistics.median(self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +87,7 @@ def read_trace(document: Mapping[str, Any]) -> tuple[tuple[Launched, ...], tuple
 
 def product(sizes: Any) -> int | None:
     """Of a grid or a block as the trace has it; None where it has none."""
-    if not isinstance(sizes, list | tuple) or not sizes:
-        return None
-    return math.prod(map(int, sizes))
+    return math.prod(map(int, sizes)) if isinstance(sizes, list | tuple) and sizes else None
 
 
 # --- the launches of calls, in the order in which they ran ---------------------------------------------------------------------
@@ -205,27 +208,20 @@ def opcodes_of(code: Code) -> Mapping[str, int]:
 
 
 def occupancy_on(device: Device, threads: int, registers: int, shared_bytes: int) -> Occupancy:
-    """Programs that fit one SM of a device."""
-    return occupancy(_target(device), threads=threads, registers=registers, shared_bytes=shared_bytes)
-
-
-def _target(device: Device) -> Target:
-    """The device's architecture, or the nearest older one with the device's own limits."""
+    """Programs that fit one SM of a device: of its architecture, or the nearest older one, with the device's own limits."""
     known = TARGETS.get(device.target)
     base = known or TARGETS["gfx942" if device.backend == "hip" else "sm_80"]
-    return replace(
+    target = replace(
         base,
         shared_per_sm=device.smem_per_sm,
         registers_per_sm=device.registers_per_sm if known is None else base.registers_per_sm,
         warps_per_sm=device.threads_per_sm // device.warp_size,
         programs_per_sm=device.blocks_per_sm,
     )
+    return occupancy(target, threads=threads, registers=registers, shared_bytes=shared_bytes)
 
 
 def same_kernel(one: str, other: str) -> bool:
     """Whether two tools mean the same kernel: C++ names are printed with and without their template arguments and signature."""
-    return one == other or _short(one) == _short(other)
-
-
-def _short(name: str) -> str:
-    return re.split(r"[<(]", name.removeprefix("void "), maxsplit=1)[0].strip()
+    first, second = (re.split(r"[<(]", name.removeprefix("void "), maxsplit=1)[0].strip() for name in (one, other))
+    return first == second

@@ -1,19 +1,19 @@
 """A profile as a record, a table, Markdown and JSON."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from tilefold.bench.page import Heading, Part, Rows, Words, to_markdown
 from tilefold.profiling.evidence import Evidence, Region
-from tilefold.profiling.verdict import Verdict
+from tilefold.profiling.verdict import Verdict, judge
 
 HEAD = (
     "kernel", "x", "us", "%", "GB/s", "TFLOP/s", "of bound", "regs", "spills", "smem KiB", "prog/SM", "waves",
     "filled", "verdict",
 )  # fmt: skip
-COUNTED = {  # column of the table of counters -> field of `Counters`
+# column of the table of counters -> field of `Counters`
+COUNTED = {
     "DRAM": "dram",
     "L2": "l2",
     "L2 to SM": "l2_to_sm",
@@ -32,6 +32,11 @@ class Row:
 
     evidence: Evidence
     verdict: Verdict
+
+    @classmethod
+    def of(cls, evidence: Evidence) -> "Row":
+        """With the verdict on it."""
+        return cls(evidence, judge(evidence))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +103,7 @@ class Profile:
         table = (HEAD, *self.table())
         rows = ["  ".join(cell.ljust(w) if not i else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
                 for row in table]  # fmt: skip
-        return "\n".join([f"{self.device}", *rows, "", *self.lines()])
+        return "\n".join([self.device, *rows, "", *self.lines()])
 
 
 def _point(row: Row) -> dict[str, Any] | None:
@@ -151,13 +156,8 @@ def _more(e: Evidence) -> str:
         parts.append(", ".join(f"{name} {share:.0f} %" for name, share in named.items() if share is not None))
         if c.top_stall:
             parts.append(f"waits most for {c.top_stall[0]} ({100 * c.top_stall[1]:.0f} %)")
-    if mix := _mix(e.opcodes):
-        parts.append(f"code: {mix}")
+    work = {name: count for name, count in e.opcodes.items() if name != "NOP"}
+    if work:
+        first, total = sorted(work.items(), key=lambda entry: -entry[1])[:FEW], sum(work.values())
+        parts.append(f"code: {', '.join(f'{name} {100 * count / total:.0f} %' for name, count in first)}")
     return f" [{'; '.join(part for part in parts if part)}]" if any(parts) else ""
-
-
-def _mix(opcodes: Mapping[str, int]) -> str:
-    work = {name: count for name, count in opcodes.items() if name != "NOP"}
-    total = sum(work.values())
-    first = sorted(work.items(), key=lambda entry: -entry[1])[:FEW]
-    return ", ".join(f"{name} {100 * count / total:.0f} %" for name, count in first)

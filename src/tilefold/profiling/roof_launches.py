@@ -11,7 +11,7 @@ import torch
 from tilefold.bench import timers
 from tilefold.kernels import roofs as kernels
 from tilefold.ops.launch import Launch
-from tilefold.plan.device import Device
+from tilefold.plan.device import Device, device_named
 
 Call = Callable[[], object]
 FMA_BLOCK = 2048
@@ -123,10 +123,8 @@ class Work:
     def multiply(self, dtype: str) -> functools.partial[None]:
         """Products on the SM; normal values, as the power that they draw sets the clock. The tiles and sums: `self.product`."""
         s = self.sizes
-        sums = torch.zeros(self.programs, dtype=torch.float32, device=self.where)
         if dtype == "float32":
-            self.product = (self.start, self.start, sums)
-            return self._launch(kernels.multiply_add, self.programs, (self.start, sums, s.turns), BLOCK=FMA_BLOCK)
+            return self._in_registers(kernels.multiply_add)
         import triton.language as tl
 
         kind, acc, precision, _ = PRODUCTS[dtype]
@@ -135,7 +133,7 @@ class Work:
         if kind == torch.int8:
             a, b = a * 20, b * 20
         a, b = a.to(kind), b.to(kind)
-        sums = sums.to(acc)
+        sums = torch.zeros(self.programs, dtype=acc, device=self.where)
         self.product = (a, b, sums)
         constants = {"M": m, "N": n, "K": k, "ACC": tl.int32 if acc == torch.int32 else tl.float32}
         args = (a, b, sums, s.turns)
@@ -148,9 +146,12 @@ class Work:
 
     def exponentials(self) -> functools.partial[None]:
         """exp2 in registers; the sums: `self.product`."""
+        return self._in_registers(kernels.exponentials)
+
+    def _in_registers(self, kernel: Any) -> functools.partial[None]:
         sums = torch.zeros(self.programs, dtype=torch.float32, device=self.where)
         self.product = (self.start, self.start, sums)
-        return self._launch(kernels.exponentials, self.programs, (self.start, sums, self.sizes.turns), BLOCK=FMA_BLOCK)
+        return self._launch(kernel, self.programs, (self.start, sums, self.sizes.turns), BLOCK=FMA_BLOCK)
 
     def nothing(self) -> functools.partial[None]:
         """A launch of one program that does nothing."""
@@ -179,8 +180,6 @@ def launch_on_host(call: Call, where: torch.device) -> float:
 
 def example_launch(part: str, dtype: str = "bfloat16") -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """(kernel, args, kwargs) of a measurement as an H200 runs it, on tensors without memory, to compile."""
-    from tilefold.plan.device import device_named
-
     device = device_named("h200")
     work = Work(device, torch.device("meta"), sizes_of(device))
     call = work.multiply(dtype) if part == "multiply" else getattr(work, part)()

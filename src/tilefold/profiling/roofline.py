@@ -9,20 +9,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from tilefold.bench import page
 from tilefold.errors import ValueRangeError
 from tilefold.plan.device import Device
 from tilefold.profiling.roofs import scaled
 
 COLOURS = ("#0969da", "#cf222e", "#1a7f37", "#8250df", "#bf8700", "#0a7a83", "#d4359a", "#57606a")
 GREY = "#57606a"
-TITLES = {
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "tf32": "tf32",
-    "float32": "fp32",
-    "float8_e4m3fn": "e4m3",
-    "int8": "int8",
-}
+TITLES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "e4m3"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +111,8 @@ def _points(document: Any) -> Iterator[Point]:
             yield from _points(document["points"])
         elif isinstance(document.get("rows"), list):
             yield from _points(document["rows"])
-        else:
-            made = _point(document)
-            if made is not None:
-                yield made
+        elif (made := _point(document)) is not None:
+            yield made
 
 
 def _point(row: Mapping[str, Any]) -> Point | None:
@@ -138,8 +130,6 @@ def _point(row: Mapping[str, Any]) -> Point | None:
 
 def figure_of(picture: Picture) -> Any:
     """It drawn by matplotlib. Unsupported if matplotlib is not installed."""
-    from tilefold.bench import page
-
     width, height = 10.5, 6.5
     figure = page.new_figure(width, height)
     axes = figure.subplots()
@@ -196,7 +186,7 @@ def to_html(picture: Picture) -> str:
         "rates": picture.rates, "titles": TITLES,
         "runs": [{**asdict(run), "colour": COLOURS[i % len(COLOURS)]} for i, run in enumerate(picture.runs)],
     }  # fmt: skip
-    page = resources.files("tilefold.profiling").joinpath("roofline.html").read_text(encoding="utf-8")
+    template = resources.files("tilefold.profiling").joinpath("roofline.html").read_text(encoding="utf-8")
     # "<" never stands in the data, so that no name of a kernel can end the script
     text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
-    return page.replace("@TITLE@", escape(_title(picture))).replace("@DATA@", text)
+    return template.replace("@TITLE@", escape(_title(picture))).replace("@DATA@", text)

@@ -107,29 +107,22 @@ def with_roofs(device: Device, roofs: Roofs | None) -> Device:
     )
 
 
-def roofs_folder() -> Path | None:
-    """Folder of the files: $TILEFOLD_ROOFS, else tilefold/roofs in the user's cache; None if off."""
-    chosen = os.environ.get(FOLDER_VARIABLE, "")
-    if chosen:
-        return None if chosen == "off" else Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tilefold" / "roofs"
-
-
 def _path(identity: tuple[str, ...]) -> Path | None:
-    folder = roofs_folder()
+    """A file in $TILEFOLD_ROOFS, else in tilefold/roofs in the user's cache; None if off."""
+    chosen = os.environ.get(FOLDER_VARIABLE)
+    if chosen == "off":
+        return None
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = re.sub(r"[^A-Za-z0-9.+]+", "-", "_".join(identity)).strip("-").lower()
-    return None if folder is None else folder / f"{name}.json"
+    return (Path(chosen) if chosen else cache / "tilefold" / "roofs") / f"{name}.json"
 
 
 def identity_of(index: int | None = None) -> tuple[str, str, str, str]:
     """(device, driver, torch, triton) of this process: what a measurement holds for."""
     import triton
 
-    name, driver = CPU, "none"
-    if torch.cuda.is_available():
-        name = torch.cuda.get_device_name(index)
-        driver = _driver()
-    return name, driver, torch.__version__, triton.__version__
+    here = (torch.cuda.get_device_name(index), _driver()) if torch.cuda.is_available() else (CPU, "none")
+    return *here, torch.__version__, triton.__version__
 
 
 def _driver() -> str:
@@ -175,7 +168,10 @@ def measure_roofs(device: Device, torch_device: Any, sizes: "Sizes | None" = Non
     moved = 4 * sizes.elements
     l2_bytes = 4 * sizes.l2_elements * sizes.l2_turns * work.l2_programs
     name, driver, torch, triton = identity_of(torch_device.index)
-    rate: Callable[[float, Callable[[], object]], float] = lambda amount, call: amount / timer(call)  # noqa: E731
+
+    def rate(amount: float, call: Callable[[], object]) -> float:
+        return amount / timer(call)
+
     return Roofs(
         device=name, driver=driver, torch=torch, triton=triton,
         date=now(),

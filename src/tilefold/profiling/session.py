@@ -13,22 +13,12 @@ from tilefold.bench.timers import exported
 from tilefold.errors import DeviceError, Unsupported, ValueRangeError
 from tilefold.ops.device import device_of
 from tilefold.plan.device import Device
+from tilefold.profiling import launches
 from tilefold.profiling.counters import ROLE_VARIABLE, Measured
 from tilefold.profiling.evidence import Evidence
-from tilefold.profiling.launches import (
-    Code,
-    Launched,
-    code_for,
-    codes_of,
-    occupancy_on,
-    opcodes_of,
-    read_trace,
-    region_of,
-    same_kernel,
-)
 from tilefold.profiling.report import Profile, Row
 from tilefold.profiling.roofs import Roofs, load_roofs, with_roofs
-from tilefold.profiling.verdict import judge, judge_region
+from tilefold.profiling.verdict import judge_region
 
 FINISHED: list[Profile] = []
 """Profiles that this process has finished, oldest first: what `tilefold profile script --marked` shows."""
@@ -102,7 +92,12 @@ class Session:
 
                 knobs.runtime.launch_enter_hook.remove(self._declared_by_launch)
         if kind is None and not self.marks_only:
-            self._finish()
+            index = torch.cuda.current_device()
+            device = device_of(torch.device("cuda", index))
+            declare = {name: _mean(each) for name, each in self._seen.items()} | self._declare
+            self._profile = profile_of(exported(self._profiler), device, load_roofs(index), declare)
+            self._profiler = None
+            FINISHED.append(self._profile)
 
     def _declared_by_launch(self, metadata: Any) -> None:
         """Triton's hook before a launch: what the kernel's `launch_metadata` says of its work, by Proton's names."""
@@ -112,15 +107,6 @@ class Session:
             dtype = "float32" if "flops32" in said else "float8_e4m3fn" if "flops8" in said else "bfloat16"
             each = Declared(flops or None, float(said["bytes"]) if "bytes" in said else None, dtype=dtype)
             self._seen.setdefault(str(said["name"]).split(" ")[0], []).append(each)
-
-    def _finish(self) -> None:
-        document = exported(self._profiler)
-        self._profiler = None
-        index = torch.cuda.current_device()
-        device = device_of(torch.device("cuda", index))
-        declare = {name: _mean(each) for name, each in self._seen.items()} | self._declare
-        self._profile = profile_of(document, device, load_roofs(index), declare)
-        FINISHED.append(self._profile)
 
 
 def profile(*, declare: Mapping[str, Declared] | None = None, metadata: bool = False) -> Session:
@@ -144,8 +130,7 @@ def _mean(each: Sequence[Declared]) -> Declared:
     """Of several launches."""
 
     def mean(values: list[float | None]) -> float | None:
-        known = [value for value in values if value is not None]
-        return statistics.fmean(known) if len(known) == len(values) else None
+        return None if None in values else statistics.fmean(values)  # type: ignore[arg-type]
 
     return Declared(mean([d.flops for d in each]), mean([d.bytes for d in each]), dtype=each[0].dtype)
 
@@ -158,16 +143,17 @@ def profile_of(
 ) -> Profile:
     """The profile of a trace that torch's profiler made on `device`."""
     declare = declare or {}
-    kernels, spans, replayed = read_trace(trace)
-    region = region_of(kernels, spans, replayed, roofs.launch_host if roofs else None)
-    codes = codes_of({each.kernel for each in kernels})
+    kernels, spans, replayed = launches.read_trace(trace)
+    region = launches.region_of(kernels, spans, replayed, roofs.launch_host if roofs else None)
+    codes = launches.codes_of({each.kernel for each in kernels})
     total = sum(sum(each.seconds) for each in kernels)
     rows = []
     for place, launched in enumerate(kernels):
-        code = code_for(launched, codes)
+        code = launches.code_for(launched, codes)
         found = evidence_of(launched, code, device, roofs, declare.get(launched.kernel, Declared()))
         share = sum(launched.seconds) / total if total else None
-        rows.append(judged(replace(found, share=share, opcodes=opcodes_of(code) if code and place < MIXED else {})))
+        opcodes = launches.opcodes_of(code) if code and place < MIXED else {}
+        rows.append(Row.of(replace(found, share=share, opcodes=opcodes)))
     absent = [name for name in declare if not any(each.kernel == name for each in kernels)]
     notes = [f"declared work of {name}, which did not run" for name in absent]
     if roofs is None:
@@ -175,25 +161,22 @@ def profile_of(
     return Profile(device.title, tuple(rows), region, judge_region(region), tuple(notes))
 
 
-def judged(evidence: Evidence) -> Row:
-    """With the verdict on it."""
-    return Row(evidence, judge(evidence))
-
-
-def evidence_of(launched: Launched, code: Code | None, device: Device, roofs: Roofs | None, work: Declared) -> Evidence:
+def evidence_of(
+    launched: launches.Launched, code: launches.Code | None, device: Device, roofs: Roofs | None, work: Declared
+) -> Evidence:
     """What the trace, the compiler and the caller say of one kernel."""
     machine = with_roofs(device, roofs)
-    threads, registers = launched.threads, launched.registers
-    fit = occupancy_on(device, threads, registers, launched.shared_bytes or 0) if threads and registers else None
+    threads, registers, shared_bytes = launched.threads, launched.registers, launched.shared_bytes
+    fit = launches.occupancy_on(device, threads, registers, shared_bytes or 0) if threads and registers else None
     return Evidence(
         launched.kernel,
-        seconds=statistics.median(launched.seconds),
+        seconds=launched.median,
         launches=len(launched.seconds),
         programs=launched.programs,
         threads=threads,
         registers=registers,
         spills=code.spills if code else None,
-        shared_bytes=launched.shared_bytes,
+        shared_bytes=shared_bytes,
         resident=fit.programs if fit else None,
         limit=fit.limit if fit else None,
         sms=device.sms,
@@ -215,9 +198,9 @@ def with_counters(made: Profile, measured: Sequence[Measured]) -> Profile:
     for row in made.rows:
         e = row.evidence
         alike = [each for each in measured if (each.programs, each.threads) == (e.programs, e.threads)]
-        found = next((each for each in alike if same_kernel(each.kernel, e.kernel)), None)
+        found = next((each for each in alike if launches.same_kernel(each.kernel, e.kernel)), None)
         unseen += [] if found else [e.kernel]
-        rows.append(judged(replace(e, counters=found.counters)) if found else row)
+        rows.append(Row.of(replace(e, counters=found.counters)) if found else row)
     notes = made.notes + ((f"no counters of {', '.join(dict.fromkeys(unseen))}",) if unseen else ())
     return replace(made, rows=tuple(rows), notes=notes)
 
@@ -242,7 +225,7 @@ def with_declared(made: Profile, work: Declared, calls: int, machine: Device) ->
         l2_bytes=work.l2_bytes and work.l2_bytes * scale,
         tensor_rate=dict(machine.tensor_flops + machine.measured_flops).get(work.dtype),
     )
-    return replace(made, rows=(judged(evidence),))
+    return replace(made, rows=(Row.of(evidence),))
 
 
 def profile_of_counters(measured: Sequence[Measured], title: str) -> Profile:
@@ -252,6 +235,6 @@ def profile_of_counters(measured: Sequence[Measured], title: str) -> Profile:
     for each in measured:
         share = (each.seconds or 0.0) * each.launches / total if total else None
         seen = Evidence(each.kernel, each.seconds, each.launches, share, each.programs, each.threads)
-        rows.append(judged(replace(seen, counters=each.counters)))
+        rows.append(Row.of(replace(seen, counters=each.counters)))
     rows.sort(key=lambda row: -(row.evidence.share or 0.0))
     return Profile(title, tuple(rows), None, None, ())

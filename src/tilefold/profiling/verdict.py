@@ -105,12 +105,12 @@ def _launch(e: Evidence) -> Verdict | None:
 
 
 def _spills(e: Evidence) -> Verdict | None:
-    local = e.counters.local_share if e.counters else None
-    if local is not None:
+    c = e.counters
+    if c is not None and c.local_share is not None:
+        local = c.local_share
         # A kernel that loads by descriptors sends little else through L1: a large share of little traffic is little.
-        stall, l1 = e.counters.top_stall if e.counters else None, e.counters.l1 if e.counters else None
-        waited = stall is not None and stall[0] in ("long_scoreboard", "lg_throttle")
-        if local < LOCAL or (l1 is not None and l1 < QUIET and not waited):
+        waited = c.top_stall is not None and c.top_stall[0] in ("long_scoreboard", "lg_throttle")
+        if local < LOCAL or (c.l1 is not None and c.l1 < QUIET and not waited):
             return None
         count = f" ({e.spills} registers of a thread)" if e.spills else ""
         return _found(
@@ -145,13 +145,12 @@ MEMORY = ("DRAM", "L2", "L1", "L2-to-SM path", "shared memory")
 
 def _uncoalesced(e: Evidence) -> Verdict | None:
     c = e.counters
-    stall = c.top_stall if c else None
-    full = stall is not None and stall[0] in WANTING
     if c is None or not (used := _half_used(c)):
         return None
+    stall = c.top_stall
+    full = stall is not None and stall[0] in WANTING
     # Unweighed, waste counts where warps wait to send more: these are the accesses that the ratio is about.
-    counts = full if c.wasted_share is None else c.wasted_share >= WASTED
-    if not counts:
+    if not (full if c.wasted_share is None else c.wasted_share >= WASTED):
         return None
     paths = _paths(e)
     if not paths or paths[0][0] not in MEMORY:
@@ -167,8 +166,8 @@ def _uncoalesced(e: Evidence) -> Verdict | None:
 
 def _half_used(c: Counters) -> float | None:
     """Bytes used of a sector by loads or stores, whichever wastes more, if that is less than half."""
-    used = c.worst_sector
-    return used if used and used < (1 - WASTED) * FULL_SECTOR else None
+    used = min((each for each in (c.bytes_per_sector, c.store_bytes_per_sector) if each), default=FULL_SECTOR)
+    return used if used < (1 - WASTED) * FULL_SECTOR else None
 
 
 def _conflicts(e: Evidence) -> Verdict | None:
@@ -221,14 +220,16 @@ def _few(e: Evidence) -> Verdict | None:
 
 
 def _waiting(e: Evidence) -> Verdict | None:
-    stall = e.counters.top_stall if e.counters else None
-    if stall is None or stall[1] < STALLED or stall[0] not in STALLS:
+    c = e.counters
+    if c is None or c.top_stall is None:
         return None
-    held = e.counters.occupancy if e.counters else None
-    occupancy = f", {held:.0f} % of the warps resident" if held is not None else ""
+    reason, share = c.top_stall
+    if share < STALLED or reason not in STALLS:
+        return None
+    occupancy = f", {c.occupancy:.0f} % of the warps resident" if c.occupancy is not None else ""
     return _found(
-        STALLS[stall[0]],
-        f"{100 * stall[1]:.0f} % of all waiting is {stall[0]} while no resource is full ({_listed(_paths(e), 2)}){occupancy}",
+        STALLS[reason],
+        f"{100 * share:.0f} % of all waiting is {reason} while no resource is full ({_listed(_paths(e), 2)}){occupancy}",
     )
 
 
@@ -260,11 +261,7 @@ RULES: tuple[Callable[[Evidence], Verdict | None], ...] = (
 
 def judge(evidence: Evidence) -> Verdict:
     """The verdict on one kernel."""
-    for rule in RULES:
-        found = rule(evidence)
-        if found is not None:
-            return found
-    return _unknown(evidence)
+    return next(filter(None, (rule(evidence) for rule in RULES)), None) or _unknown(evidence)
 
 
 def judge_region(region: Region) -> Verdict | None:

@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -64,12 +65,14 @@ class LaunchRow:
         """Under `LAUNCH_HEAD`."""
         e, p = self.evidence, self.predicted
         seconds = e.seconds or 0.0
-        alone = [] if p is None else [p.resource, f"{100 * p.times[0][1] / seconds:.0f} %" if seconds else ""]
-        mine = _us(p.seconds) if p else ""
-        over = "" if p is None or p.explains(seconds) else _us(self.unexplained or 0.0)
+        predicted = [""] * 4
+        if p is not None:
+            of_bound = f"{100 * p.times[0][1] / seconds:.0f} %" if seconds else ""
+            over = "" if p.explains(seconds) else _us(self.unexplained or 0.0)
+            predicted = [p.resource, of_bound, _us(p.seconds), over]
         return (
             self.stage, self.launch, _us(seconds), "" if self.inside is None else _us(self.inside), _scaled(e.flops, 1e-9),
-            _scaled(e.bytes, 1e-6), _scaled(e.l2_bytes, 1e-6), *(alone or ["", ""]), mine, over, self.verdict.resource,
+            _scaled(e.bytes, 1e-6), _scaled(e.l2_bytes, 1e-6), *predicted, self.verdict.resource,
         )  # fmt: skip
 
     def line(self) -> str:
@@ -215,14 +218,16 @@ def explain_video(
     notes += [f"{name}: the trace does not hold its launches" for name in names if not placed[name]]
     judged = _Judge(shape, device, gpu, nothing, {each.kernel for name in names for each in placed[name]})
     rows = _rows(judged, works, placed, inside)
-    sums = tuple(_account(name, measured[name], times[name], placed[name], first, following) for name in names)
+    sums = []
+    for name, launches in placed.items():
+        gaps = (first + following * (len(launches) - 1)) * 1e3 if launches else 0.0
+        total_ms = sum(each.median for each in launches) * 1e3
+        sums.append(Account(name, measured[name], times[name], len(launches), total_ms, gaps))
     total = placed[TOTAL]
-    parts = tuple((stage, stop - start, sum(map(_seconds, total[start:stop]))) for stage, start, stop in inside)
-    return Explanation(rows, sums, parts, first, following, (*notes, *judged.notes()))
-
-
-def _seconds(launched: Launched) -> float:
-    return statistics.median(launched.seconds)
+    parts = tuple(
+        (stage, stop - start, sum(each.median for each in total[start:stop])) for stage, start, stop in inside
+    )
+    return Explanation(rows, tuple(sums), parts, first, following, (*notes, *judged.notes()))
 
 
 def _empty_calls(device: Device) -> dict[str, Callable[[], object]]:
@@ -231,11 +236,12 @@ def _empty_calls(device: Device) -> dict[str, Callable[[], object]]:
 
     launch = Work(device, torch.device("cuda", torch.cuda.current_device()), sizes_of(device)).nothing()
 
-    def several(count: int) -> Callable[[], object]:
-        return lambda: [launch() for _ in range(count)]
+    def several(count: int) -> None:
+        for _ in range(count):
+            launch()
 
     launch()
-    return {f"{count} empty": several(count) for count in (EMPTY, ROW)}
+    return {f"{count} empty": partial(several, count) for count in (EMPTY, ROW)}
 
 
 def _launch_costs(
@@ -243,17 +249,10 @@ def _launch_costs(
 ) -> tuple[float, float, float]:
     """Seconds between events beside the kernels for a first launch and for each one behind it; and of an empty kernel."""
     one, row = f"{EMPTY} empty", f"{ROW} empty"
-    durations = [_seconds(ran) for name in (one, row) for sample in rans[name] for ran in sample]
+    durations = [ran.median for name in (one, row) for sample in rans[name] for ran in sample]
     nothing = statistics.median(durations) if durations else 0.0
     alone, many = times[one] * 1e-3, times[row] * 1e-3
     return max(0.0, alone - nothing), max(0.0, (many - alone) / (ROW - EMPTY) - nothing), nothing
-
-
-def _account(
-    name: str, ms: float, device: float, placed: Sequence[Launched], first: float, following: float
-) -> Account:
-    gaps = (first + following * (len(placed) - 1)) * 1e3 if placed else 0.0
-    return Account(name, ms, device, len(placed), sum(map(_seconds, placed)) * 1e3, gaps)
 
 
 def stages_inside(names: Mapping[str, Sequence[str]]) -> tuple[list[tuple[str, int, int]], list[str]]:
@@ -265,11 +264,8 @@ def stages_inside(names: Mapping[str, Sequence[str]]) -> tuple[list[tuple[str, i
     for last in ((TOGETHER,), ("fine", "fuse")):
         stages = ("coarse", "select", *last)
         if all(stage in names for stage in stages) and whole == [each for stage in stages for each in names[stage]]:
-            found, start = [], 0
-            for stage in stages:
-                found.append((stage, start, start + len(names[stage])))
-                start = found[-1][2]
-            return found, []
+            ends = [0, *accumulate(len(names[stage]) for stage in stages)]
+            return [*zip(stages, ends[:-1], ends[1:], strict=True)], []
     note = "the pipeline launches something else than its stages do alone: its launches are not attributed"
     return [("not attributed", 0, len(whole))], [note]
 
@@ -305,9 +301,7 @@ class _Judge:
     def evidence(self, launched: Launched, work: LaunchWork | None, share: float) -> Evidence:
         declared = Declared(dtype=self.shape.dtype)
         if work is not None:
-            declared = replace(
-                declared, flops=work.flops or None, bytes=work.bytes or None, l2_bytes=work.l2_bytes or None
-            )
+            declared = Declared(work.flops or None, work.bytes or None, work.l2_bytes or None, self.shape.dtype)
         code = code_for(launched, self.codes)
         made = evidence_of(launched, code, self.device, self.roofs, declared)
         return replace(made, share=share, launch_seconds=made.launch_seconds or self.nothing or None)
@@ -325,15 +319,11 @@ def _rows(
     for stage, launches in placed.items():
         if stage == TOTAL or not launches:
             continue
-        expected = list(works[stage])
-        same = [work.kernel for work in expected] == [each.kernel for each in launches]
-        given: list[LaunchWork | None] = [*expected] if same else [None] * len(launches)
-        total = sum(map(_seconds, launches))
+        same = [work.kernel for work in works[stage]] == [each.kernel for each in launches]
+        given: list[LaunchWork | None] = [*works[stage]] if same else [None] * len(launches)
+        total = sum(each.median for each in launches)
         for place, (launched, work, predicted) in enumerate(zip(launches, given, judged.predicted(given), strict=True)):
-            evidence = judged.evidence(launched, work, _seconds(launched) / total if total else 0.0)
-            there = placed[TOTAL][starts[stage] + place] if stage in starts else None
-            what = work.what if work else ""
-            rows.append(
-                LaunchRow(stage, what, evidence, judge(evidence), predicted, None if there is None else _seconds(there))
-            )
+            evidence = judged.evidence(launched, work, launched.median / total if total else 0.0)
+            there = placed[TOTAL][starts[stage] + place].median if stage in starts else None
+            rows.append(LaunchRow(stage, work.what if work else "", evidence, judge(evidence), predicted, there))
     return tuple(rows)

@@ -76,20 +76,19 @@ def applied(plan: Plan, changes: Changes) -> Plan:
 
 def shown(before: Changes, best: Changes) -> str:
     """What is different, for people: "block_n 64 -> 128, num_stages 3 -> 2"."""
+
+    def text(value: Any) -> str:
+        return "+".join(value) or "none" if isinstance(value, (list, tuple)) else str(value)
+
     return ", ".join(
-        f"{name} {_text(before[name])} -> {_text(best[name])}" for name in best if before[name] != best[name]
+        f"{name} {text(before[name])} -> {text(best[name])}" for name in best if before[name] != best[name]
     )
-
-
-def _text(value: Any) -> str:
-    return "+".join(value) or "none" if isinstance(value, (list, tuple)) else str(value)
 
 
 def groups_of(kind: str) -> tuple[Group, ...]:
     """The groups of changes in their order: each makes those that are worth a try on the best plan so far."""
-    return {"attention": (_tiles, _options), "decode": (_cuts, _decode_tiles), "matmul": (_shapes, _shares, _depths)}[
-        kind
-    ]
+    groups = {"attention": (_tiles, _options), "decode": (_cuts, _decode_tiles), "matmul": (_shapes, _shares, _depths)}
+    return groups[kind]
 
 
 # ---------------------------------------------------------------- attention
@@ -98,21 +97,23 @@ def groups_of(kind: str) -> tuple[Group, ...]:
 def _tiles(plan: Any) -> Iterator[Changes]:
     """Of the plan's own kernel first."""
     problem, device = plan.problem, plan.device
-    names = ("block_m", "block_n", "num_warps", "num_stages")
     if device.backend == "interpreter":
-        yield from (dict(zip(names, each, strict=True)) for each in _INTERPRETER["attention"])
+        yield from map(_attention_tile, _INTERPRETER["attention"])
         return
     hopper = []
     for rows, keys, stages in _HOPPER:
-        options = hopper_options(problem, Tile(rows, keys, 4, stages), device)
-        hopper.append({"kernel": HOPPER, **dict(zip(names, (rows, keys, 4, stages), strict=True)), "options": options})
+        each = rows, keys, 4, stages
+        options = hopper_options(problem, Tile(*each), device)
+        hopper.append({"kernel": HOPPER, **_attention_tile(each), "options": options})
     small = problem.dtype == "float32" or max(problem.block_qk, problem.block_v) > 128 or problem.seq_q <= 128
     fitting = (*_SMALL, *_ATTENTION) if small else _ATTENTION
-    portable = [
-        {"kernel": kernel, **dict(zip(names, each, strict=True)), "options": ()}
-        for each, kernel in product(fitting, (VARLEN,) if problem.varlen else (BOX, POINTER))
-    ]
+    kernels = (VARLEN,) if problem.varlen else (BOX, POINTER)
+    portable = [{"kernel": one, **_attention_tile(each), "options": ()} for each, one in product(fitting, kernels)]
     yield from hopper + portable[:4] if plan.kernel == HOPPER else portable + hopper
+
+
+def _attention_tile(numbers: tuple[int, ...]) -> Changes:
+    return dict(zip(("block_m", "block_n", "num_warps", "num_stages"), numbers, strict=True))
 
 
 def _options(plan: Any) -> Iterator[Changes]:
@@ -171,7 +172,12 @@ def _shapes(plan: Any) -> Iterator[Changes]:
         rows, columns = each[:2]
         made = -(-problem.m // rows) * -(-problem.n // columns) * problem.results
         if made <= MOST_TILES * device.sms and not _idle(rows, problem.m) and not _idle(columns, problem.n):
-            tiles.append(_tile(PORTABLE, _narrow(each, problem.dtype == "float32", device.backend == "hip")))
+            *_, k, warps, stages = each
+            if problem.dtype == "float32":
+                k, stages = k // 2, min(stages, 3)
+            if device.backend == "hip":  # 64 KiB of shared memory
+                k, stages = min(k, 64), min(stages, 2)
+            tiles.append(_tile(PORTABLE, (rows, columns, k, warps, stages)))
     hopper = [_tile(HOPPER_MATMUL, (128, n, 64, 4, stages)) for n, stages in ((256, 4), (128, 6), (256, 3), (128, 4))]
     if min(problem.m, problem.n) <= 32:  # most of 128 x 128 would be empty
         hopper = []
@@ -189,13 +195,6 @@ def _depths(plan: Any) -> Iterator[Changes]:
     yield from ({"group": group} for group in (4, 16, 1, 32))
     if plan.device.backend != "interpreter":
         yield from ({"num_stages": stages} for stages in (3, 4, 5, 6, 8, 2))
-
-
-def _narrow(numbers: tuple[int, ...], single: bool, hip: bool) -> tuple[int, ...]:
-    """Half of k for fp32, and two buffers where there are 64 KiB of shared memory."""
-    rows, columns, k, warps, stages = numbers
-    depth = min(k // 2 if single else k, 64 if hip else k)
-    return rows, columns, depth, warps, min(stages, 2 if hip else 3 if single else stages)
 
 
 def _idle(block: int, size: int) -> bool:

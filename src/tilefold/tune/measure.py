@@ -106,17 +106,11 @@ class Log:
         self.path, self.identity = path, identity
         self.trials: dict[str, dict[str, Trial]] = {}
         self.finals: dict[str, dict[str, Any]] = {}
-        for line in self._lines():
-            with suppress(
-                ValueError, KeyError, TypeError, AttributeError
-            ):  # a line that was cut off when a process ended
+        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        for line in text.splitlines():
+            # a line may have been cut off when a process ended
+            with suppress(ValueError, KeyError, TypeError, AttributeError):
                 self._take(json.loads(line))
-
-    def _lines(self) -> list[str]:
-        try:
-            return self.path.read_text(encoding="utf-8", errors="replace").splitlines()
-        except FileNotFoundError:
-            return []
 
     def _take(self, row: dict[str, Any]) -> None:
         if any(row[name] != value for name, value in self.identity.items()):
@@ -124,14 +118,12 @@ class Log:
         if row["state"] == FINAL:
             self.finals[row["case"]] = row
             return
-        fields = {name: _plain(value) for name, value in row["fields"].items()}
+        fields = _plain(row["fields"])
         if row["state"] == INTERRUPTED:
             self.trials[row["case"]].pop(_key(fields))
             return
-        trial = (
-            Trial(fields, ENDED) if row["state"] == BEGUN else Trial(fields, row["state"], row["note"], row["ratio"])
-        )
-        self.trials.setdefault(row["case"], {})[_key(fields)] = trial
+        what = (ENDED,) if row["state"] == BEGUN else (row["state"], row["note"], row["ratio"])
+        self.trials.setdefault(row["case"], {})[_key(fields)] = Trial(fields, *what)
 
     def write(self, case: str, state: str, **values: Any) -> None:
         """Append a line."""
@@ -142,10 +134,9 @@ class Log:
         row = self.finals.get(_case(tunable))
         if row is None:
             return None
-        planned, best = ({name: _plain(value) for name, value in row[which].items()} for which in ("planned", "best"))
         trials = tuple(self.trials.get(_case(tunable), {}).values())
-        return Outcome(tunable, row["problem"], planned, best, row["planned_us"], row["tuned_us"], trials, row["searched"],
-                       row["date"], row["clear"])  # fmt: skip
+        return Outcome(tunable, row["problem"], _plain(row["planned"]), _plain(row["best"]), row["planned_us"], row["tuned_us"],
+                       trials, row["searched"], row["date"], row["clear"])  # fmt: skip
 
 
 def tune(
@@ -161,6 +152,13 @@ def tune(
 
     torch_device: "cuda" or "cpu".  progress: (problem, what is done now).  DeviceError if the GPU was lost; the candidate that
     did it is in the log, and the next call leaves it out."""
+    if sampling is None:  # replays of CUDA graphs over all sets of inputs; on the CPU the wall's clock
+
+        def sampling(plan: Plan, calls: Sequence[Callable[[], object]]) -> timers.Sampler:
+            if torch_device == "cuda":
+                return timers.graph_sampler(calls, target_ms=4.0)
+            return lambda: timers.wall_samples(calls[0], budget_s=0.01, least=1)
+
     end, found = limits.now() + limits.seconds, []
     kept = {one: log.outcome(one) for one in tunables}
     waiting = sum(known is None or not known.over(limits.quick) for known in kept.values())
@@ -173,7 +171,7 @@ def tune(
             found.append(known or Outcome(one, note="not reached"))
             continue
         until, waiting = limits.now() + left / waiting, waiting - 1
-        search = _Search(one, device, torch_device, log, limits, until, sampling or _sampling(torch_device))
+        search = _Search(one, device, torch_device, log, limits, until, sampling)
         found.append(_guarded(search, lambda what, one=one: progress(one, what)))  # type: ignore[misc]
     return found
 
@@ -353,13 +351,6 @@ def table_of_outcomes(outcomes: Sequence[Outcome], identity: dict[str, str], bef
     return Table(entries=tuple({**kept, **made}.values()), **identity)  # type: ignore[arg-type]
 
 
-def _sampling(torch_device: str) -> Sampling:
-    """Replays of CUDA graphs over all sets of inputs; on the CPU the wall's clock."""
-    if torch_device == "cuda":
-        return lambda plan, calls: timers.graph_sampler(calls, target_ms=4.0)
-    return lambda plan, calls: lambda: timers.wall_samples(calls[0], budget_s=0.01, least=1)
-
-
 def _case(tunable: Tunable) -> str:
     return f"{tunable.kind} {tunable.case!r}"
 
@@ -368,6 +359,6 @@ def _key(fields: Changes) -> str:
     return json.dumps(fields, sort_keys=True)
 
 
-def _plain(value: Any) -> Any:
-    """A field as plans have it: JSON knows no tuples."""
-    return tuple(value) if isinstance(value, list) else value
+def _plain(fields: Changes) -> Changes:
+    """Fields as plans have them: JSON knows no tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}

@@ -66,12 +66,9 @@ class Tunable:
 
     def work(self, device: str, count: int) -> Work:
         """`count` sets of inputs on "cuda" or "cpu", with what runs and judges them."""
-        made: dict[str, Callable[[Any, str, int], Work]] = {
-            "attention": _attention,
-            "decode": _decode,
-            "matmul": _matmul,
-        }
-        return made[self.kind](self.case, device, count)
+        made: Callable[[Any, str, int], Work]
+        made = {"attention": _attention, "decode": _decode, "matmul": _matmul}[self.kind]  # type: ignore[assignment]
+        return made(self.case, device, count)
 
 
 def problems_of_cases(pattern: str, gpu: bool) -> tuple[Tunable, ...]:

@@ -612,7 +612,7 @@ def test_without_a_gpu_the_command_refuses(monkeypatch):
 
     monkeypatch.delenv("TRITON_INTERPRET")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    refuses(DeviceError, "measures plans on a GPU, and torch sees none here", command._runtime)
+    refuses(DeviceError, "measures plans on a GPU, and torch sees none here", command.tune.__wrapped__, "d128")
 
 
 def test_a_table_in_the_users_cache_is_used_by_another_process(tmp_path):

@@ -6,10 +6,12 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 import tilefold
 from tilefold.errors import Unsupported
@@ -89,14 +91,9 @@ def batches_of(tokens: Sequence[Tokens], device: str) -> list[Batch]:
         groups.setdefault(-(-len(one.ids) // BUCKET), []).append(i)
     found = []
     for _, index in sorted(groups.items()):
-        longest = max(len(tokens[i].ids) for i in index)
-        ids = torch.zeros(len(index), longest, dtype=torch.int64)
-        mask = torch.zeros_like(ids)
-        for row, i in enumerate(index):
-            n = len(tokens[i].ids)
-            ids[row, :n] = torch.tensor(tokens[i].ids)
-            mask[row, :n] = 1
-        found.append(Batch(tuple(index), ids.to(device), mask.to(device)))
+        ids = [torch.tensor(tokens[i].ids) for i in index]
+        padded, mask = (pad_sequence(each, batch_first=True) for each in (ids, [torch.ones_like(one) for one in ids]))
+        found.append(Batch(tuple(index), padded.to(device), mask.to(device)))
     return found
 
 
@@ -221,21 +218,15 @@ class Encoder:
         """Embeddings through `tilefold.attention_varlen`: all sentences in one row without padding."""
         capture = self._through_tilefold(tick)
         device = self.model.device
-        lengths = torch.tensor([len(one.ids) for one in tokens])
-        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(device, torch.int32)
-        position = torch.cat([torch.arange(int(n)) for n in lengths])[None].to(device)
+        lengths = [len(one.ids) for one in tokens]
+        offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+        position = torch.cat([torch.arange(n) for n in lengths])[None].to(device)
         ids = torch.tensor([i for one in tokens for i in one.ids])[None].to(device)
-        longest = int(lengths.max())
+        packed: dict[str, Any] = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
+        packed |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
         with torch.no_grad():
-            hidden = self.model(
-                input_ids=ids,
-                position_ids=position,
-                cu_seq_lens_q=offsets,
-                cu_seq_lens_k=offsets,
-                max_length_q=longest,
-                max_length_k=longest,
-            ).last_hidden_state[0]
-        means = torch.stack([part.mean(0) for part in hidden.split(lengths.tolist())])
+            hidden = self.model(input_ids=ids, position_ids=position, **packed).last_hidden_state[0]
+        means = torch.stack([part.mean(0) for part in hidden.split(lengths)])
         return torch.nn.functional.normalize(means, dim=1), self._checked(capture, 1)
 
     def _padded(self, batches: Sequence[Batch]) -> torch.Tensor:

@@ -15,7 +15,7 @@ import tilefold
 from tilefold import reference
 from tilefold.cli.demo import judge, kernels, show
 from tilefold.cli.demo.judge import Check
-from tilefold.cli.demo.model import Batch, Encoder, LayerCall, Tokens, batches_of, load, tokenize
+from tilefold.cli.demo.model import Encoder, LayerCall, Tokens, batches_of, load, tokenize
 from tilefold.cli.demo.sentences import Sentence, chosen
 from tilefold.cli.demo.show import Head, Report, Variant
 from tilefold.cli.runtime import folder
@@ -134,8 +134,16 @@ def examine(
         plans = [call.plan() for call in calls[:: encoder.layers]]
         variants.append(Variant(function, note, plans, judge.layer_errors(calls, encoder.layers)))
         checks += _checks(variants[-1], embeddings, (exact, plain, eager), ranking)
-    with clock.stage("one head from its lse"):
-        head = _head(kept[0], batches, tokens, sentences, options, encoder.layers)
+    with clock.stage("one head from its lse"):  # from the padded run
+        i = options.sentence
+        number = next(n for n, batch in enumerate(batches) if i in batch.index)
+        call, row, words = (
+            kept[0][number * encoder.layers + options.layer],
+            batches[number].index.index(i),
+            tokens[i].texts,
+        )
+        p = judge.probabilities(call, row, len(words), options.head)
+        head = Head(options.layer, options.head, sentences[i].text, words, p)
     checks.append(_rows_sum_to_one(head, variants[0].layers[options.layer]))
     lengths = [len(one.ids) for one in tokens]
     return Report(environment(options.device), sentences, lengths, variants, ranking, head, checks, clock.stages)
@@ -195,15 +203,3 @@ def _rows_sum_to_one(head: Head, layer: judge.LayerError) -> Check:
     return Check(
         "lse: the head's probabilities sum to 1", off <= limit, f"rows miss 1 by at most {off:.1e} (limit {limit:.1e})"
     )
-
-
-def _head(
-    calls: list[LayerCall], batches: list[Batch], tokens: list[Tokens], sentences: tuple[Sentence, ...],
-    options: DemoOptions, layers: int,
-) -> Head:  # fmt: skip
-    """The probabilities of the head that is shown, from the padded run."""
-    i = options.sentence
-    number = next(n for n, batch in enumerate(batches) if i in batch.index)
-    call, row, words = calls[number * layers + options.layer], batches[number].index.index(i), tokens[i].texts
-    p = judge.probabilities(call, row, len(words), options.head)
-    return Head(options.layer, options.head, sentences[i].text, words, p)

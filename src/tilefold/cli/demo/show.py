@@ -160,33 +160,24 @@ def figure_of(found: Report) -> Any:
     """Both heat maps side by side."""
     figure: Any = new_figure(17, 7.4)
     left, right = figure.subplots(1, 2, width_ratios=(0.9, 1.1))
-    _draw_head(left, found.head)
-    _draw_similarity(right, found)
-    figure.suptitle("Attention by tilefold in a trained sentence encoder (all-MiniLM-L6-v2)", fontsize=15)
-    return figure
-
-
-def _draw_head(axes: Any, head: Head) -> None:
-    """One head's probabilities, tokens on both sides."""
-    _heat(axes, head.probabilities.numpy(), head.tokens, head.tokens, "probability", 0.0)
-    axes.set_xlabel("key token it looks at")
-    axes.set_ylabel("query token")
+    head = found.head
+    _heat(left, head.probabilities.numpy(), head.tokens, head.tokens, "probability", 0.0)
     said = ", ".join(f"“{query}” → “{key}” {p:.0%}" for query, key, p in head.links(2))
-    axes.set_title(f"Layer {head.layer}, head {head.head}: {said}", fontsize=13)
-
-
-def _draw_similarity(axes: Any, found: Report) -> None:
-    """Cosines of all pairs of sentences; a sentence with itself stays grey; lines between topics."""
+    left.set(xlabel="key token it looks at", ylabel="query token")
+    left.set_title(f"Layer {head.layer}, head {head.head}: {said}", fontsize=13)
+    # cosines of all pairs of sentences; a sentence with itself stays grey
     topics = [sentence.topic for sentence in found.sentences]
     cosine = found.ranking.similarity.clone().fill_diagonal_(float("nan")).numpy()
     rows = [f"{short(s.text, 44)}  {i}" for i, s in enumerate(found.sentences)]
     columns = [f"{i}  {topic}" for i, topic in enumerate(topics)]
     others = cosine[cosine == cosine]
-    _heat(axes, cosine, rows, columns, "cosine", min(0.0, float(others.min())))
+    _heat(right, cosine, rows, columns, "cosine", min(0.0, float(others.min())))
     for at in (i for i in range(1, len(topics)) if topics[i] != topics[i - 1]):
-        axes.axhline(at - 0.5, color="#333", linewidth=0.8)
-        axes.axvline(at - 0.5, color="#333", linewidth=0.8)
-    axes.set_title("Cosine of sentence embeddings (lines part the topics)", fontsize=13)
+        right.axhline(at - 0.5, color="#333", linewidth=0.8)
+        right.axvline(at - 0.5, color="#333", linewidth=0.8)
+    right.set_title("Cosine of sentence embeddings (lines part the topics)", fontsize=13)
+    figure.suptitle("Attention by tilefold in a trained sentence encoder (all-MiniLM-L6-v2)", fontsize=15)
+    return figure
 
 
 def _heat(axes: Any, values: Any, rows: Sequence[str], columns: Sequence[str], unit: str, low: float) -> None:
