@@ -9,7 +9,7 @@ from torch import nn
 from ..check import check_number, check_whole
 from ..errors import DtypeError, ShapeError, ValueRangeError
 from ..sparse import BlockIndex, CoarseOptions, GridTiling, SelectOptions, sparse_video_attention
-from ..sparse.kept import kept
+from ..sparse.kept import every_block
 from ..sparse.tiling import block_cube, triple
 from .coarse import CoarseProjection
 from .gate import Gate, GateKind, both_gates
@@ -208,11 +208,8 @@ class SparseVideoAttention(nn.Module):
 
 def whole_index(tiling: GridTiling, device: torch.device) -> BlockIndex:
     """Every block listed for every block: dense attention over a grid's tokens."""
-    n, sizes = tiling.block_count, tiling.sizes(device)
-    column = kept(("whole", n), device, lambda: torch.arange(n, dtype=torch.int32, device=device))
-    count = kept(("count", n), device, lambda: torch.full((n,), n, dtype=torch.int32, device=device))
-    seq, slots = tiling.padded, tiling.slots
-    return BlockIndex(column.expand(1, 1, n, n), count.expand(1, 1, n), slots, slots, seq, seq, sizes, sizes)
+    n, seq, slots, sizes = tiling.block_count, tiling.padded, tiling.slots, tiling.sizes(device)
+    return BlockIndex(*every_block(n, n, device), slots, slots, seq, seq, sizes, sizes)
 
 
 def _sizes(dim: int, heads: int, kv_heads: int | None, head_dim: int | None) -> tuple[int, int, int, int]:
