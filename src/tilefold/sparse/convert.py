@@ -45,14 +45,21 @@ def map_of_flex(mask: "BlockMask", check: bool) -> tuple[torch.Tensor, tuple[int
     block_q, block_k = mask.BLOCK_SIZE
     for size in (block_q, block_k):
         check_block(f"mask has BLOCK_SIZE {(block_q, block_k)}: each", size)
-    blocks = -(-seq_k // block_k)
-    keep = lists_to_map(padded(mask.kv_indices, 4), padded(mask.kv_num_blocks, 3), blocks)
-    if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
-        keep = keep | lists_to_map(padded(mask.full_kv_indices, 4), padded(mask.full_kv_num_blocks, 3), blocks)
+    partial, full = maps_of_flex(mask)
+    keep = partial if full is None else partial | full
     from torch.nn.attention.flex_attention import noop_mask
 
     cut = mask.mask_mod is not noop_mask and not (check and not bool(mask.kv_num_blocks.any()))
     return keep, (block_q, block_k), (seq_q, seq_k), cut
+
+
+def maps_of_flex(mask: "BlockMask") -> tuple[torch.Tensor, torch.Tensor | None]:
+    """bool [batch, heads, Q blocks, KV blocks] of a BlockMask's partial blocks, and of its full ones, if it tells them apart."""
+    blocks = -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1])
+    partial = lists_to_map(padded(mask.kv_indices, 4), padded(mask.kv_num_blocks, 3), blocks)
+    if mask.full_kv_num_blocks is None or mask.full_kv_indices is None:
+        return partial, None
+    return partial, lists_to_map(padded(mask.full_kv_indices, 4), padded(mask.full_kv_num_blocks, 3), blocks)
 
 
 def kinds_of_mask_mod(
