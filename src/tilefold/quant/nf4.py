@@ -35,6 +35,7 @@ NF4_CODE = (
     1.0,
 )
 """Quantiles of a normal distribution, scaled to [-1, 1], with an exact 0: seven below it, eight above (QLoRA, appendix E)."""
+SETTINGS = ("shape", "blocksize", "nested_blocksize", "nested_offset")
 LEAST_GROUP = 8  # below it the repeated scales outweigh the codes
 
 
@@ -65,14 +66,9 @@ def from_nf4(
     divisor of both, with scales repeated: the same numbers.  Below 8 columns that is refused (Unsupported).
     Raises DtypeError, ShapeError, DeviceError, ValueRangeError, each naming the argument."""
     state = _read_state(quant_state)
-    given = {
-        "shape": shape,
-        "blocksize": blocksize,
-        "nested_blocksize": nested_blocksize,
-        "nested_offset": nested_offset,
-    }
+    given = dict(zip(SETTINGS, (shape, blocksize, nested_blocksize, nested_offset), strict=True))
     known = {"blocksize": 64, "nested_blocksize": 256, "nested_offset": 0.0, **state}
-    known.update({name: value for name, value in given.items() if value is not None})
+    known |= {name: value for name, value in given.items() if value is not None}
     n, k = _check_shape(known.get("shape"))
     for name in ("blocksize", "nested_blocksize"):
         if type(known[name]) is not int or known[name] < 1:
@@ -144,8 +140,7 @@ def _read_state(quant_state: torch.Tensor | Mapping[str, Any] | None) -> dict[st
         raise ValueRangeError(f"quant_state must hold a JSON object, got {quant_state!r}")
     if quant_state.get("quant_type", "nf4") != "nf4":
         raise Unsupported(f"quant_state must have quant_type 'nf4', got {quant_state['quant_type']!r}")
-    names = ("shape", "blocksize", "nested_blocksize", "nested_offset")
-    state = {name: quant_state[name] for name in names if quant_state.get(name) is not None}
+    state = {name: quant_state[name] for name in SETTINGS if quant_state.get(name) is not None}
     if "dtype" in quant_state:
         if quant_state["dtype"] not in NAMED:
             raise DtypeError(f"quant_state must have a dtype of {sorted(NAMED)}, got {quant_state['dtype']!r}")

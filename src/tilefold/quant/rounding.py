@@ -7,7 +7,7 @@ import torch
 
 from ..errors import DeviceError, DtypeError, LayoutError, ShapeError, Unsupported, ValueRangeError
 from .packing import check_bits, pack
-from .refine import nearest_codes, real_columns, refine_zeros, squared_errors
+from .refine import nearest_codes, refine_zeros, squared_errors
 from .tensor import QuantizedTensor, check_dtype
 
 GROUP = 128
@@ -153,7 +153,7 @@ def _grouped(w: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
     n, k = w.shape
     groups = -(-k // group)
     grouped = torch.nn.functional.pad(w.float(), (0, groups * group - k)).view(n, groups, group)
-    return grouped, real_columns(grouped, k)
+    return grouped, (torch.arange(groups * group, device=w.device) < k).view(groups, group)
 
 
 def _quantize_rows(
