@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -281,10 +281,8 @@ def _encoded(value: Any) -> Any:
     name = type(value).__name__
     if getattr(policies, name, None) is not type(value) or name == "FixedMap":
         raise Unsupported(f"{value!r} cannot be written as text: it is no policy of numbers of tilefold.video")
-    given = {one.name: getattr(value, one.name) for one in fields(value)}
-    default = {one.name: one.default for one in fields(value) if one.default is not MISSING}
-    kept = {key: _encoded(one) for key, one in given.items() if key not in default or default[key] != one}
-    return {"type": name, **kept}
+    given = {one.name: getattr(value, one.name) for one in fields(value) if getattr(value, one.name) != one.default}
+    return {"type": name, **{key: _encoded(one) for key, one in given.items()}}
 
 
 def _decoded(value: Any) -> Any:

@@ -132,18 +132,12 @@ def _check_saved(
     """What the forward pass left, and where gradients go, have the shapes that belong to q, k and v: kernels rely on it."""
     queries, keys = ("total_q", "total_k") if packed else ("batch seq_q", "batch seq_k")
     lse = "heads total_q" if packed else "batch heads seq_q"
-    q_like, k_like, v_like = f"{queries} heads dim_qk", f"{keys} kv_heads dim_qk", f"{keys} kv_heads dim_v"
-    inputs = (
-        ("q", q_like),
-        ("k", k_like),
-        ("v", v_like),
-        ("out", f"{queries} heads dim_v"),
-        ("dout", f"{queries} heads dim_v"),
-    )
+    inputs = {"q": f"{queries} heads dim_qk", "k": f"{keys} kv_heads dim_qk", "v": f"{keys} kv_heads dim_v"}
+    outputs = dict.fromkeys(("out", "dout"), f"{queries} heads dim_v")
     specs = (
-        *(TensorSpec(name, dims, FLOATS, same_dtype_as=None if name == "q" else "q") for name, dims in inputs),
+        *(TensorSpec(name, dims, FLOATS, same_dtype_as="q") for name, dims in (inputs | outputs).items()),
         TensorSpec("softmax_lse", lse, (torch.float32,)),
-        *(TensorSpec(f"d{name}", dims, FLOATS, optional=True, same_dtype_as="q") for name, dims in inputs[:3]),
+        *(TensorSpec(f"d{name}", dims, FLOATS, optional=True, same_dtype_as="q") for name, dims in inputs.items()),
         TensorSpec("rng_state", "numbers", (torch.int64,), optional=True),
     )
     names = ("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv", "rng_state")
