@@ -75,8 +75,7 @@ class SparseVideoAttention(nn.Module):
         self.dim, self.heads, self.kv_heads, self.head_dim = _sizes(dim, heads, kv_heads, head_dim)
         self.cube = block_cube(cube)
         self.grid = None if grid is None else triple("grid", grid)
-        self.coarse_options = _coarse(coarse, self.grid)
-        _needs_coarse(self.coarse_options, coarse_per_head, select)
+        self.coarse_options = _coarse(coarse, self.grid, coarse_per_head, select)
         self.select = SelectOptions() if select is None else _is("select", select, SelectOptions)
         self.rotary = None if rotary is None else _is("rotary", rotary, Rotary3D)
         if self.rotary is not None:
@@ -226,26 +225,21 @@ def _sizes(dim: int, heads: int, kv_heads: int | None, head_dim: int | None) -> 
     return dim, heads, kv_heads, head_dim
 
 
-def _coarse(coarse: CoarseOptions | str | None, grid: object) -> CoarseOptions | None:
+def _coarse(coarse: CoarseOptions | str | None, grid: object, per_head: bool, select: object) -> CoarseOptions | None:
+    """The options of the branch; nothing that was asked of a branch which is not there is passed over."""
     options = CoarseOptions(coarse) if isinstance(coarse, str) else coarse  # type: ignore[arg-type]
-    if options is None:
-        return None
-    if _is("coarse", options, CoarseOptions).kind == "dense" and grid is None:
+    if options is not None and _is("coarse", options, CoarseOptions).kind == "dense" and grid is None:
         raise ValueRangeError(
             "coarse is 'dense', a matrix over all tokens of one grid: give grid to the constructor, got None"
         )
-    return options
-
-
-def _needs_coarse(coarse: CoarseOptions | None, per_head: bool, select: object) -> None:
-    """Nothing that was asked of a branch which is not there is passed over."""
-    if per_head and (coarse is None or coarse.kind == "pooled"):
-        kind = None if coarse is None else coarse.kind
+    kind = None if options is None else options.kind
+    if per_head and kind in (None, "pooled"):
         raise ValueRangeError(
             f"coarse_per_head is True, but coarse {kind!r} has no projections; they come with 'block' and 'dense'"
         )
-    if select is not None and coarse is None:
+    if select is not None and options is None:
         raise ValueRangeError("select was given with coarse=None: without a coarse branch nothing is selected")
+    return options
 
 
 def _is(name: str, value: Any, kind: type) -> Any:

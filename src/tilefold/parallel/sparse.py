@@ -297,11 +297,8 @@ def _padded(t: torch.Tensor, block: int) -> torch.Tensor:
 def _by_block(t: torch.Tensor, exchange: BlockExchange) -> torch.Tensor:
     """A view [B, G, blocks, batch / B, block, kv_heads / G, dim], B and G being those with lists of their own."""
     batch, groups = exchange.index_shares
-    size = exchange.block
-    shape = (batch, t.shape[0] // batch, t.shape[1] // size, size, groups, t.shape[2] // groups, t.shape[3])
-    strides = t.stride()
-    split = (strides[0] * shape[1], strides[0], strides[1] * size, strides[1], strides[2] * shape[5], *strides[2:])
-    return t.as_strided(shape, split, t.storage_offset()).permute(0, 4, 2, 1, 3, 5, 6)
+    split: torch.Tensor = t.unflatten(2, (groups, -1)).unflatten(1, (-1, exchange.block)).unflatten(0, (batch, -1))
+    return split.permute(0, 4, 2, 1, 3, 5, 6)
 
 
 def _by_token(t: torch.Tensor) -> torch.Tensor:

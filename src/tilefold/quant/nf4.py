@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import DtypeError, ShapeError, Unsupported, ValueRangeError
-from .packing import pack
-from .tensor import DTYPES, NAMED, QuantizedTensor, check_dtype
+from .tensor import DTYPES, NAMED, QuantizedTensor, check_dtype, packed_weight
 from .words import check_tensor
 
 NF4_CODE = (
@@ -106,17 +105,8 @@ def _record(
     codes = torch.stack((packed >> 4, packed & 15), 1).flatten()[: n * k].view(n, k)
     rows, groups = (torch.arange(size, device=packed.device) for size in (n, k // group))
     first = rows[None, :] * k + groups[:, None] * group
-    words, _ = pack(codes, 4)
-    return QuantizedTensor(
-        packed=words,
-        scales=absmax[first // block].contiguous(),
-        table=table,
-        bits=4,
-        group=group,
-        shape=shape,
-        scheme="table",
-        dtype=dtype,
-    )
+    scales = absmax[first // block].contiguous()
+    return packed_weight(codes, 4, scales=scales, table=table, group=group, scheme="table", dtype=dtype)
 
 
 def _check_shape(shape: Any) -> tuple[int, int]:

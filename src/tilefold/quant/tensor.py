@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import DeviceError, DtypeError, ShapeError, ValueRangeError
-from .packing import check_bits, check_plane, packed_shapes, unpack
+from .packing import check_bits, check_plane, pack, packed_shapes, unpack
 
 SCHEMES = ("symmetric", "asymmetric", "table")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -238,3 +238,10 @@ class QuantizedTensor:
             f"QuantizedTensor([{n}, {k}], {self.bits} bits, {self.scheme}, {groups}, scales {scales}{zeros}{order}, "
             f"{8 * self.nbytes / (n * k):.3g} bits a weight, {self.device})"
         )
+
+
+def packed_weight(codes: torch.Tensor, bits: int, **fields: Any) -> QuantizedTensor:
+    """The record of codes uint8 [N, K], which are packed here; fields: its others."""
+    packed, high = pack(codes, bits)
+    shape = (codes.shape[0], codes.shape[1])
+    return QuantizedTensor(packed=packed, packed_high=high, bits=bits, shape=shape, **fields)

@@ -3,8 +3,7 @@
 import torch
 
 from ..errors import DeviceError, DtypeError, ShapeError, ValueRangeError
-from .packing import pack
-from .tensor import DTYPES, QuantizedTensor, check_dtype
+from .tensor import DTYPES, QuantizedTensor, check_dtype, packed_weight
 
 
 def check_tensor(
@@ -67,8 +66,8 @@ def column_order(
 ) -> tuple[torch.Tensor | None, int]:
     """The order of columns that puts each group's side by side, int32 [K], or None if they are; and the size of a group.
 
-    g_idx: the group of each column, integers [K]; None: neighbours are a group.  All groups but the last must have the same number
-    of columns, the last no more: anything else has no such order and is refused with ValueRangeError."""
+    g_idx: the group of each column, integers [K]; None: neighbours are a group.  All groups but the last must have as many
+    columns, the last no more: anything else has no such order and is refused with ValueRangeError."""
     if g_idx is None:
         return None, group_size(given, k, groups)
     check_tensor(name, g_idx, (g_idx.dtype,), (k,), device)
@@ -104,15 +103,12 @@ def build(
     check_dtype("dtype", dtype, DTYPES)
     if zeros is not None and bool((zeros == 2 ** (bits - 1)).all()):
         zeros = None
-    packed, high = pack(codes if perm is None else codes[:, perm.long()], bits)
-    return QuantizedTensor(
-        packed=packed,
-        packed_high=high,
+    return packed_weight(
+        codes if perm is None else codes[:, perm.long()],
+        bits,
         scales=scales.detach().contiguous(),
         zeros=None if zeros is None else zeros.contiguous(),
-        bits=bits,
         group=group,
-        shape=(codes.shape[0], codes.shape[1]),
         scheme="symmetric" if zeros is None else "asymmetric",
         dtype=dtype,
         perm=perm,

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch._functorch import pyfunctorch
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from ...device.mods import softcap
 from ...errors import DeviceError, DtypeError, ShapeError, Unsupported
@@ -89,7 +90,7 @@ class _Number(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        trace = next(each for each in _flat((*args, *(kwargs or {}).values())) if isinstance(each, _Number)).trace
+        trace = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, _Number)).trace
         return trace.operation(func, args, kwargs or {})
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -303,7 +304,7 @@ class _Trace:
         rule = OPERATIONS.get(name[:-1] if in_place else name)
         if rule is None:
             self.refuse(f"torch's {name}")
-        self.materialise([each for each in _flat((*args, *kwargs.values())) if isinstance(each, _Number)])
+        self.materialise([each for each in tree_leaves((args, kwargs)) if isinstance(each, _Number)])
         try:
             made = rule(self, *args, **kwargs)
         except TypeError:
@@ -331,9 +332,7 @@ class _Trace:
 
     def text(self, found: Any) -> str:
         """The source of the function that returns what the mod returned."""
-        if (isinstance(found, torch.Tensor) and not isinstance(found, _Number)) or isinstance(
-            found, bool | int | float
-        ):
+        if isinstance(found, torch.Tensor) and not isinstance(found, _Number):
             found = self.taken(found)
         if not isinstance(found, _Number | bool | int | float):
             self.refuse(f"a result of {type(found).__name__}")
@@ -377,17 +376,9 @@ class _Trace:
         of = {"score"}
         for line in self.lines:
             name, _, value = line.partition(" = ")
-            if of & set(value.replace("(", " ").replace(")", " ").replace(",", " ").replace(".", " ").split()):
+            if of & set(re.findall(r"\w+", value)):
                 of.add(name)
         return result in of
-
-
-def _flat(values: Any) -> Any:
-    for each in values:
-        if isinstance(each, list | tuple):
-            yield from _flat(each)
-        else:
-            yield each
 
 
 # ---------------------------------------------------------------- helpers of the functions that are written
