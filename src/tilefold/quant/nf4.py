@@ -84,26 +84,14 @@ def from_nf4(
         raise DtypeError(f"absmax must be uint8 where nested_absmax or nested_code is given, got {absmax.dtype}")
     table = torch.tensor(NF4_CODE, device=device) if code is None else code
     check_tensor("code", table, (torch.float32,), (16,), device)
-    return _record(packed.reshape(-1), absmax, table, (n, k), block, dtype)
-
-
-def _record(
-    packed: torch.Tensor,
-    absmax: torch.Tensor,
-    table: torch.Tensor,
-    shape: tuple[int, int],
-    block: int,
-    dtype: torch.dtype,
-) -> QuantizedTensor:
-    """The record of packed uint8 [ceil(N K / 2)] with fp32 absmax [blocks]: groups that lie in one row and one block."""
-    n, k = shape
-    group = math.gcd(k, block)
+    group = math.gcd(k, block)  # of columns that lie in one row and one block
     if group < min(LEAST_GROUP, k):
         raise Unsupported(
             f"blocksize = {block} and K = {k} share only {group} columns; give the weight in bf16 and quantise it anew"
         )
+    packed = packed.reshape(-1)
     codes = torch.stack((packed >> 4, packed & 15), 1).flatten()[: n * k].view(n, k)
-    rows, groups = (torch.arange(size, device=packed.device) for size in (n, k // group))
+    rows, groups = (torch.arange(size, device=device) for size in (n, k // group))
     first = rows[None, :] * k + groups[:, None] * group
     scales = absmax[first // block].contiguous()
     return packed_weight(codes, 4, scales=scales, table=table, group=group, scheme="table", dtype=dtype)

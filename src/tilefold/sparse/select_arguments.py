@@ -28,10 +28,7 @@ def bind_scores(scores: torch.Tensor) -> None:
 
 
 def bind_sizes(
-    scores: torch.Tensor,
-    geometry: Geometry | None,
-    block_sizes: torch.Tensor | None,
-    query_sizes: torch.Tensor | None,
+    scores: torch.Tensor, geometry: Geometry | None, block_sizes: torch.Tensor | None, query_sizes: torch.Tensor | None
 ) -> torch.Tensor | None:
     """Check the geometry and both sizes against scores; block_sizes as a view [B, H, KVb]."""
     known = dict(zip(("batch", "heads", "q_blocks", "kv_blocks"), scores.shape, strict=True))

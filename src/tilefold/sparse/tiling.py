@@ -12,6 +12,7 @@ from .kept import kept
 from .validate import SMALLEST_BLOCK
 
 AXES = ("t", "h", "w")
+Maker = Callable[["GridTiling", torch.device], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -118,9 +119,7 @@ class GridTiling:
         """int64 [blocks * slots, 3]: (t, h, w) of the token in each slot, counted in tokens; 0 in padding slots."""
         return self._kept(_positions, device)
 
-    def _kept(
-        self, make: Callable[["GridTiling", torch.device], torch.Tensor], device: torch.device | str | None
-    ) -> torch.Tensor:
+    def _kept(self, make: "Maker", device: torch.device | str | None) -> torch.Tensor:
         place = torch.device(device) if device is not None else torch.get_default_device()
         return kept((self, make), place, lambda: make(self, place))
 

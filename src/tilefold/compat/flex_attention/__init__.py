@@ -240,11 +240,9 @@ def _with_blocks(
     refusals = tiles_refusals(q, k, v, Call(**dense))
     if (why := refusals.forward or (refusals.backward if graded else None)) is None:
         return _Planned(tensors, dense)
-    if mask.full_kv_num_blocks is None or not inner:  # all that is listed is partial, or whole
-        options = {**options, "mask": inner[0] if inner else None}
-    else:
-        options = {**options, "mask": table}
-    return _Planned(tensors, options, _kept(mask, BlockIndex.from_flex), why)
+    alike = mask.full_kv_num_blocks is None or not inner  # all that is listed is partial, or whole
+    within = table if not alike else inner[0] if inner else None
+    return _Planned(tensors, {**options, "mask": within}, _kept(mask, BlockIndex.from_flex), why)
 
 
 @_eager
