@@ -11,6 +11,7 @@ from tilefold.nn.sparse_video import whole_index
 from tilefold.sparse import BlockIndex, CoarseOptions, GridTiling, SelectOptions
 from tilefold.sparse import coarse as coarse_stage
 from tilefold.sparse import select as select_stage
+from tilefold.video.scene import Scene, patches, project, render
 
 Fine = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, BlockIndex], torch.Tensor]
 
@@ -95,3 +96,18 @@ def block_mass(q: torch.Tensor, k: torch.Tensor, tiling: GridTiling) -> torch.Te
         p = s.masked_fill(~valid.flatten(), float("-inf")).softmax(-1)
         rows.append(p.unflatten(-1, (tiling.block_count, tiling.slots)).sum(-1).mean(2))
     return torch.stack(rows, 2)
+
+
+def scene_qkv(
+    scene: Scene,
+    patch: tuple[int, int, int],
+    heads: int,
+    dim: int,
+    cube: tuple[int, int, int] = (4, 4, 4),
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], GridTiling]:
+    """((q, k, v), tiling) of one rendered video: `render`, `patches` and `project` one after the other."""
+    tokens, grid = patches(render(scene, 1, seed, device), patch)
+    tiling = GridTiling(grid, cube)
+    return project(tokens, tiling, heads, dim, seed=seed), tiling

@@ -7,9 +7,9 @@ from cases.device import DEVICE, alike_every_run, no_waiting
 from cases.video import gradients_held
 from tilefold.nn import SparseVideoAttention
 from tilefold.sparse import CoarseOptions, SelectOptions
-from tilefold.video.scene import Scene, scene_qkv
+from tilefold.video.scene import Scene
 from video_next_frame import Training, train
-from video_reconstruction import reconstruct
+from video_reconstruction import reconstruct, scene_qkv
 
 pytestmark = pytest.mark.no_poison
 GRID, RAGGED = (8, 12, 16), (7, 13, 18)

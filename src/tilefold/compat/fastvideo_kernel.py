@@ -51,14 +51,7 @@ def block_sparse_attn_from_indices(
     """The same with lists: q2k_idx int32 [batch or 1, heads or 1, query blocks, room], of which the first q2k_num
     [batch or 1, heads or 1, query blocks] of a row count."""
     blocks = _block(q, q2k_idx.shape[-2], "q"), _block(k, variable_block_sizes.numel(), "k")
-    index = BlockIndex(
-        q2k_idx.int(),
-        q2k_num.int(),
-        *blocks,
-        q.shape[2],
-        k.shape[2],
-        _sizes(variable_block_sizes),
-    )
+    index = BlockIndex(q2k_idx.int(), q2k_num.int(), *blocks, q.shape[2], k.shape[2], _sizes(variable_block_sizes))
     return _attend(q, k, v, index)
 
 

@@ -55,19 +55,14 @@ def attend(
     if is_causal and key.shape[1] > query.shape[1]:  # keys after the last query are seen by none
         key, value = key[:, : query.shape[1]], value[:, : query.shape[1]]
         attn_mask = None if attn_mask is None else attn_mask[..., : query.shape[1]]
-    options: dict[str, Any] = {
-        "causal": is_causal,
-        "scale": scale,
-        "dropout_p": float(dropout_p),
-        "return_lse": return_lse,
-    }
+    options: dict[str, Any] = {"dropout_p": float(dropout_p), "return_lse": return_lse}
     if attn_mask is not None:
         if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
             raise DtypeError(
                 f"attn_mask has dtype {attn_mask.dtype}, expected bool, or floating point to be added to the scores"
             )
         options["mask" if attn_mask.dtype == torch.bool else "bias"] = _four_dimensions(attn_mask, query, key)
-    found = attention(query, key, value, **options)
+    found = attention(query, key, value, causal=is_causal, scale=scale, **options)
     return (found[0], found[1].transpose(1, 2)) if return_lse else found
 
 

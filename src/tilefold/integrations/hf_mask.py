@@ -26,10 +26,10 @@ class Rule(NamedTuple):
     documents: torch.Tensor | None = None
 
     def __and__(self, other: "Rule") -> "Rule":
-        both = {name: (getattr(self, name), getattr(other, name)) for name in ("left", "right")}
-        sides = {name: min((s for s in pair if s is not None), default=None) for name, pair in both.items()}
+        pairs = (self.left, other.left), (self.right, other.right)
+        left, right = (min((side for side in pair if side is not None), default=None) for pair in pairs)
         documents = self.documents if other.documents is None else other.documents
-        return Rule(self.causal or other.causal, sides["left"], sides["right"], documents)
+        return Rule(self.causal or other.causal, left, right, documents)
 
     @property
     def window(self) -> tuple[int, int] | None:
@@ -118,18 +118,18 @@ def make_mask(
         live = _padding(live, offset, end)
         if _readable(live) and bool(live.all()):
             live = None
+    rows = None
     if rule.documents is not None:
         if live is not None or not _readable(rule.documents) or q_length != kv_length:
             return _dense(rule, facts)
         rows = _rows(rule.documents, batch_size)
-    else:
-        rows = None
     shape = (batch_size, 1, q_length, kv_length)
     if rule.window is None and rows is None and end == kv_length:
-        if live is None and rule.causal == _expects_causal(rule, facts):
+        # A decoder made to see both ways has layers that do not know it, and take None for causal.
+        if live is None and (rule.causal or getattr(facts.get("config"), "is_causal", True)):
             return None
         if not rule.causal and live is not None:
-            return live[:, None, None, :].expand(batch_size, 1, q_length, kv_length)
+            return live[:, None, None, :].expand(shape)
     return Visible(shape, rule.causal, rule.window, end, live, rows)
 
 
@@ -195,13 +195,6 @@ def _end(rule: Rule, facts: dict[str, Any], q_length: int, older: bool) -> Any:
     if facts.get("allow_is_causal_skip", True) or rule.documents is not None:
         return facts["kv_length"]  # the cache grows: its last key is the last query's
     return facts["cache_position"][-1] + 1 - offset
-
-
-def _expects_causal(rule: Rule, facts: dict[str, Any]) -> bool:
-    """What layers take None for: a decoder made to see both ways has layers that do not know it."""
-    if rule.causal:
-        return True
-    return not getattr(facts.get("config"), "is_causal", True)
 
 
 def _padding(live: torch.Tensor, offset: int, end: int) -> torch.Tensor:

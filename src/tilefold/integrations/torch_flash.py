@@ -3,6 +3,7 @@
 Three operators are replaced: the lower ones, which scaled_dot_product_attention, varlen_attn and nested tensors call.  What torch
 does around them stays torch's: the choice of a backend, head dims padded to 8, autograd, fake kernels."""
 
+import contextlib
 import functools
 import warnings
 from collections import Counter
@@ -55,7 +56,11 @@ class Handle:
     """What is in place of torch's kernels, until `remove()`."""
 
     def __init__(self, key: str) -> None:
-        self.originals, self.key = _originals(key), key
+        self.key = key
+        self.originals: dict[str, Any] = {}  # torch's own kernels, where it has some for the key
+        for name in (FORWARD, INPLACE, BACKWARD):
+            with contextlib.suppress(RuntimeError):  # "no kernel", or no such operator in this torch
+                self.originals[name] = torch.library.get_kernel(f"aten::{name}", key)
         self.keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
         self.library: Any = torch.library.Library("aten", "IMPL", key)
         with warnings.catch_warnings():
@@ -282,17 +287,6 @@ def _fits(shape: tuple[int, ...], strides: tuple[int, ...], like: tuple[int, ...
     """Whether empty_like of a tensor with strides `like` has `strides`, but for dimensions of one element."""
     wanted = torch.empty_like(torch.empty_strided(shape, like, device="meta")).stride()
     return all(n == 1 or a == b for n, a, b in zip(shape, strides, wanted, strict=True)) or 0 in shape
-
-
-def _originals(key: str) -> dict[str, Any]:
-    """torch's own kernels, where it has some for the key."""
-    found = {}
-    for name in (FORWARD, INPLACE, BACKWARD):
-        try:
-            found[name] = torch.library.get_kernel(f"aten::{name}", key)
-        except RuntimeError:  # "no kernel", or no such operator in this torch
-            continue
-    return found
 
 
 def _first(order: list[int]) -> list[int]:

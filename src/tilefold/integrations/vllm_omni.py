@@ -6,6 +6,7 @@ layer, and policies that go by the layer are refused.
 Contract: https://github.com/vllm-project/vllm-omni, vllm_omni/diffusion/attention/backends/sparse_attn.py."""
 
 import json
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -18,7 +19,7 @@ from ..api import attention
 from ..errors import DtypeError, ShapeError, Unsupported, ValueRangeError
 from ..sparse import GridTiling
 from ..video import ByLayer, DenseFirst, KeepFor, Policy, Pooled, Site, fitting_cube, policy_from_json
-from ..video.attend import attend_dense, attend_lists, check_lists
+from ..video.attend import attend_lists, lists_of
 
 __all__ = ["sparse_attn"]
 
@@ -62,27 +63,17 @@ def sparse_attn(
     scale = query.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     policy = _policy_of(params)
     grid = _grid_of(params)
-    if grid is None or grid[0] * grid[1] * grid[2] != query.shape[1]:
+    fits = grid is not None and math.prod(grid) == query.shape[1]
+    if not fits:
         _warn_dense(grid, query.shape[1])
-        return _dense(query, key, value, scale)
-    if _is_early(params):
-        return _dense(query, key, value, scale)
+    if not fits or _is_early(params):
+        return attention(query, key, value, scale=scale)  # type: ignore[no-any-return]
     cube = params.get("cube")
     tiling = _tiling(grid, None if cube is None else _triple("cube", cube))
     q, k, v = (tiling.tile(one) for one in (query, key, value))
     site = Site(0, 1, q.shape[2], _step_of(params) if _goes_by_step(policy) else None, tiling, scale, {})
-    with torch.no_grad():
-        found = policy(q.detach(), k.detach(), site)
-    if found is None:
-        out, _ = attend_dense(q, k, v, tiling, None, scale)
-    else:
-        out, _ = attend_lists(q, k, v, check_lists(found, tiling, policy), tiling, None, scale)
+    out, _ = attend_lists(q, k, v, lists_of(policy, q, k, site), tiling, None, scale)
     return tiling.untile(out)
-
-
-def _dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    out: torch.Tensor = attention(query, key, value, scale=scale)
-    return out
 
 
 # ---------------------------------------------------------------- what params say
@@ -180,7 +171,7 @@ def _tiling(grid: tuple[int, int, int], cube: tuple[int, int, int] | None) -> Gr
 @lru_cache(maxsize=64)
 def _warn_dense(grid: tuple[int, int, int] | None, tokens: int) -> None:
     """Once for each."""
-    known = "no grid is known" if grid is None else f"the grid {grid} has {grid[0] * grid[1] * grid[2]}"
+    known = "no grid is known" if grid is None else f"the grid {grid} has {math.prod(grid)}"
     warnings.warn(
         f"attention of {tokens} tokens stays dense: {known}; padding of sequence parallelism and text in the same sequence are "
         f"not served",

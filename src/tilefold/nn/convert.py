@@ -14,6 +14,7 @@ from ..errors import DeviceError, TilefoldError, ValueRangeError
 from ..quant import QuantizedTensor, quantize_weight
 from ..quant.packing import packed_shapes
 from ..quant.tensor import DTYPES
+from .bare import HOOKS
 from .lowbit import LowBitLinear
 from .quantize_report import LayerReport, QuantizeReport, Skipped, model_bytes, output_error, weight_error
 
@@ -205,8 +206,7 @@ def obstacle(model: nn.Module, layer: Found, bits: int) -> str | None:
             parent = model.get_submodule(".".join(parts[:end]))
             if isinstance(parent, nn.MultiheadAttention | nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
                 return f"torch's {type(parent).__name__} reads the weight by itself"
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    if any(getattr(module, name) for name in hooks) or hasattr(module, "parametrizations"):
+    if any(getattr(module, name) for name in HOOKS) or hasattr(module, "parametrizations"):
         return "it has hooks or parametrisations, which a new layer would lose"
     if weight.dtype not in DTYPES:
         return f"its weight is {weight.dtype}"

@@ -10,9 +10,8 @@ from torch import nn
 from ..errors import DeviceError, DtypeError, ShapeError, TilefoldError, ValueRangeError
 from ..ops.matrix.lowbit import lowbit_matmul
 from ..quant import QuantizedTensor, quantize_weight
+from ..quant.tensor import DTYPES, PLAIN, SHARED, TENSORS
 
-TENSORS = ("packed", "packed_high", "scales", "zeros", "table", "perm")
-PLAIN = ("bits", "group", "shape", "scheme", "dtype")
 META = "meta"
 
 
@@ -106,7 +105,7 @@ class LowBitLinear(nn.Module):
 
     def extra_repr(self) -> str:
         weight = self.weight
-        groups = {"tensor": "one scale", "channel": "a scale a row"}.get(weight.per, f"group={weight.group}")
+        groups = SHARED.get(weight.per, f"group={weight.group}")
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"bits={weight.bits}, {groups}, {weight.scheme}, {str(weight.dtype).removeprefix('torch.')}"
@@ -123,7 +122,7 @@ class LowBitLinear(nn.Module):
         """What `.to`, `.half`, `.cuda` and their kin do.  Only the scales change their dtype."""
         weight = self.weight
         dtype = fn(torch.empty(0, dtype=weight.dtype, device=weight.device)).dtype
-        if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        if dtype not in DTYPES:
             raise DtypeError(f"a LowBitLinear can be moved to float16, bfloat16 or float32, not to {dtype}")
         if fn(weight.scales[:0]).dtype != weight.scales.dtype and weight.device.type != "meta":
             weight.to(dtype=dtype)  # raises where a scale is lost
@@ -172,18 +171,18 @@ class LowBitLinear(nn.Module):
         except TilefoldError as error:
             error_msgs.append(f"{prefix or 'LowBitLinear'}: {error}")
             return
-        if not local_metadata.get("assign_to_params_buffers", False):
-            self._fit(weight)
-        else:
+        if local_metadata.get("assign_to_params_buffers", False):
             self._take(weight)
-        self._plain = tuple((name, getattr(weight, name)) for name in PLAIN)
-        self._kept = None
+        else:
+            self._fit(weight)
         del mine[prefix + META]
         super()._load_from_state_dict(mine, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
     def _fit(self, weight: QuantizedTensor) -> None:
         """Buffers into which this weight can be copied, on the layer's device; those that fit stay where they are."""
         device = self.packed.device
+        self._plain = tuple((name, getattr(weight, name)) for name in PLAIN)
+        self._kept = None
         for name in TENSORS:
             given, held = getattr(weight, name), getattr(self, name)
             if given is None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..quant import QuantizedTensor
 
+HEAD = ("layers", "", "shape", "bits", "MB before", "MB after", "weights' error", "worst", "outputs' error", "worst")
 ROWS = 1 << 12  # of a weight that are compared at a time: no fp32 copy of all of it
 
 
@@ -47,20 +48,8 @@ class QuantizeReport:
     after: int
 
     def __str__(self) -> str:
-        head = (
-            "layers",
-            "",
-            "shape",
-            "bits",
-            "MB before",
-            "MB after",
-            "weights' error",
-            "worst",
-            "outputs' error",
-            "worst",
-        )
-        rows = [head, *(_line(name, part) for name, part in _groups(self.layers))]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+        rows = [HEAD, *(_line(name, part) for name, part in _groups(self.layers))]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
         lines = ["  ".join(c.ljust(w) if not i else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True))).rstrip()
                  for r in rows]  # fmt: skip
         reasons: dict[str, list[str]] = {}

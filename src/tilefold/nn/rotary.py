@@ -89,11 +89,8 @@ class Rotary3D:
         self, tiling: GridTiling, dim: int, device: torch.device, dtype: torch.dtype = torch.float32
     ) -> Tables:
         """`tables` of a tiled sequence, [blocks * slots, rotated / 2] each: made once for a grid and kept outside any module."""
-
-        def make() -> torch.Tensor:
-            return torch.stack(self.tables(tiling.positions(device), dim, dtype))
-
-        cos, sin = kept((self, tiling, dim, dtype), device, make).unbind()
+        key = self, tiling, dim, dtype
+        cos, sin = kept(key, device, lambda: torch.stack(self.tables(tiling.positions(device), dim, dtype))).unbind()
         return cos, sin
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from ..check import check_number, check_whole
 from ..errors import DtypeError, ShapeError, ValueRangeError
 from ..sparse import BlockIndex, CoarseOptions, GridTiling, SelectOptions, sparse_video_attention
-from ..sparse.kept import kept
+from ..sparse.kept import every_block
 from ..sparse.tiling import block_cube, triple
 from .coarse import CoarseProjection
 from .gate import Gate, GateKind, both_gates
@@ -75,8 +75,7 @@ class SparseVideoAttention(nn.Module):
         self.dim, self.heads, self.kv_heads, self.head_dim = _sizes(dim, heads, kv_heads, head_dim)
         self.cube = block_cube(cube)
         self.grid = None if grid is None else triple("grid", grid)
-        self.coarse_options = _coarse(coarse, self.grid)
-        _needs_coarse(self.coarse_options, coarse_per_head, select)
+        self.coarse_options = _coarse(coarse, self.grid, coarse_per_head, select)
         self.select = SelectOptions() if select is None else _is("select", select, SelectOptions)
         self.rotary = None if rotary is None else _is("rotary", rotary, Rotary3D)
         if self.rotary is not None:
@@ -208,11 +207,8 @@ class SparseVideoAttention(nn.Module):
 
 def whole_index(tiling: GridTiling, device: torch.device) -> BlockIndex:
     """Every block listed for every block: dense attention over a grid's tokens."""
-    n, sizes = tiling.block_count, tiling.sizes(device)
-    column = kept(("whole", n), device, lambda: torch.arange(n, dtype=torch.int32, device=device))
-    count = kept(("count", n), device, lambda: torch.full((n,), n, dtype=torch.int32, device=device))
-    seq, slots = tiling.padded, tiling.slots
-    return BlockIndex(column.expand(1, 1, n, n), count.expand(1, 1, n), slots, slots, seq, seq, sizes, sizes)
+    n, seq, slots, sizes = tiling.block_count, tiling.padded, tiling.slots, tiling.sizes(device)
+    return BlockIndex(*every_block(n, n, device), slots, slots, seq, seq, sizes, sizes)
 
 
 def _sizes(dim: int, heads: int, kv_heads: int | None, head_dim: int | None) -> tuple[int, int, int, int]:
@@ -229,26 +225,21 @@ def _sizes(dim: int, heads: int, kv_heads: int | None, head_dim: int | None) -> 
     return dim, heads, kv_heads, head_dim
 
 
-def _coarse(coarse: CoarseOptions | str | None, grid: object) -> CoarseOptions | None:
+def _coarse(coarse: CoarseOptions | str | None, grid: object, per_head: bool, select: object) -> CoarseOptions | None:
+    """The options of the branch; nothing that was asked of a branch which is not there is passed over."""
     options = CoarseOptions(coarse) if isinstance(coarse, str) else coarse  # type: ignore[arg-type]
-    if options is None:
-        return None
-    if _is("coarse", options, CoarseOptions).kind == "dense" and grid is None:
+    if options is not None and _is("coarse", options, CoarseOptions).kind == "dense" and grid is None:
         raise ValueRangeError(
             "coarse is 'dense', a matrix over all tokens of one grid: give grid to the constructor, got None"
         )
-    return options
-
-
-def _needs_coarse(coarse: CoarseOptions | None, per_head: bool, select: object) -> None:
-    """Nothing that was asked of a branch which is not there is passed over."""
-    if per_head and (coarse is None or coarse.kind == "pooled"):
-        kind = None if coarse is None else coarse.kind
+    kind = None if options is None else options.kind
+    if per_head and kind in (None, "pooled"):
         raise ValueRangeError(
             f"coarse_per_head is True, but coarse {kind!r} has no projections; they come with 'block' and 'dense'"
         )
-    if select is not None and coarse is None:
+    if select is not None and options is None:
         raise ValueRangeError("select was given with coarse=None: without a coarse branch nothing is selected")
+    return options
 
 
 def _is(name: str, value: Any, kind: type) -> Any:

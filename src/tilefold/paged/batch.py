@@ -1,6 +1,7 @@
 """A batch over a paged cache: the sequences that grow together, and the tensors on the device that say where their rows lie."""
 
 from collections.abc import Iterable
+from ctypes import c_int32, c_int64
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -158,9 +159,9 @@ class CacheBatch:
                     base = (one.pages[at] - at) * page
                     slots += range(base + max(first, at * page), base + min(end, at * page + page))
         buffer = self.cache.staging.lend(self._block.numel())
-        buffer.int64(0, positions)
-        buffer.int64(self._wide // 2, slots)
-        buffer.int32(self._wide, [*before, *after, *self._cu])
+        buffer.write(c_int64, 0, positions)
+        buffer.write(c_int64, self._wide // 2, slots)
+        buffer.write(c_int32, self._wide, [*before, *after, *self._cu])
         buffer.send(self._block)
 
     def _fill_table(self) -> None:
@@ -169,7 +170,7 @@ class CacheBatch:
         if width:
             buffer = self.cache.staging.lend(4 * width * len(self))
             for i, one in enumerate(self._members):
-                buffer.int32(4 * width * i, one.pages)
+                buffer.write(c_int32, 4 * width * i, one.pages)
             fresh = torch.empty(4 * width * len(self), dtype=torch.uint8, device=self.cache.device)
             buffer.send(fresh)
             self.block_table[:, :width].copy_(fresh.view(torch.int32).view(len(self), width))

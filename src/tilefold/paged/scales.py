@@ -47,13 +47,12 @@ def _checked(name: str, scale: object, layers: int, kv_heads: int, device: torch
     if scale.device != device:
         raise DeviceError(f"{name} is on {scale.device}, the cache on {device}")
     wanted = f"[{kv_heads}] (KV heads) or [{layers}, {kv_heads}] (layers, KV heads)"
-    if scale.dim() == 3 or tuple(scale.shape) not in ((kv_heads,), (layers, kv_heads)):
-        more = (
-            "; factors of single pages are not kept: they would have to follow every page that is copied or moved"
-            if scale.dim() == 3
-            else ""
-        )
-        raise ShapeError(f"{name} has shape {tuple(scale.shape)}, expected {wanted}{more}")
+    if tuple(scale.shape) not in ((kv_heads,), (layers, kv_heads)):
+        if scale.dim() == 3:
+            wanted += (
+                "; factors of single pages are not kept: they would have to follow every page that is copied or moved"
+            )
+        raise ShapeError(f"{name} has shape {tuple(scale.shape)}, expected {wanted}")
     own = scale.detach().expand(layers, kv_heads).clone(memory_format=torch.contiguous_format)
     for layer, row in enumerate(own.tolist()):
         for head, value in enumerate(row):

@@ -4,8 +4,8 @@ A copy that does not block reads its source later.  So a buffer is written again
 happened; where it has not, there is a new buffer: the host never waits, and the ring is as long as the host is ahead.
 """
 
-import ctypes
 from collections import defaultdict, deque
+from ctypes import c_int64
 from typing import Any
 
 import torch
@@ -29,15 +29,9 @@ class Buffer:
         """Whether the device has read what was copied last."""
         return self._event is None or self._event.query()
 
-    def int32(self, offset: int, values: list[int]) -> None:
-        """Write from byte `offset` on."""
-        place: Any = (ctypes.c_int32 * len(values)).from_address(self._address + offset)
-        place[:] = values
-
-    def int64(self, offset: int, values: list[int]) -> None:
-        """Write from byte `offset` on."""
-        place: Any = (ctypes.c_int64 * len(values)).from_address(self._address + offset)
-        place[:] = values
+    def write(self, kind: Any, offset: int, values: list[int]) -> None:
+        """Write integers of a kind, `c_int32` or `c_int64`, from byte `offset` on."""
+        (kind * len(values)).from_address(self._address + offset)[:] = values
 
     def send(self, into: torch.Tensor) -> None:
         """Copy the first bytes into a contiguous uint8 tensor, in the order of the device's current stream."""
@@ -83,7 +77,7 @@ class Staging:
         n = len(lists[0])
         buffer = self.lend(8 * n * len(lists))
         for i, values in enumerate(lists):
-            buffer.int64(8 * n * i, values)
+            buffer.write(c_int64, 8 * n * i, values)
         fresh = torch.empty(8 * n * len(lists), dtype=torch.uint8, device=self.device)
         buffer.send(fresh)
         return list(fresh.view(torch.int64).view(len(lists), n).unbind())

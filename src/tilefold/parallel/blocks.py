@@ -26,8 +26,7 @@ def shard_index(index: BlockIndex, sharding: Sharding, rank: int) -> BlockIndex:
 
     For lists that every rank has (a fixed pattern, or made again on each); where a rank makes its own rows alone, they are what
     this returns: seq_q of its own queries, seq_k of all keys."""
-    if not isinstance(index, BlockIndex):
-        raise DtypeError(f"index must be a BlockIndex, got {type(index).__name__}")
+    check_index(index)
     check_sharding(sharding)
     blocks = blocks_of(sharding, rank, index.block_q, "queries")
     if sharding.total != index.seq_q:
@@ -38,6 +37,12 @@ def shard_index(index: BlockIndex, sharding: Sharding, rank: int) -> BlockIndex:
         index.indices.index_select(2, rows), index.counts.index_select(2, rows), index.block_q, index.block_k,
         sharding.length(rank), index.seq_k, index.block_sizes, sizes, masked=index.masked,
     )  # fmt: skip
+
+
+def check_index(index: object) -> None:
+    """DtypeError unless it is a BlockIndex."""
+    if not isinstance(index, BlockIndex):
+        raise DtypeError(f"index must be a BlockIndex, got {type(index).__name__}")
 
 
 def blocks_of(sharding: Sharding, rank: int, block: int, what: str) -> list[int]:

@@ -11,7 +11,6 @@ from ..types import Window
 from . import schemes
 from .heads import spread_of
 from .job import agreed_job, job_of, setting_of, sizes_of
-from .schemes import Job
 
 Seven = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -41,15 +40,16 @@ def context_attention_op(
 
 @context_attention_op.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, number: int, needs: bool, *scores: Any) -> Seven:
-    setting, (causal, left, right, scale, softcap, deterministic) = setting_of(number), scores
-    mask = causal, (left, right), scale, softcap, deterministic
-    job = job_of(setting, q, sizes_of(setting, q, k, v), mask, needs)
-    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    setting, (causal, left, right, *rest) = setting_of(number), scores
+    job = job_of(setting, q, sizes_of(setting, q, k, v), (causal, (left, right), *rest), needs)
+    exact = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=exact)
     if not needs or job.inner is None:
         return out, lse, *(q.new_empty(0) for _ in range(5))  # type: ignore[return-value]
-    rows, cols, heads, kv_heads = _exchanged(job, q, k)
+    ranks = job.ranks.size // job.nodes
+    rows, cols = (sum(b - a for a, b in spans) for spans in (job.mine, job.held[job.node]))
+    heads, kv_heads = q.shape[2] // ranks, k.shape[2] * spread_of(k.shape[2], ranks) // ranks
     return (
         out,
         lse,
@@ -59,13 +59,6 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, number: int, needs: boo
         q.new_empty((q.shape[0], rows, heads, v.shape[3])),
         q.new_empty((q.shape[0], heads, rows), dtype=exact),
     )
-
-
-def _exchanged(job: Job, q: torch.Tensor, k: torch.Tensor) -> tuple[int, int, int, int]:
-    """Tokens of queries and keys, heads and KV heads of this rank between two head exchanges."""
-    ranks = job.ranks.size // job.nodes
-    rows, cols = (sum(b - a for a, b in spans) for spans in (job.mine, job.held[job.node]))
-    return rows, cols, q.shape[2] // ranks, k.shape[2] * spread_of(k.shape[2], ranks) // ranks
 
 
 @torch.library.custom_op("tilefold::context_attention_backward", mutates_args=())

@@ -85,8 +85,7 @@ def _check_parts(out: Any, lse: Any) -> None:
             raise DtypeError(f"{name} must be a tensor, got {type(t).__name__}")
     if lse.dtype != torch.float32:
         raise DtypeError(f"lse has dtype {lse.dtype}, accepted: torch.float32")
-    expected = tuple(out.shape[:-1]) if out.dim() not in (3, 4) else (*out.shape[:-3], out.shape[-2], out.shape[-3])
-    if out.dim() not in (3, 4) or tuple(lse.shape) != expected:
+    if out.dim() not in (3, 4) or lse.shape != (*out.shape[:-3], out.shape[-2], out.shape[-3]):
         raise ShapeError(
             f"lse has shape {tuple(lse.shape)} and out {tuple(out.shape)}; expected out [batch, seq, heads, dim] and lse "
             "[batch, heads, seq], or [total, heads, dim] and [heads, total]"

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -75,12 +74,8 @@ def pack(tensors: Iterable[torch.Tensor], count: int | None = None) -> torch.Ten
 
 def unpack(flat: torch.Tensor, shapes: Shapes) -> list[torch.Tensor]:
     """Views of what `pack` made, by their shapes."""
-    found, at = [], 0
-    for shape in shapes:
-        count = prod(shape)
-        found.append(flat[at : at + count].view(shape))
-        at += count
-    return found
+    parts = flat.split([math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 class Transfer(NamedTuple):

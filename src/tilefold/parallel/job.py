@@ -20,6 +20,7 @@ from .local import Kernels, Pair
 from .schemes import Job
 
 OWN = Kernels()
+COMMON = ("batch", "heads", "kv_heads", "dim_qk", "dim_v")  # sizes that are the same on all ranks
 
 Scores = tuple[bool, Window | None, float | None, float, bool]
 """causal, window, scale, softcap, deterministic, as given."""
@@ -88,7 +89,16 @@ def agreed_job(
         refuse_tangents({"q": q, "k": k, "v": v})
         sizes = sizes_of(setting, q, k, v)
         job = job_of(setting, q, sizes, scores, needs)
-        facts |= _facts(job, sizes, q, needs)
+        facts |= call_facts(sizes, q, needs) | {
+            "scheme": repr(job.scheme),
+            "sharding": job.q_tokens,
+            "kv_sharding": job.k_tokens,
+            "window": job.pair.window,
+            "scale": job.pair.scale and float(job.pair.scale),
+            "softcap": job.pair.softcap,
+            "deterministic": job.pair.deterministic,
+            "ranks per node": job.ranks.per_node,
+        }
     if key is not None:
         keep(key, job)
     return job
@@ -113,6 +123,15 @@ def check_kernels(kernels: object) -> None:
         raise DtypeError(f"kernels must be a Kernels or None, got {type(kernels).__name__}")
 
 
+def specs_of(lead: str, floats: tuple[torch.dtype, ...]) -> tuple[TensorSpec, ...]:
+    """What q, k and v of one rank have to be; lead: "batch ", or "" without that dimension."""
+    return (
+        TensorSpec("q", f"{lead}seq_q heads dim_qk", floats, contiguous_last=True),
+        TensorSpec("k", f"{lead}seq_k kv_heads dim_qk", floats, same_dtype_as="q", contiguous_last=True),
+        TensorSpec("v", f"{lead}seq_k kv_heads dim_v", floats, same_dtype_as="q", contiguous_last=True),
+    )
+
+
 def sizes_of(setting: Setting, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, int]:
     """The sizes of all named dimensions, after every check that needs nothing but this rank's tensors."""
     ranks, tokens, other, _, _, kernels = setting
@@ -128,12 +147,7 @@ def sizes_of(setting: Setting, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
             raise Unsupported(
                 f"{name} is a DTensor: give this rank's own part, {name}.to_local(), of its tokens and heads"
             )
-    specs = (
-        TensorSpec("q", f"{lead}seq_q heads dim_qk", floats, contiguous_last=True),
-        TensorSpec("k", f"{lead}seq_k kv_heads dim_qk", floats, same_dtype_as="q", contiguous_last=True),
-        TensorSpec("v", f"{lead}seq_k kv_heads dim_v", floats, same_dtype_as="q", contiguous_last=True),
-    )
-    sizes = {"batch": 1} | bind(specs, {"q": q, "k": k, "v": v})
+    sizes = {"batch": 1} | bind(specs_of(lead, floats), {"q": q, "k": k, "v": v})
     check_device("q", q, ranks.flat)
     for name, one, side in (("q", tokens, "seq_q"), ("k", other, "seq_k")):
         if sizes[side] != one.length(ranks.rank):
@@ -164,7 +178,7 @@ def plan_of(
 ) -> ParallelPlan:
     """What plan_parallel says of a call."""
     ranks, tokens, other, scheme, links, _ = setting
-    named = {name: int(sizes[name]) for name in ("batch", "heads", "kv_heads", "dim_qk", "dim_v")}
+    named = {name: int(sizes[name]) for name in COMMON}
     dtype = str(q.dtype).removeprefix("torch.")
     problem = ParallelProblem(seq_q=tokens.total, seq_k=other.total, dtype=dtype, window=band, kind=tokens.kind,
                               backward=backward, sequences=tokens.sequences, deterministic=deterministic, **named)  # fmt: skip
@@ -183,20 +197,4 @@ def plan_of(
 
 def call_facts(sizes: dict[str, int], q: torch.Tensor, needs: bool) -> dict[str, object]:
     """What all ranks have to have in common in a call of any attention."""
-    named = {name: int(sizes[name]) for name in ("batch", "heads", "kv_heads", "dim_qk", "dim_v")}
-    return {**named, "dtype of q": q.dtype, "gradients wanted": needs}
-
-
-def _facts(job: Job, sizes: dict[str, int], q: torch.Tensor, needs: bool) -> dict[str, object]:
-    """What all ranks have to have in common in one call."""
-    pair = job.pair
-    return call_facts(sizes, q, needs) | {
-        "scheme": repr(job.scheme),
-        "sharding": job.q_tokens,
-        "kv_sharding": job.k_tokens,
-        "window": pair.window,
-        "scale": pair.scale and float(pair.scale),
-        "softcap": pair.softcap,
-        "deterministic": pair.deterministic,
-        "ranks per node": job.ranks.per_node,
-    }
+    return {name: int(sizes[name]) for name in COMMON} | {"dtype of q": q.dtype, "gradients wanted": needs}

@@ -5,7 +5,7 @@ fp32 state (out, lse).  Backward, each piece gets the lse and the output over *a
 the row term are those of the whole attention, so its gradients are plain summands."""
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -65,18 +65,15 @@ class Gradients:
 
     def __init__(self, dq: Sum, keys: Callable[[], Sequence[Sum]]) -> None:
         self.dq, self._keys = dq, keys
-        self._both: Sequence[Sum] | None = None
 
     def of(self, i: int) -> Sum:
         """Of dq, dk or dv."""
         return self.dq if i == 0 else self.both[i - 1]
 
-    @property
+    @cached_property
     def both(self) -> Sequence[Sum]:
         """Of dk and dv."""
-        if self._both is None:
-            self._both = self._keys()
-        return self._both
+        return self._keys()
 
 
 def fold(

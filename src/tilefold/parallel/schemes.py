@@ -196,7 +196,7 @@ def _gradients_ring(
 
     The sums of the ranks before arrive while this one's summands are made, which are then added to them in place."""
     q, k, v, out, lse = saved
-    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    exact = torch.promote_types(q.dtype, torch.float32)
     keys, turns = Keys(job, k, v), job.turns
     travelling = q.new_empty(keys.sizes[job.node], dtype=exact)
     transfer: Transfer | None = None
@@ -254,7 +254,7 @@ def _gradients_gathered(
     add_gradients(Gradients(queries, lambda: own), job.pair, (mine, near), saved, dout, dlse)
     every = arriving.wait()
     del arriving
-    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    exact = torch.promote_types(q.dtype, torch.float32)
     rows = job.pair.keys(mine, far, q.shape[0])
 
     def others() -> tuple[Sum, Sum]:

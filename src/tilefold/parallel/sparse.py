@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..check import FLOATS, TensorSpec, bind, check_number, check_whole
+from ..check import FLOATS, bind, check_number, check_whole
 from ..errors import DtypeError, ShapeError, Unsupported
 from ..ops.call import check_heads, check_kinds
 from ..plan.parallel.sharding import Sharding
@@ -14,10 +14,12 @@ from ..sparse import BlockIndex
 from ..sparse.lists import sizes_by_row
 from ..sparse_api import sparse_attention as _local
 from .agree import agree
-from .blocks import blocks_of
+from .blocks import blocks_of, check_index
 from .exchange import all_to_all, arrived, gather_flat, guarded, unpack
 from .group import Ranks, check_device, check_sharding, ranks_of
-from .job import call_facts, wanted
+from .job import call_facts, specs_of, wanted
+
+_SPECS = specs_of("batch ", FLOATS)
 
 Places = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Batch entry, KV head and block of each of many blocks."""
@@ -90,8 +92,7 @@ def block_exchange(index: BlockIndex, sharding: Sharding, kv_heads: int, group: 
     ranks = ranks_of(group)
     # the host waits for the counts in any case, so that every call is compared
     with agree(ranks, "block_exchange", getattr(index, "indices", None), always=True) as facts:
-        if not isinstance(index, BlockIndex):
-            raise DtypeError(f"index must be a BlockIndex, got {type(index).__name__}")
+        check_index(index)
         check_sharding(sharding, ranks)
         if index.seq_k != sharding.total:
             raise ShapeError(f"index is of {index.seq_k} keys, the sharding of {sharding.total} tokens")
@@ -215,17 +216,9 @@ def sparse_attention(
     return _local(q, keys, values, exchange.index, scale=scale, softcap=softcap, return_lse=return_lse)
 
 
-_SPECS = (
-    TensorSpec("q", "batch seq_q heads dim_qk", FLOATS, contiguous_last=True),
-    TensorSpec("k", "batch seq_k kv_heads dim_qk", FLOATS, same_dtype_as="q", contiguous_last=True),
-    TensorSpec("v", "batch seq_k kv_heads dim_v", FLOATS, same_dtype_as="q", contiguous_last=True),
-)
-
-
 def _check_call(sizes: dict[str, int], index: Any, scale: Any, softcap: Any, return_lse: object) -> None:
     """What the local call would refuse, found before anything is exchanged, so that no other rank goes on alone."""
-    if not isinstance(index, BlockIndex):
-        raise DtypeError(f"index must be a BlockIndex, got {type(index).__name__}")
+    check_index(index)
     if index.seq_q != sizes["seq_q"]:
         raise ShapeError(f"index is of {index.seq_q} queries, q has {sizes['seq_q']} tokens")
     if index.masked:
@@ -304,11 +297,8 @@ def _padded(t: torch.Tensor, block: int) -> torch.Tensor:
 def _by_block(t: torch.Tensor, exchange: BlockExchange) -> torch.Tensor:
     """A view [B, G, blocks, batch / B, block, kv_heads / G, dim], B and G being those with lists of their own."""
     batch, groups = exchange.index_shares
-    size = exchange.block
-    shape = (batch, t.shape[0] // batch, t.shape[1] // size, size, groups, t.shape[2] // groups, t.shape[3])
-    strides = t.stride()
-    split = (strides[0] * shape[1], strides[0], strides[1] * size, strides[1], strides[2] * shape[5], *strides[2:])
-    return t.as_strided(shape, split, t.storage_offset()).permute(0, 4, 2, 1, 3, 5, 6)
+    split: torch.Tensor = t.unflatten(2, (groups, -1)).unflatten(1, (-1, exchange.block)).unflatten(0, (batch, -1))
+    return split.permute(0, 4, 2, 1, 3, 5, 6)
 
 
 def _by_token(t: torch.Tensor) -> torch.Tensor:

@@ -92,17 +92,13 @@ def _without(areas: Sequence[Area], taken: Iterable[Area]) -> list[Area]:
     return left
 
 
-def _lse(t: torch.Tensor, low: int, high: int) -> torch.Tensor:
-    return t[:, :, low:high]
-
-
 class State(_Rows):
     """(out, lse) of queries over the keys seen so far: out [batch, seq, heads, dim_v], lse [batch, heads, seq], merged in fp32
     (fp64 for fp64 queries); without keys 0 and -inf.  A piece is such a pair."""
 
     def __init__(self, q: torch.Tensor, dim_v: int, areas: Iterable[Area]) -> None:
         super().__init__(q.shape[1], areas)
-        self.exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+        self.exact = torch.promote_types(q.dtype, torch.float32)
         self.like, self.shape = q, (*q.shape[:3], dim_v)
         self.out: torch.Tensor | None = None
         self.lse: torch.Tensor | None = None
@@ -141,13 +137,13 @@ class State(_Rows):
             self.lse = self.like.new_empty((self.shape[0], self.shape[2], self.shape[1]), dtype=self.exact)
         out, first = (self.out, 0) if last else (self.work, self.first)
         assert out is not None
-        return out[:, one.low - first : one.high - first], _lse(self.lse, one.low, one.high)
+        return out[:, one.low - first : one.high - first], self.lse[:, :, one.low : one.high]
 
     def _rows(self, one: _Held) -> Tensors:
         if one.part is None:
             return self._made(one, False)
         low, high = one.low - one.first, one.high - one.first
-        return one.part[0][:, low:high], _lse(one.part[1], low, high)
+        return one.part[0][:, low:high], one.part[1][:, :, low:high]
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         """out in the queries' dtype and lse, once all pieces have come."""
@@ -206,8 +202,8 @@ class Sum(_Rows):
 
     def _work(self) -> torch.Tensor:
         if self.work is None:
-            dtype = torch.float64 if self.like.dtype == torch.float64 else torch.float32
-            self.work = self.like.new_empty(self.like.shape, dtype=dtype)
+            exact = torch.promote_types(self.like.dtype, torch.float32)
+            self.work = self.like.new_empty(self.like.shape, dtype=exact)
         return self.work
 
     def _out(self) -> torch.Tensor:

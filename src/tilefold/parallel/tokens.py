@@ -16,9 +16,7 @@ def shard_sequence(x: torch.Tensor, sharding: Sharding, rank: int, dim: int = 1)
     """The tokens of one rank along dim (1: [batch, seq, ...]; 0: packed), a view where they lie together.  Differentiable.
 
     Raises ShapeError if dim has not sharding.total tokens."""
-    _check("x", x, sharding, dim)
-    if x.shape[dim] != sharding.total:
-        raise ShapeError(f"x has {x.shape[dim]} tokens in dim {dim}, the sharding has {sharding.total}")
+    _check_all("x", x, sharding, dim)
     return take(x, sharding.spans(rank), dim)
 
 
@@ -29,6 +27,13 @@ def _check(name: str, x: object, sharding: object, dim: int) -> None:
     check_sharding(sharding)
     if not -x.dim() <= dim < x.dim():
         raise ShapeError(f"dim is {dim}, but {name} has {x.dim()} dimensions, shape {tuple(x.shape)}")
+
+
+def _check_all(name: str, x: torch.Tensor, sharding: Sharding, dim: int) -> None:
+    """The same, and ShapeError unless it has all tokens."""
+    _check(name, x, sharding, dim)
+    if x.shape[dim] != sharding.total:
+        raise ShapeError(f"{name} has {x.shape[dim]} tokens in dim {dim}, the sharding has {sharding.total}")
 
 
 def unshard_sequence(parts: Sequence[torch.Tensor], sharding: Sharding, dim: int = 1) -> torch.Tensor:
@@ -43,7 +48,11 @@ def unshard_sequence(parts: Sequence[torch.Tensor], sharding: Sharding, dim: int
             raise ShapeError(
                 f"parts[{rank}] has {part.shape[dim]} tokens in dim {dim}, rank {rank} has {sharding.length(rank)}"
             )
-    return assemble(parts, [sharding.spans(r) for r in range(sharding.ranks)], dim)
+    spans = [sharding.spans(r) for r in range(sharding.ranks)]
+    pieces = [parts[part].narrow(dim, row, rows) for part, row, rows in ordered(spans)]
+    if not pieces:
+        return parts[0]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
 def take(x: torch.Tensor, spans: Spans, dim: int) -> torch.Tensor:
@@ -53,14 +62,6 @@ def take(x: torch.Tensor, spans: Spans, dim: int) -> torch.Tensor:
     if not spans:
         return x.narrow(dim, 0, 0)
     return torch.cat([x.narrow(dim, start, stop - start) for start, stop in spans], dim)
-
-
-def assemble(parts: Sequence[torch.Tensor], spans: Sequence[Spans], dim: int) -> torch.Tensor:
-    """One tensor in ascending order of tokens from parts that hold them as spans says."""
-    pieces = [parts[part].narrow(dim, row, rows) for part, row, rows in ordered(spans)]
-    if not pieces:
-        return parts[0]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
 def gather_sequence(x: torch.Tensor, sharding: Sharding, group: object = None, dim: int = 1) -> torch.Tensor:
@@ -104,9 +105,7 @@ def next_tokens(
     rank None: those of all tokens, in their order.
 
     tokens: all tokens along dim, the same on every rank.  Shifting a shard by itself would lose the label of its last token."""
-    _check("tokens", tokens, sharding, dim)
-    if tokens.shape[dim] != sharding.total:
-        raise ShapeError(f"tokens has {tokens.shape[dim]} tokens in dim {dim}, the sharding has {sharding.total}")
+    _check_all("tokens", tokens, sharding, dim)
     labels = tokens.roll(-1, dim)
     last = [stop - 1 for start, stop in zip(sharding.starts, sharding.starts[1:], strict=False) if stop > start]
     if last:

@@ -5,7 +5,7 @@ import torch
 from ..errors import ShapeError, ValueRangeError
 from .packing import check_bits
 from .tensor import DTYPES, QuantizedTensor
-from .words import build, check_tensor, column_order, group_size, read_fields, read_stream
+from .words import build, check_tensor, column_order, read_fields, read_stream
 
 STRATEGIES = ("tensor", "channel", "group")
 
@@ -48,19 +48,15 @@ def from_compressed_tensors(
     scales = weight_scale.reshape(rows, groups)
     check_tensor("weight_scale", scales, DTYPES, (rows, groups), device)
     zeros = None if weight_zero_point is None else _zero_points(weight_zero_point, bits, dense, rows, groups)
-    perm = None
     if weight_g_idx is not None and bool((weight_g_idx == -1).all()):
         weight_g_idx = None
     if strategy != "group":
         if weight_g_idx is not None or group is not None:
             name = "group" if weight_g_idx is None else "weight_g_idx"
             raise ValueRangeError(f"{name} goes with strategy='group', got it with {strategy!r}")
-        size = k
-    elif weight_g_idx is not None:
-        check_tensor("weight_g_idx", weight_g_idx, (weight_g_idx.dtype,), (k,), device)
-        perm, size = column_order(weight_g_idx, "weight_g_idx", groups, group)
+        perm, size = None, k
     else:
-        size = group_size(group, k, groups, "group")
+        perm, size = column_order(weight_g_idx, "weight_g_idx", k, groups, group, device)
     codes = _read(weight_packed, bits, k, dense)
     return build(codes.contiguous(), scales.t(), None if zeros is None else zeros.t(), bits, size, dtype, perm)
 

@@ -48,11 +48,7 @@ def from_gptq(
     check_tensor("qweight", qweight, (torch.int32,), (-(-k * bits // 32), n), qweight.device)
     check_tensor("scales", scales, DTYPES, (groups, n), qweight.device)
     check_tensor("qzeros", qzeros, (torch.int32,), (groups, -(-n * bits // 32)), qweight.device)
-    if g_idx is None:
-        perm, size = None, group_size(group, k, groups, "group")
-    else:
-        check_tensor("g_idx", g_idx, (g_idx.dtype,), (k,), qweight.device)
-        perm, size = column_order(g_idx, "g_idx", groups, group)
+    perm, size = column_order(g_idx, "g_idx", k, groups, group, qweight.device)
     codes = read_stream(qweight, bits, k).t()
     zeros = read_stream(qzeros.t(), bits, n).t()
     if version == 1:
@@ -82,7 +78,7 @@ def from_awq(
     check_tensor("qweight", qweight, (torch.int32,), (k, n // 8), qweight.device)
     check_tensor("qzeros", qzeros, (torch.int32,), (groups, n // 8), qweight.device)
     check_tensor("scales", scales, DTYPES, (groups, n), qweight.device)
-    size = group_size(group, k, groups, "group")
+    size = group_size(group, k, groups)
     codes = read_fields(qweight, 4, n, AWQ_ORDER).t()
     return build(codes.contiguous(), scales, read_fields(qzeros, 4, n, AWQ_ORDER), 4, size, dtype, None)
 

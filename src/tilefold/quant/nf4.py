@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import DtypeError, ShapeError, Unsupported, ValueRangeError
-from .packing import pack
-from .tensor import DTYPES, NAMED, QuantizedTensor, check_dtype
+from .tensor import DTYPES, NAMED, QuantizedTensor, check_dtype, packed_weight
 from .words import check_tensor
 
 NF4_CODE = (
@@ -35,6 +34,7 @@ NF4_CODE = (
     1.0,
 )
 """Quantiles of a normal distribution, scaled to [-1, 1], with an exact 0: seven below it, eight above (QLoRA, appendix E)."""
+SETTINGS = ("shape", "blocksize", "nested_blocksize", "nested_offset")
 LEAST_GROUP = 8  # below it the repeated scales outweigh the codes
 
 
@@ -65,14 +65,9 @@ def from_nf4(
     divisor of both, with scales repeated: the same numbers.  Below 8 columns that is refused (Unsupported).
     Raises DtypeError, ShapeError, DeviceError, ValueRangeError, each naming the argument."""
     state = _read_state(quant_state)
-    given = {
-        "shape": shape,
-        "blocksize": blocksize,
-        "nested_blocksize": nested_blocksize,
-        "nested_offset": nested_offset,
-    }
+    given = dict(zip(SETTINGS, (shape, blocksize, nested_blocksize, nested_offset), strict=True))
     known = {"blocksize": 64, "nested_blocksize": 256, "nested_offset": 0.0, **state}
-    known.update({name: value for name, value in given.items() if value is not None})
+    known |= {name: value for name, value in given.items() if value is not None}
     n, k = _check_shape(known.get("shape"))
     for name in ("blocksize", "nested_blocksize"):
         if type(known[name]) is not int or known[name] < 1:
@@ -89,38 +84,17 @@ def from_nf4(
         raise DtypeError(f"absmax must be uint8 where nested_absmax or nested_code is given, got {absmax.dtype}")
     table = torch.tensor(NF4_CODE, device=device) if code is None else code
     check_tensor("code", table, (torch.float32,), (16,), device)
-    return _record(packed.reshape(-1), absmax, table, (n, k), block, dtype)
-
-
-def _record(
-    packed: torch.Tensor,
-    absmax: torch.Tensor,
-    table: torch.Tensor,
-    shape: tuple[int, int],
-    block: int,
-    dtype: torch.dtype,
-) -> QuantizedTensor:
-    """The record of packed uint8 [ceil(N K / 2)] with fp32 absmax [blocks]: groups that lie in one row and one block."""
-    n, k = shape
-    group = math.gcd(k, block)
+    group = math.gcd(k, block)  # of columns that lie in one row and one block
     if group < min(LEAST_GROUP, k):
         raise Unsupported(
             f"blocksize = {block} and K = {k} share only {group} columns; give the weight in bf16 and quantise it anew"
         )
+    packed = packed.reshape(-1)
     codes = torch.stack((packed >> 4, packed & 15), 1).flatten()[: n * k].view(n, k)
-    rows, groups = (torch.arange(size, device=packed.device) for size in (n, k // group))
+    rows, groups = (torch.arange(size, device=device) for size in (n, k // group))
     first = rows[None, :] * k + groups[:, None] * group
-    words, _ = pack(codes, 4)
-    return QuantizedTensor(
-        packed=words,
-        scales=absmax[first // block].contiguous(),
-        table=table,
-        bits=4,
-        group=group,
-        shape=shape,
-        scheme="table",
-        dtype=dtype,
-    )
+    scales = absmax[first // block].contiguous()
+    return packed_weight(codes, 4, scales=scales, table=table, group=group, scheme="table", dtype=dtype)
 
 
 def _check_shape(shape: Any) -> tuple[int, int]:
@@ -144,8 +118,7 @@ def _read_state(quant_state: torch.Tensor | Mapping[str, Any] | None) -> dict[st
         raise ValueRangeError(f"quant_state must hold a JSON object, got {quant_state!r}")
     if quant_state.get("quant_type", "nf4") != "nf4":
         raise Unsupported(f"quant_state must have quant_type 'nf4', got {quant_state['quant_type']!r}")
-    names = ("shape", "blocksize", "nested_blocksize", "nested_offset")
-    state = {name: quant_state[name] for name in names if quant_state.get(name) is not None}
+    state = {name: quant_state[name] for name in SETTINGS if quant_state.get(name) is not None}
     if "dtype" in quant_state:
         if quant_state["dtype"] not in NAMED:
             raise DtypeError(f"quant_state must have a dtype of {sorted(NAMED)}, got {quant_state['dtype']!r}")

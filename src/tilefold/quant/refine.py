@@ -26,18 +26,11 @@ def nearest_codes(grouped: torch.Tensor, scales: torch.Tensor, zeros: torch.Tens
     return (grouped / scales[..., None] + zeros[..., None]).round_().clamp_(0, 2**bits - 1)
 
 
-def real_columns(grouped: torch.Tensor, k: int) -> torch.Tensor:
-    """bool [groups, group]: the first k columns of [N, groups, group]; the others pad the last group."""
-    _, groups, group = grouped.shape
-    return (torch.arange(groups * group, device=grouped.device) < k).view(groups, group)
-
-
 def squared_errors(
     grouped: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, bits: int, real: torch.Tensor
 ) -> torch.Tensor:
     """fp64 [N, groups]: what the nearest codes lose with these scales and zero points, both as they will be stored."""
-    step, zeros = scales.float(), zeros.float()
-    return _left(grouped, step, zeros, bits, real).square_().sum(-1)
+    return _left(grouped, scales.float(), zeros.float(), bits, real).square_().sum(-1)
 
 
 def refine_zeros(
@@ -45,7 +38,7 @@ def refine_zeros(
 ) -> torch.Tensor:
     """Zero points [N, groups] in `dtype`, from zeros [N, groups] on.
 
-    grouped: fp32 [N, groups, group], zero where `real_columns` is false; scales: [N, groups] as they will be stored."""
+    grouped: fp32 [N, groups, group], zero where real [groups, group] is false; scales: [N, groups] as they will be stored."""
     count = real.sum(-1).float()
     step = scales.float()
     best = zeros.to(dtype)

@@ -6,9 +6,9 @@ from types import EllipsisType
 import torch
 
 from ..errors import DeviceError, DtypeError, LayoutError, ShapeError, Unsupported, ValueRangeError
-from .packing import check_bits, pack
-from .refine import nearest_codes, real_columns, refine_zeros, squared_errors
-from .tensor import QuantizedTensor, check_dtype
+from .packing import check_bits
+from .refine import nearest_codes, refine_zeros, squared_errors
+from .tensor import QuantizedTensor, check_dtype, packed_weight
 
 GROUP = 128
 CHUNK = 1 << 22  # weights handled at a time, so that temporaries stay small
@@ -63,15 +63,12 @@ def quantize_weight(
     floats = scheme == "asymmetric" and zeros != "integer" and _floats(rows, size, bits, dtype, zeros)
     parts = [_quantize_rows(part, size, bits, scheme, refine, dtype, floats) for part in _parts(rows)]
     codes, scales, points = (torch.cat([part[i] for part in parts]) for i in range(3))
-    packed, high = pack(codes.view(n, k), bits)
-    return QuantizedTensor(
-        packed=packed,
-        packed_high=high,
+    return packed_weight(
+        codes.view(n, k),
+        bits,
         scales=scales.t().contiguous(),
         zeros=points.t().contiguous() if scheme == "asymmetric" else None,
-        bits=bits,
         group=min(size, k),
-        shape=(n, k),
         scheme=scheme,
         dtype=dtype,
     )
@@ -153,7 +150,7 @@ def _grouped(w: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
     n, k = w.shape
     groups = -(-k // group)
     grouped = torch.nn.functional.pad(w.float(), (0, groups * group - k)).view(n, groups, group)
-    return grouped, real_columns(grouped, k)
+    return grouped, (torch.arange(groups * group, device=w.device) < k).view(groups, group)
 
 
 def _quantize_rows(

@@ -3,17 +3,20 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ..errors import DeviceError, DtypeError, ShapeError, ValueRangeError
-from .packing import check_bits, check_plane, packed_shapes, unpack
+from .packing import check_bits, check_plane, pack, packed_shapes, unpack
 
 SCHEMES = ("symmetric", "asymmetric", "table")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 NAMED = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+SHARED = {"tensor": "one scale", "channel": "a scale a row"}  # by `per`, in words
 VERSION = 1  # of the layout of packed codes and of the metadata in state()
 TENSORS = ("packed", "packed_high", "scales", "zeros", "table", "perm")
+PLAIN = ("bits", "group", "shape", "scheme", "dtype")
 
 
 def check_dtype(name: str, dtype: torch.dtype, accepted: tuple[torch.dtype, ...] = DTYPES) -> None:
@@ -176,14 +179,8 @@ class QuantizedTensor:
 
     def state(self, prefix: str = "") -> dict[str, torch.Tensor]:
         """Everything as plain tensors by name, for safetensors or a state_dict; `meta` is JSON in uint8, with a version."""
-        meta = {
-            "version": VERSION,
-            "bits": self.bits,
-            "group": self.group,
-            "shape": list(self.shape),
-            "scheme": self.scheme,
-            "dtype": str(self.dtype).removeprefix("torch."),
-        }
+        meta = {name: getattr(self, name) for name in PLAIN}
+        meta |= {"version": VERSION, "dtype": str(self.dtype).removeprefix("torch.")}
         text = torch.tensor(list(json.dumps(meta, sort_keys=True).encode()), dtype=torch.uint8)
         return {prefix + name: tensor for name, tensor in [*self._tensors().items(), ("meta", text)]}
 
@@ -200,19 +197,15 @@ class QuantizedTensor:
         if not isinstance(meta, dict) or meta.get("version") != VERSION:
             found = meta.get("version") if isinstance(meta, dict) else meta
             raise ValueRangeError(f"{prefix}meta must be of version {VERSION}, got {found!r}")
-        missing = {"bits", "group", "shape", "scheme", "dtype"} - set(meta)
+        missing = set(PLAIN) - set(meta)
         if missing or meta["dtype"] not in NAMED:
             raise ValueRangeError(
                 f"{prefix}meta lacks {sorted(missing)} or has a dtype not in {sorted(NAMED)}, got {meta}"
             )
-        return cls(
-            **{name: state[prefix + name] for name in TENSORS if prefix + name in state},
-            bits=meta["bits"],
-            group=meta["group"],
-            shape=tuple(meta["shape"]),
-            scheme=meta["scheme"],
-            dtype=NAMED[meta["dtype"]],
-        )
+        held: dict[str, Any] = {name: state[prefix + name] for name in TENSORS if prefix + name in state}
+        held |= {name: meta[name] for name in PLAIN}
+        held |= {"shape": tuple(meta["shape"]), "dtype": NAMED[meta["dtype"]]}
+        return cls(**held)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {name: getattr(self, name) for name in TENSORS if getattr(self, name) is not None}
@@ -221,8 +214,7 @@ class QuantizedTensor:
         """Same settings, dtypes and values, wherever padding differs; tensors on different devices are different."""
         if not isinstance(other, QuantizedTensor):
             return NotImplemented
-        plain = ("bits", "group", "shape", "scheme", "dtype", "device")
-        if any(getattr(self, name) != getattr(other, name) for name in plain):
+        if any(getattr(self, name) != getattr(other, name) for name in (*PLAIN, "device")):
             return False
         mine, theirs = self._tensors(), other._tensors()
         if set(mine) != set(theirs) or any(mine[name].dtype != theirs[name].dtype for name in mine):
@@ -236,7 +228,7 @@ class QuantizedTensor:
 
     def __repr__(self) -> str:
         n, k = self.shape
-        groups = {"tensor": "one scale", "channel": "a scale a row"}.get(self.per, f"groups of {self.group}")
+        groups = SHARED.get(self.per, f"groups of {self.group}")
         if self.groups > 1 and k % self.group:
             groups += f", the last of {k % self.group}"
         zeros = "" if self.zeros is None else f", zeros {str(self.zeros.dtype).removeprefix('torch.')}"
@@ -246,3 +238,10 @@ class QuantizedTensor:
             f"QuantizedTensor([{n}, {k}], {self.bits} bits, {self.scheme}, {groups}, scales {scales}{zeros}{order}, "
             f"{8 * self.nbytes / (n * k):.3g} bits a weight, {self.device})"
         )
+
+
+def packed_weight(codes: torch.Tensor, bits: int, **fields: Any) -> QuantizedTensor:
+    """The record of codes uint8 [N, K], which are packed here; fields: its others."""
+    packed, high = pack(codes, bits)
+    shape = (codes.shape[0], codes.shape[1])
+    return QuantizedTensor(packed=packed, packed_high=high, bits=bits, shape=shape, **fields)

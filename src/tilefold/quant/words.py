@@ -3,8 +3,7 @@
 import torch
 
 from ..errors import DeviceError, DtypeError, ShapeError, ValueRangeError
-from .packing import pack
-from .tensor import DTYPES, QuantizedTensor, check_dtype
+from .tensor import DTYPES, QuantizedTensor, check_dtype, packed_weight
 
 
 def check_tensor(
@@ -48,26 +47,30 @@ def read_fields(words: torch.Tensor, bits: int, count: int, order: tuple[int, ..
     return values.flatten(1)[:, :count]
 
 
-def group_size(given: int | None, k: int, groups: int, name: str) -> int:
+def group_size(given: int | None, k: int, groups: int) -> int:
     """Columns of a group: given, or K / groups where that is whole.  Raises ValueRangeError if it does not make `groups`
     groups."""
     if given is None:
         if k % groups:
             raise ValueRangeError(
-                f"{name} must be given where K = {k} is no multiple of the {groups} groups of the scales"
+                f"group must be given where K = {k} is no multiple of the {groups} groups of the scales"
             )
         return k // groups
     if type(given) is not int or given < 1 or -(-k // given) != groups:
-        raise ValueRangeError(f"{name} must cut K = {k} into the {groups} groups of the scales, got {given!r}")
+        raise ValueRangeError(f"group must cut K = {k} into the {groups} groups of the scales, got {given!r}")
     return min(given, k)
 
 
-def column_order(g_idx: torch.Tensor, name: str, groups: int, given: int | None) -> tuple[torch.Tensor | None, int]:
+def column_order(
+    g_idx: torch.Tensor | None, name: str, k: int, groups: int, given: int | None, device: torch.device
+) -> tuple[torch.Tensor | None, int]:
     """The order of columns that puts each group's side by side, int32 [K], or None if they are; and the size of a group.
 
-    g_idx: the group of each column, integers [K].  All groups but the last must have the same number of columns, the last no
-    more: anything else has no such order and is refused with ValueRangeError."""
-    k = g_idx.shape[0]
+    g_idx: the group of each column, integers [K]; None: neighbours are a group.  All groups but the last must have as many
+    columns, the last no more: anything else has no such order and is refused with ValueRangeError."""
+    if g_idx is None:
+        return None, group_size(given, k, groups)
+    check_tensor(name, g_idx, (g_idx.dtype,), (k,), device)
     if g_idx.is_floating_point() or g_idx.is_complex():
         raise DtypeError(f"{name} must be integers, got {g_idx.dtype}")
     if int(g_idx.min()) < 0 or int(g_idx.max()) >= groups:
@@ -100,15 +103,12 @@ def build(
     check_dtype("dtype", dtype, DTYPES)
     if zeros is not None and bool((zeros == 2 ** (bits - 1)).all()):
         zeros = None
-    packed, high = pack(codes if perm is None else codes[:, perm.long()], bits)
-    return QuantizedTensor(
-        packed=packed,
-        packed_high=high,
+    return packed_weight(
+        codes if perm is None else codes[:, perm.long()],
+        bits,
         scales=scales.detach().contiguous(),
         zeros=None if zeros is None else zeros.contiguous(),
-        bits=bits,
         group=group,
-        shape=(codes.shape[0], codes.shape[1]),
         scheme="symmetric" if zeros is None else "asymmetric",
         dtype=dtype,
         perm=perm,

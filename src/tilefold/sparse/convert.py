@@ -1,6 +1,6 @@
 """Maps of blocks from what others hold: FlexAttention's masks, masks of tokens, predicates; and the checks of compressed rows."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
     from .predicates import MaskFunction, Predicate
 
+Pair: TypeAlias = tuple[int, int]
+"""Of queries and of keys; or of batch and heads."""
+
+Place: TypeAlias = torch.device | str | None
 AT_ONCE = 1 << 24  # elements of a mask of tokens that are made at a time
 
 
@@ -36,7 +40,7 @@ def compressed_rows(crow: torch.Tensor, col: torch.Tensor | None) -> torch.Tenso
     return col
 
 
-def map_of_flex(mask: "BlockMask", check: bool) -> tuple[torch.Tensor, tuple[int, int], tuple[int, int], bool]:
+def map_of_flex(mask: "BlockMask", check: bool) -> tuple[torch.Tensor, Pair, Pair, bool]:
     """(bool [batch, heads, Q blocks, KV blocks], (block_q, block_k), (seq_q, seq_k), whether its mask also cuts inside
     blocks) of a BlockMask's partial and full blocks.  check: look at the numbers of partial blocks for the last."""
     if not hasattr(mask, "kv_num_blocks") or not hasattr(mask, "kv_indices"):
@@ -45,20 +49,26 @@ def map_of_flex(mask: "BlockMask", check: bool) -> tuple[torch.Tensor, tuple[int
     block_q, block_k = mask.BLOCK_SIZE
     for size in (block_q, block_k):
         check_block(f"mask has BLOCK_SIZE {(block_q, block_k)}: each", size)
-    blocks = -(-seq_k // block_k)
-    keep = lists_to_map(padded(mask.kv_indices, 4), padded(mask.kv_num_blocks, 3), blocks)
-    if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
-        keep = keep | lists_to_map(padded(mask.full_kv_indices, 4), padded(mask.full_kv_num_blocks, 3), blocks)
+    partial, full = maps_of_flex(mask)
+    keep = partial if full is None else partial | full
     from torch.nn.attention.flex_attention import noop_mask
 
     cut = mask.mask_mod is not noop_mask and not (check and not bool(mask.kv_num_blocks.any()))
     return keep, (block_q, block_k), (seq_q, seq_k), cut
 
 
+def maps_of_flex(mask: "BlockMask") -> tuple[torch.Tensor, torch.Tensor | None]:
+    """bool [batch, heads, Q blocks, KV blocks] of a BlockMask's partial blocks, and of its full ones, if it tells them apart."""
+    blocks = -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1])
+    partial = lists_to_map(padded(mask.kv_indices, 4), padded(mask.kv_num_blocks, 3), blocks)
+    if mask.full_kv_num_blocks is None or mask.full_kv_indices is None:
+        return partial, None
+    return partial, lists_to_map(padded(mask.full_kv_indices, 4), padded(mask.full_kv_num_blocks, 3), blocks)
+
+
 def kinds_of_mask_mod(
-    mask_mod: Any, args: Any, shared: tuple[int, int], seq: tuple[int, int], block: tuple[int, int],
-    device: torch.device | str | None, check: bool,
-) -> tuple[torch.Tensor, bool]:  # fmt: skip
+    mask_mod: Any, args: Any, shared: Pair, seq: Pair, block: Pair, device: Place, check: bool
+) -> tuple[torch.Tensor, bool]:
     """(uint8 [batch or 1, heads or 1, Q blocks, KV blocks] of `ops.sparse.classify`, whether the mask also cuts inside blocks);
     shared: (batch, heads).  check: as for `map_of_mask`."""
     from ..ops.reads import reads  # here: lists without a kernel stay light
@@ -72,12 +82,7 @@ def kinds_of_mask_mod(
 
 
 def map_of_mask(
-    mask: "MaskFunction",
-    shared: tuple[int, int],
-    seq: tuple[int, int],
-    block: tuple[int, int],
-    device: torch.device | str | None,
-    check: bool,
+    mask: "MaskFunction", shared: Pair, seq: Pair, block: Pair, device: Place, check: bool
 ) -> tuple[torch.Tensor, bool]:
     """(bool [batch or 1, heads or 1, Q blocks, KV blocks], whether the mask also cuts inside blocks), after checking every
     argument; shared: (batch, heads).  check: compute the latter, and read it on the host; else it is True."""
@@ -100,13 +105,7 @@ def map_of_mask(
     return keep, bool((keep & ~torch.cat(whole, 2)).any()) if check else True
 
 
-def map_of_predicate(
-    predicate: "Predicate",
-    shared: tuple[int, int],
-    seq: tuple[int, int],
-    block: tuple[int, int],
-    device: torch.device | str | None,
-) -> torch.Tensor:
+def map_of_predicate(predicate: "Predicate", shared: Pair, seq: Pair, block: Pair, device: Place) -> torch.Tensor:
     """bool [batch or 1, heads or 1, Q blocks, KV blocks], after checking every argument; shared: (batch, heads)."""
     check_predicate("predicate", predicate)
     batch, heads = _checked(shared, seq, block)
@@ -117,7 +116,7 @@ def map_of_predicate(
     return _broadcast("predicate", keep, sizes, "[batch, heads, Q blocks, KV blocks]")
 
 
-def _checked(shared: tuple[int, int], seq: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
+def _checked(shared: Pair, seq: Pair, block: Pair) -> Pair:
     """(batch, heads), after checking them, lengths and blocks."""
     for side, length, size in zip("qk", seq, block, strict=True):
         check_whole(f"seq_{side}", length)

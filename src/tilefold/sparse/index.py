@@ -8,17 +8,9 @@ import torch
 from ..check import check_whole
 from ..errors import ShapeError, ValueRangeError
 from ..ops.watch import is_transformed
-from .convert import compressed_rows, kinds_of_mask_mod, map_of_flex, map_of_mask, map_of_predicate
+from .convert import Pair, compressed_rows, kinds_of_mask_mod, map_of_flex, map_of_mask, map_of_predicate
 from .lists import as_int32, csr_to_lists, lists_to_map, map_to_lists, padded, sizes_by_row, sort_lists, topk_to_lists
-from .validate import (
-    check_csr,
-    check_grid,
-    check_lists,
-    check_record,
-    check_tensor,
-    check_within_capacity,
-    lengths_of,
-)
+from .validate import check_csr, check_grid, check_lists, check_record, check_tensor, check_within_capacity, lengths_of
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -413,13 +405,7 @@ class BlockIndex:
 
     @classmethod
     def _of_mask(
-        cls,
-        keep: torch.Tensor,
-        blocks: tuple[int, int],
-        lengths: tuple[int, int],
-        masked: bool,
-        capacity: int | None,
-        check: bool,
+        cls, keep: torch.Tensor, blocks: Pair, lengths: Pair, masked: bool, capacity: int | None, check: bool
     ) -> "BlockIndex":
         """From the map of a mask of tokens, whose record says whether blocks are cut by it."""
         (block_q, block_k), (seq_q, seq_k) = blocks, lengths

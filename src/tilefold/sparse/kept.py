@@ -40,6 +40,15 @@ def kept(key: Hashable, device: torch.device, make: Callable[[], torch.Tensor]) 
     return found
 
 
+def every_block(rows: int, columns: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """indices [1, 1, rows, columns] and counts [1, 1, rows] of lists that each name every block: dense attention."""
+    column = kept(("columns", columns), device, lambda: torch.arange(columns, dtype=torch.int32, device=device))
+    count = kept(
+        ("count", rows, columns), device, lambda: torch.full((rows,), columns, dtype=torch.int32, device=device)
+    )
+    return column.expand(1, 1, rows, columns), count.expand(1, 1, rows)
+
+
 def _let_go() -> None:
     excess = sum(t.nbytes for t in _KEPT.values()) - _LIMIT
     for key in list(_KEPT)[:-1]:  # never what was just made

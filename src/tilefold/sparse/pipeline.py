@@ -88,10 +88,11 @@ def sparse_video_attention(
         refuse_gradients(q=q, gate_coarse=gate_coarse, gate_fine=gate_fine)
         before = cache.tokens
         cache.append(k, v, weight_k=weight_k, weight_v=weight_v, block_sizes=block_sizes, layout=layout)
-        gates: dict[str, Any] = {"gate_coarse": gate_coarse, "gate_fine": gate_fine}
-        shared: dict[str, Any] = {"scale": scale, "query_sizes": query_sizes, "layout": layout}
         try:
-            out, stages = attend_cache(q, cache, coarse=coarse, select=select or SelectOptions(), **gates, **shared)
+            out, stages = attend_cache(
+                q, cache, coarse=coarse, select=select or SelectOptions(), gate_coarse=gate_coarse, gate_fine=gate_fine,
+                scale=scale, query_sizes=query_sizes, layout=layout,
+            )  # fmt: skip
         except BaseException:  # a call that failed has appended nothing
             cache.take_back(before)
             raise

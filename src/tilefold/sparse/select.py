@@ -13,7 +13,7 @@ from ..ops.sparse.select import GINI, SELECT, SelectCall, Selected
 from ..ops.watch import is_transformed, is_watched
 from ..plan.sparse.select import LONGEST_ROW
 from .index import BlockIndex
-from .select_arguments import Number, bind_scores, bind_sizes, blocks_setting, called_tau, make_call
+from .select_arguments import Number, bind_scores, bind_sizes, blocks_setting, make_call, setting_of
 from .select_long import gini_long, select_long
 
 Method: TypeAlias = Literal["gini", "top_p", "top_k"]
@@ -135,7 +135,7 @@ def select(
     if tau is not None:
         scores, call = _select.scores_of(scores.detach(), sizes, call.softmax), call._replace(softmax=None)
         found = gini(scores, block_sizes=block_sizes)
-        call = call._replace(method="mass", amount=(called_tau(tau, found, scores),), gini=False)
+        call = call._replace(method="mass", amount=(setting_of("what tau returns", tau(found), scores),), gini=False)
     elif not return_gini:
         call = call._replace(gini=False)
     made = _run(scores.detach(), call)

@@ -1,6 +1,5 @@
 """The arguments of `select`, checked and brought into the one form that kernels take; no value of a tensor is read."""
 
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -29,10 +28,7 @@ def bind_scores(scores: torch.Tensor) -> None:
 
 
 def bind_sizes(
-    scores: torch.Tensor,
-    geometry: Geometry | None,
-    block_sizes: torch.Tensor | None,
-    query_sizes: torch.Tensor | None,
+    scores: torch.Tensor, geometry: Geometry | None, block_sizes: torch.Tensor | None, query_sizes: torch.Tensor | None
 ) -> torch.Tensor | None:
     """Check the geometry and both sizes against scores; block_sizes as a view [B, H, KVb]."""
     known = dict(zip(("batch", "heads", "q_blocks", "kv_blocks"), scores.shape, strict=True))
@@ -120,11 +116,11 @@ def check_method(method: str, numbers: dict[str, Any]) -> None:
 
 def _amount(method: str, numbers: dict[str, Any], scores: torch.Tensor) -> tuple[Setting, ...]:
     if method == "top_p":
-        return (_setting("top_p", numbers["top_p"], scores),)
+        return (setting_of("top_p", numbers["top_p"], scores),)
     if method == "top_k":
         if numbers["top_k"] is not None:
             return (blocks_setting("top_k", numbers["top_k"], scores),)
-        sparsity, blocks = _setting("sparsity", numbers["sparsity"], scores), scores.shape[3]
+        sparsity, blocks = setting_of("sparsity", numbers["sparsity"], scores), scores.shape[3]
         return (
             kept_by(sparsity, blocks) if isinstance(sparsity, torch.Tensor) else float(kept_blocks(sparsity, blocks)),
         )
@@ -136,7 +132,7 @@ def _amount(method: str, numbers: dict[str, Any], scores: torch.Tensor) -> tuple
             )
         return (1.0, 1.0)
     low, high = (
-        _setting(name, default if numbers[name] is None else numbers[name], scores)
+        setting_of(name, default if numbers[name] is None else numbers[name], scores)
         for name, default in (("tau_min", TAU_MIN), ("tau_max", TAU_MAX))
     )
     if not isinstance(low, torch.Tensor) and not isinstance(high, torch.Tensor) and low > high:
@@ -151,19 +147,14 @@ def kept_by(sparsity: Number, blocks: int | torch.Tensor) -> torch.Tensor:
     return kept.ceil().clamp(min=1.0)
 
 
-def called_tau(tau: Callable[[torch.Tensor], Any], gini: torch.Tensor, scores: torch.Tensor) -> Setting:
-    """What the caller's map makes of the Gini coefficients, as a setting."""
-    return _setting("what tau returns", tau(gini), scores)
-
-
 def blocks_setting(name: str, value: Number, scores: torch.Tensor, low: int = 0) -> Setting:
     """A number of blocks as a setting."""
     if isinstance(value, torch.Tensor):
-        return _setting(name, value, scores)
+        return setting_of(name, value, scores)
     return min(float(check_whole(name, value, low)), LARGEST_COUNT)
 
 
-def _setting(name: str, value: Number, scores: torch.Tensor) -> Setting:
+def setting_of(name: str, value: Number, scores: torch.Tensor) -> Setting:
     """A share as a float, a tensor as a view [B, H, Qb]."""
     if not isinstance(value, torch.Tensor):
         return check_share(name, value)

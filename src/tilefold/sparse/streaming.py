@@ -53,15 +53,10 @@ class VideoCache:
         device: torch.device | str | None = None,
     ) -> None:
         dim_v = dim if dim_v is None else dim_v
-        numbers = {
-            "batch": batch,
-            "capacity": capacity,
-            "kv_heads": kv_heads,
-            "dim": dim,
-            "dim_v": dim_v,
-            "block": block,
-        }
-        for name, value in (numbers | ({} if page_size is None else {"page_size": page_size})).items():
+        sizes = {"batch": batch, "capacity": capacity, "kv_heads": kv_heads, "dim": dim, "dim_v": dim_v, "block": block}
+        if page_size is not None:
+            sizes["page_size"] = page_size
+        for name, value in sizes.items():
             if type(value) is not int or value < 1:
                 raise ShapeError(f"{name} must be an integer of at least 1, got {value!r}")
         if capacity % block:
@@ -69,17 +64,17 @@ class VideoCache:
         if dtype not in FLOATS:
             raise DtypeError(f"dtype must be float16, bfloat16 or float32, got {dtype}")
         self.block, self.capacity, self.page_size, self.tokens = block, capacity, page_size, 0
-        pages = 0 if page_size is None else -(-capacity // page_size)
-        places = (batch, capacity) if page_size is None else (batch * pages, page_size)
+        self.block_table, places = None, (batch, capacity)
+        if page_size is not None:
+            pages = -(-capacity // page_size)
+            self.block_table = torch.arange(batch * pages, dtype=torch.int32, device=device).view(batch, pages)
+            places = (batch * pages, page_size)
         self.k, self.v = (torch.zeros(*places, kv_heads, d, dtype=dtype, device=device) for d in (dim, dim_v))
         self.rows_k, self.rows_v = (
             torch.zeros(batch, capacity // block, kv_heads, d, dtype=dtype, device=device) for d in (dim, dim_v)
         )
         self.block_sizes = torch.zeros(batch, capacity // block, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
-        self.block_table = None
-        if page_size is not None:
-            self.block_table = torch.arange(batch * pages, dtype=torch.int32, device=device).view(batch, pages)
 
     @property
     def batch(self) -> int:
@@ -133,21 +128,16 @@ class VideoCache:
         if block_sizes is not None:
             names = ("batch|1 blocks", "blocks")
             spec = TensorSpec("block_sizes", names[block_sizes.dim() == 1], (torch.int32,))
-            bind(
-                (spec,),
-                {"block_sizes": block_sizes},
-                known={"batch": self.batch, "blocks": new // self.block},
-                beside=("k", k),
-            )
+            known = {"batch": self.batch, "blocks": new // self.block}
+            bind((spec,), {"block_sizes": block_sizes}, known, beside=("k", k))
             sizes = block_sizes if block_sizes.dim() == 2 else block_sizes[None]
-        batch = torch.arange(self.batch, device=k.device)[:, None]
+        blocks = self._next_blocks(new)
         places = self.lengths[:, None].long() + torch.arange(new, device=k.device)
-        blocks = self.lengths[:, None].long() // self.block + torch.arange(new // self.block, device=k.device)
         for stored, fresh in ((self.k, k), (self.v, v)):
-            stored[self._places(batch, places)] = fresh
+            stored[self._places(blocks[0], places)] = fresh
         for rows, fresh, weight in ((self.rows_k, k, weight_k), (self.rows_v, v, weight_v)):
-            rows[batch, blocks] = project(fresh, weight, block_sizes=sizes, block=self.block)
-        self.block_sizes[batch, blocks] = sizes.expand(self.batch, -1)
+            rows[blocks] = project(fresh, weight, block_sizes=sizes, block=self.block)
+        self.block_sizes[blocks] = sizes.expand(self.batch, -1)
         self.lengths += new
         self.tokens += new
 
@@ -155,11 +145,14 @@ class VideoCache:
         """Forget what was appended since there were `tokens` tokens."""
         added = self.tokens - tokens
         self.lengths -= added
-        blocks = self.lengths[:, None].long() // self.block + torch.arange(
-            added // self.block, device=self.lengths.device
-        )
-        self.block_sizes[torch.arange(self.batch, device=blocks.device)[:, None], blocks] = 0
+        self.block_sizes[self._next_blocks(added)] = 0
         self.tokens = tokens
+
+    def _next_blocks(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the blocks of so many more tokens lie: (batch entry, block)."""
+        device = self.lengths.device
+        blocks = self.lengths[:, None].long() // self.block + torch.arange(tokens // self.block, device=device)
+        return torch.arange(self.batch, device=device)[:, None], blocks
 
     def _places(self, batch: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Where tokens lie: (batch entry, token), or (page, row)."""
@@ -237,8 +230,7 @@ def _share(select: SelectOptions, cache: VideoCache) -> dict[str, Any]:
         return {}
     live = (cache.lengths // cache.block).double()[:, None, None]
     if isinstance(sparsity, torch.Tensor):
-        wide = sparsity[:, None] if sparsity.dim() == 1 else sparsity
-        return {"sparsity": None, "top_k": kept_by(wide, live)}
+        return {"sparsity": None, "top_k": kept_by(sparsity[:, None] if sparsity.dim() == 1 else sparsity, live)}
     check_share("sparsity", sparsity)
     found: dict[str, Any] = {"sparsity": None, "top_k": kept_by(sparsity, live)}
     others = (select.capacity, select.max_blocks, select.force, select.local_window)

@@ -95,12 +95,10 @@ def check_csr(crow: torch.Tensor, col: torch.Tensor, blocks: int) -> None:
     """Compressed rows as they have to be, so that no entry is left out.  Reads values on the host."""
     entries = col.shape[-1]
     _refuse(crow[..., :1], crow[..., :1] != 0, "crow", "expected 0: the first row begins at the first entry")
-    steps = torch.zeros_like(crow, dtype=torch.bool)
-    steps[..., 1:] = crow.diff(dim=-1) < 0
-    _refuse(crow, steps, "crow", "less than the one before it: rows may not end before they begin")
-    last = torch.zeros_like(crow, dtype=torch.bool)
-    last[..., -1] = crow[..., -1] != entries
-    _refuse(crow, last, "crow", f"expected {entries}, the number of entries of col")
+    down = torch.nn.functional.pad(crow.diff(dim=-1) < 0, (1, 0), value=False)
+    _refuse(crow, down, "crow", "less than the one before it: rows may not end before they begin")
+    last = torch.arange(crow.shape[-1], device=crow.device) == crow.shape[-1] - 1
+    _refuse(crow, last & (crow != entries), "crow", f"expected {entries}, the number of entries of col")
     _refuse(col, (col < 0) | (col >= blocks), "col", f"expected 0 to {blocks - 1}, the last KV block")
 
 

@@ -5,31 +5,38 @@ import torch
 from ..api import attention
 from ..errors import DtypeError, ShapeError
 from ..sparse import BlockIndex, GridTiling, coarse, fuse
-from ..sparse.kept import kept
-from ..sparse.lists import padded
+from ..sparse.kept import every_block
 from ..sparse_api import sparse_attention
-from .site import Text
+from .site import Policy, Site, Text
 
 Pair = tuple[torch.Tensor, torch.Tensor | None]
 
 
-def check_lists(index: object, tiling: GridTiling, made_by: object) -> BlockIndex:
-    """The lists of a policy, if they are for the blocks of the tiling; DtypeError or ShapeError naming the policy."""
+def lists_of(policy: Policy, q: torch.Tensor, k: torch.Tensor, site: Site) -> BlockIndex | None:
+    """What a policy makes, without gradients; DtypeError or ShapeError naming it unless that fits the tiling's blocks."""
+    with torch.no_grad():
+        index: object = policy(q.detach(), k.detach(), site)
+    if index is None:
+        return None
     if not isinstance(index, BlockIndex):
-        raise DtypeError(f"policy {made_by!r} must return a BlockIndex or None, got {type(index).__name__}")
+        raise DtypeError(f"policy {policy!r} must return a BlockIndex or None, got {type(index).__name__}")
+    tiling = site.tiling
     wanted = (tiling.slots, tiling.slots, tiling.padded, tiling.padded)
     if index.geometry != wanted:
         raise ShapeError(
-            f"policy {made_by!r} returned lists with (block_q, block_k, seq_q, seq_k) = {index.geometry}, expected {wanted} for "
+            f"policy {policy!r} returned lists with (block_q, block_k, seq_q, seq_k) = {index.geometry}, expected {wanted} for "
             f"grid {tiling.grid} in cubes of {tiling.cube}"
         )
     return index
 
 
 def attend_lists(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: BlockIndex, tiling: GridTiling, text: Text | None, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: BlockIndex | None, tiling: GridTiling, text: Text | None,
+    scale: float,
 ) -> Pair:  # fmt: skip
-    """(video, text): q, k, v in the tiled order over the lists and all text; text over everything."""
+    """(video, text): q, k, v in the tiled order over the lists (None: over all keys) and all text; text over everything."""
+    if index is None:
+        return attend_dense(q, k, v, tiling, text, scale)
     sizes = tiling.sizes(q.device)
     if text is None:
         return sparse_attention(
@@ -39,7 +46,10 @@ def attend_lists(
     length = text.q.shape[1]
     both = _joined_sizes(tiling, text, length)
     video = sparse_attention(q, k, v, _with_text(index, length, both, sizes), scale=scale)
-    return video, sparse_attention(text.q, k, v, _all_keys(tiling, length, both, q.device), scale=scale)
+    rows = -(-length // tiling.slots)
+    lists = every_block(rows, tiling.block_count + rows, q.device)
+    whole = BlockIndex(*lists, tiling.slots, tiling.slots, length, tiling.padded + length, both)
+    return video, sparse_attention(text.q, k, v, whole, scale=scale)
 
 
 def add_coarse(
@@ -91,13 +101,3 @@ def _with_text(
     indices = torch.cat([text.expand(*index.indices.shape[:-1], -1), index.indices], -1)
     counts = index.counts + text.shape[0]
     return BlockIndex(indices, counts, block, block, index.seq_q, index.seq_k + length, sizes, query_sizes)
-
-
-def _all_keys(tiling: GridTiling, length: int, sizes: torch.Tensor | None, device: torch.device) -> BlockIndex:
-    """Lists of the text's query blocks: every block."""
-    rows = -(-length // tiling.slots)
-    n = tiling.block_count + rows
-    column = kept(("columns", n), device, lambda: torch.arange(n, dtype=torch.int32, device=device))
-    count = kept(("count", n, rows), device, lambda: torch.full((rows,), n, dtype=torch.int32, device=device))
-    lists = padded(column, 4).expand(1, 1, rows, n), padded(count, 3)
-    return BlockIndex(*lists, tiling.slots, tiling.slots, length, tiling.padded + length, sizes)

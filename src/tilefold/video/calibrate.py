@@ -1,8 +1,9 @@
 """Calibration: what each policy leaves out in each layer, head and step of a model; the cheapest choice that meets an error."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -162,14 +163,15 @@ def fit(
     error: relative L2, of all outputs together, more than 0.  The other arguments are those of `calibrate`."""
     limit = check_number("error", error, above=0)
     low, high = LIGHTEST, HEAVIEST
-    reach = _reach(model, inputs, found, cube, adapter)
+    error_of = partial(model_error, model, inputs, found.outputs, cube=cube, adapter=adapter)
+    reach = _reach(found, error_of)
     dense = torch.full(found.gini.shape[1:], len(found.candidates) - 1)
     best = Fitted(found.policy(dense), dense, 0.0, 1.0)
     for _ in range(RUNS):
         middle = (low + high) / 2
         choice = found.choice(10**middle * reach)
         policy = found.policy(choice)
-        made = model_error(model, inputs, found.outputs, policy, cube=cube, adapter=adapter)
+        made = error_of(policy)
         if made <= limit:
             high = middle
             best = min(best, Fitted(policy, choice, made, found.cost(choice)), key=lambda one: one.listed)
@@ -179,9 +181,10 @@ def fit(
         if cost >= best.listed:
             break
         choice = torch.full_like(dense, one)
-        made = model_error(model, inputs, found.outputs, found.policy(choice), cube=cube, adapter=adapter)
+        policy = found.policy(choice)
+        made = error_of(policy)
         if made <= limit:
-            return Fitted(found.policy(choice), choice, made, cost)
+            return Fitted(policy, choice, made, cost)
     return best
 
 
@@ -206,7 +209,7 @@ def model_error(
     return (away / size) ** 0.5 if size else 0.0
 
 
-def _reach(model: nn.Module, inputs: Inputs, found: Calibration, cube: Any, adapter: Any) -> torch.Tensor:
+def _reach(found: Calibration, error_of: Callable[[Policy], float]) -> torch.Tensor:
     """[layers]: the output's squared relative error for the squared error of a layer's attention, at the candidate whose error is
     the median; 1 where no candidate has one."""
     made = []
@@ -215,8 +218,7 @@ def _reach(model: nn.Module, inputs: Inputs, found: Calibration, cube: Any, adap
         if not float(errors[place]):
             made.append(1.0)
             continue
-        policy = ByLayer({layer: found.candidates[place]})
-        error = model_error(model, inputs, found.outputs, policy, cube=cube, adapter=adapter)
+        error = error_of(ByLayer({layer: found.candidates[place]}))
         made.append(error**2 / float(errors[place]))
     return torch.tensor(made)
 
@@ -279,10 +281,8 @@ def _encoded(value: Any) -> Any:
     name = type(value).__name__
     if getattr(policies, name, None) is not type(value) or name == "FixedMap":
         raise Unsupported(f"{value!r} cannot be written as text: it is no policy of numbers of tilefold.video")
-    given = {one.name: getattr(value, one.name) for one in fields(value)}
-    default = {one.name: one.default for one in fields(value) if one.default is not MISSING}
-    kept = {key: _encoded(one) for key, one in given.items() if key not in default or default[key] != one}
-    return {"type": name, **kept}
+    given = {one.name: getattr(value, one.name) for one in fields(value) if getattr(value, one.name) != one.default}
+    return {"type": name, **{key: _encoded(one) for key, one in given.items()}}
 
 
 def _decoded(value: Any) -> Any:

@@ -13,12 +13,12 @@ from ..sparse import GridTiling
 from ..sparse.tiling import block_cube, triple
 from ..sparse.validate import SMALLEST_BLOCK
 from .adapters import ADAPTERS, Adapter, adapter_of
-from .attend import add_coarse, attend_dense, attend_lists, check_lists
-from .branch import NAME, CoarseBranch
+from .attend import add_coarse, attend_lists, lists_of
 from .policies import Pooled
 from .site import Observer, Pass, Policy, Site, Text
 
 _NAME = "_tilefold_sparse"
+BRANCH = "sparse_branch"  # the attribute of a layer, and so a part of its parameters' names
 LONGEST_SIDE = 8
 
 
@@ -106,6 +106,32 @@ def fitting_cube(grid: Sequence[int], tokens: int = 64) -> tuple[int, int, int]:
     return best
 
 
+class CoarseBranch(nn.Module):
+    """The gate of one layer: a linear layer of the hidden states, one number for each token, head and channel.
+
+    gate [B, S, channels] -> [B, S, heads, dim].  Weight and bias start at 0, so the layer starts as attention over the lists.
+    The coarse branch has no weights: it is attention among the means of blocks.
+
+    Source: VSA (Zhang et al. 2025, arXiv:2505.13389), whose to_gate_compress it is."""
+
+    def __init__(
+        self, channels: int, heads: int, dim: int, device: torch.device | None, dtype: torch.dtype | None
+    ) -> None:
+        super().__init__()
+        self.heads, self.dim = heads, dim
+        self.gate = nn.Linear(channels, heads * dim, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Closed: the gate is 0 for every token."""
+        nn.init.zeros_(self.gate.weight)
+        nn.init.zeros_(self.gate.bias)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        gate: torch.Tensor = self.gate(hidden).unflatten(-1, (self.heads, self.dim))
+        return gate
+
+
 class Sparse:
     """What `sparsify` made of one model.
 
@@ -131,7 +157,7 @@ class Sparse:
         self._originals = []
         for number, (layer, branch) in enumerate(zip(self.layers, branches, strict=True)):
             if branch is not None:
-                layer.add_module(NAME, branch)
+                layer.add_module(BRANCH, branch)
             self._originals.append(adapter.install(layer, Attend(self, number, branch)))
         self._handles = [model.register_forward_pre_hook(self._begin, with_kwargs=True)]
         self._handles += adapter.hooks(model, self._present)
@@ -164,7 +190,7 @@ class Sparse:
         for layer, original in zip(self.layers, self._originals, strict=True):
             self.adapter.remove(layer, original)
             if self.trainable:
-                delattr(layer, NAME)
+                delattr(layer, BRANCH)
         del self.model.__dict__[_NAME]
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -207,30 +233,21 @@ class Attend:
         q, k = q.to(v.dtype), k.to(v.dtype)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         site = Site(self.layer, len(self.sparse.layers), q.shape[2], now.step, tiling, scale, self.memory)
-        policy, observe = self.sparse.policy, self.sparse.observe
-        with torch.no_grad():
-            found = policy(q.detach(), k.detach(), site)
-            index = None if found is None else check_lists(found, tiling, policy)
-            if observe is not None:
-                observe(site, (q, k, v), index)
-        if index is None:
-            out, out_text = attend_dense(q, k, v, tiling, text, scale)
-        else:
-            out, out_text = attend_lists(q, k, v, index, tiling, text, scale)
-            if self.branch is not None:
-                out = add_coarse(q, k, v, out, self._gate(hidden, now), tiling, scale)
+        index = lists_of(self.sparse.policy, q, k, site)
+        if self.sparse.observe is not None:
+            with torch.no_grad():
+                self.sparse.observe(site, (q, k, v), index)
+        out, out_text = attend_lists(q, k, v, index, tiling, text, scale)
+        if index is not None and self.branch is not None:
+            if hidden is None:
+                raise Unsupported(
+                    "hidden was not given to attend, but the model is trainable: its gates read the hidden states"
+                )
+            gate = self.branch(hidden)
+            out = add_coarse(q, k, v, out, gate if now.tiled else tiling.tile(gate), tiling, scale)
         if not now.tiled:
             out = tiling.untile(out)
         return out if text is None else (out, out_text)
-
-    def _gate(self, hidden: torch.Tensor | None, now: Pass) -> torch.Tensor:
-        """[B, seq, heads, dim] in the tiled order."""
-        if hidden is None or self.branch is None:
-            raise Unsupported(
-                "hidden was not given to attend, but the model is trainable: its gates read the hidden states"
-            )
-        gate: torch.Tensor = self.branch(hidden)
-        return gate if now.tiled else now.tiling.tile(gate)
 
 
 def sparse_of(model: nn.Module) -> Sparse | None:
@@ -250,9 +267,7 @@ def _branch(adapter: Adapter, layer: nn.Module) -> CoarseBranch:
     like = next((one for one in layer.parameters() if one.is_floating_point()), None)
     if hasattr(like, "device_mesh"):
         raise Unsupported("model is sharded already: sparsify it with trainable=True first, then shard it")
-    if like is None:
-        return CoarseBranch(*sizes, torch.get_default_device(), torch.get_default_dtype())
-    return CoarseBranch(*sizes, like.device, like.dtype)
+    return CoarseBranch(*sizes, None if like is None else like.device, None if like is None else like.dtype)
 
 
 def _adapter(model: nn.Module, given: Adapter | None) -> Adapter:

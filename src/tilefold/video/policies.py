@@ -181,9 +181,9 @@ class Gini:
         chosen: dict[str, Any] = {"method": "gini", "tau_min": self.tau_min, "tau_max": self.tau_max}
         if self.kind == "pooled":
             return _select(Pooled(sparsity=0.0).logits(q, k, site), site, softmax_scale=site.scale, **chosen)
-        sizes = site.tiling.sizes(q.device)
-        sized: dict[str, Any] = {"block_sizes": sizes, "query_sizes": sizes}
-        return _select(coarse(q, k, k, scale=site.scale, block=site.tiling.slots, **sized).scores, site, **chosen)
+        slots, sizes = site.tiling.slots, site.tiling.sizes(q.device)
+        found = coarse(q, k, k, scale=site.scale, block=slots, block_sizes=sizes, query_sizes=sizes)
+        return _select(found.scores, site, **chosen)
 
 
 # ---------------------------------------------------------------- by places
@@ -374,8 +374,8 @@ class KeepFor:
 
 def _select(scores: torch.Tensor, site: Site, **options: Any) -> BlockIndex:
     slots, seq, sizes = site.tiling.slots, site.tiling.padded, site.tiling.sizes(scores.device)
-    sized: dict[str, Any] = {"block_sizes": sizes, "query_sizes": sizes}
-    return select(scores, block_q=slots, block_k=slots, seq_q=seq, seq_k=seq, **sized, **options).index
+    options |= {"block_sizes": sizes, "query_sizes": sizes}
+    return select(scores, block_q=slots, block_k=slots, seq_q=seq, seq_k=seq, **options).index
 
 
 def _of_map(keep: torch.Tensor, tiling: GridTiling) -> BlockIndex:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import ShapeError, ValueRangeError
-from ..nn import Rotary3D, rotary_3d
+from ..nn.rotary import Rotary3D, rotate
 from ..sparse import GridTiling
 
 COLOURS = 3
@@ -54,11 +54,7 @@ def render(scene: Scene, batch: int = 1, seed: int = 0, device: torch.device | s
 
     t, y, x = (
         torch.arange(n, device=device).view(shape)
-        for n, shape in (
-            (scene.frames, (1, -1, 1, 1)),
-            (scene.height, (1, 1, -1, 1)),
-            (scene.width, (1, 1, 1, -1)),
-        )
+        for n, shape in ((scene.frames, (1, -1, 1, 1)), (scene.height, (1, 1, -1, 1)), (scene.width, (1, 1, 1, -1)))
     )
     y, x = y - scene.pan[0] * t, x - scene.pan[1] * t
     slow, size = scene.speed / 5, min(scene.height, scene.width)
@@ -134,20 +130,5 @@ def project(
     q = q * torch.linspace(1, PEAKED, heads, device=q.device)[:, None]
     if rotary is None:
         return q, k, v
-    options = {"theta": rotary.theta, "split": rotary.split, "interleaved": rotary.interleaved}
-    return rotary_3d(q, tiling, **options), rotary_3d(k, tiling, **options), v  # type: ignore[arg-type]
-
-
-def scene_qkv(
-    scene: Scene,
-    patch: tuple[int, int, int],
-    heads: int,
-    dim: int,
-    cube: tuple[int, int, int] = (4, 4, 4),
-    seed: int = 0,
-    device: torch.device | str = "cpu",
-) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], GridTiling]:
-    """((q, k, v), tiling) of one rendered video: `render`, `patches` and `project` one after the other."""
-    tokens, grid = patches(render(scene, 1, seed, device), patch)
-    tiling = GridTiling(grid, cube)
-    return project(tokens, tiling, heads, dim, seed=seed), tiling
+    tables = rotary.tiled_tables(tiling, dim, q.device)
+    return rotate(q, *tables, rotary.interleaved), rotate(k, *tables, rotary.interleaved), v

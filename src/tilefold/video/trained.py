@@ -10,8 +10,7 @@ from torch import nn
 
 from ..errors import DtypeError, ShapeError, ValueRangeError
 from ..nn.quantized_files import read_tensors, safetensors_torch
-from .branch import NAME
-from .model import sparse_of
+from .model import BRANCH, sparse_of
 
 _GATE = re.compile(r"blocks\.(\d+)\.(?:attn1\.)?to_gate_compress\.(weight|bias)$")
 
@@ -30,7 +29,7 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {
         f"layers.{number}.{name}": one
         for number, layer in enumerate(sparse.layers)
-        for name, one in getattr(layer, NAME).named_parameters()
+        for name, one in getattr(layer, BRANCH).named_parameters()
     }
 
 
@@ -52,7 +51,7 @@ def load_trained(model: nn.Module, source: Source) -> None:
     """Load what `save_trained` wrote, a file or its tensors by name, into a trainable sparse model.
 
     Raises ValueRangeError for names that are missing or left over, ShapeError for another shape; nothing is loaded then."""
-    _load(model, _tensors(source), "source")
+    _load(model, _tensors(source))
 
 
 def load_fastvideo_gates(model: nn.Module, source: Source) -> None:
@@ -74,17 +73,17 @@ def load_fastvideo_gates(model: nn.Module, source: Source) -> None:
         raise ValueRangeError(
             "source holds no blocks.N.to_gate_compress: it is no model that FastVideo trained with VSA"
         )
-    _load(model, found, "source")
+    _load(model, found)
 
 
-def _load(model: nn.Module, given: Mapping[str, torch.Tensor], what: str) -> None:
+def _load(model: nn.Module, given: Mapping[str, torch.Tensor]) -> None:
     mine = trainable_parameters(model)
     missing, left = sorted(mine.keys() - given.keys()), sorted(given.keys() - mine.keys())
     if missing or left:
-        raise ValueRangeError(f"{what} does not fit the model: missing {missing[:8]}, left over {left[:8]}")
+        raise ValueRangeError(f"source does not fit the model: missing {missing[:8]}, left over {left[:8]}")
     for name, one in mine.items():
         if given[name].shape != one.shape:
-            raise ShapeError(f"{what}: {name} is {list(given[name].shape)}, but {list(one.shape)} in the model")
+            raise ShapeError(f"source: {name} is {list(given[name].shape)}, but {list(one.shape)} in the model")
     with torch.no_grad():
         for name, one in mine.items():
             whole: Any = given[name].to(one.device, one.dtype)

@@ -12,9 +12,9 @@ from tilefold.errors import ShapeError, ValueRangeError
 from tilefold.nn import rotary
 from tilefold.reference.rounding import plain
 from tilefold.sparse import CoarseOptions, GridTiling, SelectOptions
-from tilefold.video.scene import Scene, patches, project, render, scene_qkv
+from tilefold.video.scene import Scene, patches, project, render
 from video_next_frame import PlainVideoAttention, Training, train
-from video_reconstruction import block_mass, reconstruct
+from video_reconstruction import block_mass, reconstruct, scene_qkv
 
 CUBE = (2, 2, 4)
 

@@ -112,14 +112,6 @@ def scale_of(softmax_scale: float | None, q: torch.Tensor) -> float:
     return float(max(q.shape[-1], 1) ** -0.5)
 
 
-def dropout_of(dropout_p: Any) -> float:
-    """The probability of dropping a weight."""
-    share = check_number("dropout_p", dropout_p, low=0.0)
-    if not share < 1:
-        raise ValueRangeError(f"dropout_p must be at least 0 and less than 1, got {dropout_p!r}")
-    return share
-
-
 def flash_call(
     q: torch.Tensor,
     dropout_p: float,
@@ -133,7 +125,9 @@ def flash_call(
     seeded: bool = True,
 ) -> Call:
     """The call of these arguments.  seeded: with a seed on q's device from torch's generator, where anything is dropped."""
-    share, seed = dropout_of(dropout_p), None
+    share, seed = check_number("dropout_p", dropout_p, low=0.0), None
+    if not share < 1:
+        raise ValueRangeError(f"dropout_p must be at least 0 and less than 1, got {dropout_p!r}")
     if seeded and share:
         seed = torch.randint(-(1 << 63), (1 << 63) - 1, (1,), dtype=torch.int64, device=q.device)
     return Call(causal, window_of(window_size, causal), scale_of(softmax_scale, q), softcap, alibi_slopes=alibi_slopes,

@@ -64,12 +64,10 @@ __all__ = [
 USE_TRITON_ROCM = False
 """flash_attn's switch to another implementation on AMD GPUs, of which there is none here."""
 
-WHOLE_ROW = 1 << 30
-
 
 def _get_block_size_n(device: Any, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
     """Keys that share the maximum which S_dmask's weights are relative to: here all of a row."""
-    return WHOLE_ROW
+    return 1 << 30
 
 
 def maybe_contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -114,12 +112,10 @@ def _attend(q: Any, k: Any, v: Any, call: Call, return_attn_probs: bool) -> Any:
     else:
         call = checked_call(q, k, call, "flash_attn_varlen_func")
         found = api.attention_varlen(q, k, v, *call.packed, **options, check=False)  # type: ignore[misc]
-    return (found[0], flash_lse(found[1]), _dropped(q, k, call)) if return_attn_probs else found
-
-
-def _dropped(q: torch.Tensor, k: torch.Tensor, call: Call) -> torch.Tensor:
-    """S_dmask: weights with dropped ones negative; empty without dropout, as in flash_attn."""
-    return attention_weights(q, k, call) if call.dropout_p else q.new_empty(0)
+    if not return_attn_probs:
+        return found
+    dropped = attention_weights(q, k, call) if call.dropout_p else q.new_empty(0)
+    return found[0], flash_lse(found[1]), dropped
 
 
 def _call(q: torch.Tensor, deterministic: bool, *given: Any, sinks: torch.Tensor | None = None) -> Call:

@@ -134,11 +134,9 @@ def _check_tensors(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, cos: Any,
         if t is not None:
             check_tensor(name, t, (4,), "[batch, seqlen_new, kv heads, head dim]")
     if torch.is_grad_enabled():
-        for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
+        new = () if k is None or q.requires_grad else (("k", k), ("v", v))
+        for name, t in (("k_cache", k_cache), ("v_cache", v_cache), *new):
             if t.requires_grad:
-                raise Unsupported(f"{name} requires a gradient, but flash_attn_with_kvcache has none: detach() it")
-        for name, t in (("k", k), ("v", v)):
-            if isinstance(t, torch.Tensor) and t.requires_grad and not q.requires_grad:
                 raise Unsupported(f"{name} requires a gradient, but flash_attn_with_kvcache has none: detach() it")
 
 

@@ -123,33 +123,6 @@ def _flash_attn_varlen_backward(
     return (out.float() * dout.float()).sum(-1).transpose(0, 1).contiguous()
 
 
-def _check_saved(
-    saved: tuple[torch.Tensor, ...],
-    given: tuple[torch.Tensor | None, ...],
-    rng_state: torch.Tensor | None,
-    packed: bool,
-) -> None:
-    """What the forward pass left, and where gradients go, have the shapes that belong to q, k and v: kernels rely on it."""
-    queries, keys = ("total_q", "total_k") if packed else ("batch seq_q", "batch seq_k")
-    lse = "heads total_q" if packed else "batch heads seq_q"
-    q_like, k_like, v_like = f"{queries} heads dim_qk", f"{keys} kv_heads dim_qk", f"{keys} kv_heads dim_v"
-    inputs = (
-        ("q", q_like),
-        ("k", k_like),
-        ("v", v_like),
-        ("out", f"{queries} heads dim_v"),
-        ("dout", f"{queries} heads dim_v"),
-    )
-    specs = (
-        *(TensorSpec(name, dims, FLOATS, same_dtype_as=None if name == "q" else "q") for name, dims in inputs),
-        TensorSpec("softmax_lse", lse, (torch.float32,)),
-        *(TensorSpec(f"d{name}", dims, FLOATS, optional=True, same_dtype_as="q") for name, dims in inputs[:3]),
-        TensorSpec("rng_state", "numbers", (torch.int64,), optional=True),
-    )
-    names = ("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv", "rng_state")
-    bind(specs, dict(zip(names, (*saved, *given, rng_state), strict=True)))
-
-
 def _gradients(
     saved: tuple[torch.Tensor, ...], given: tuple[torch.Tensor | None, ...], call: Call, rng_state: torch.Tensor | None
 ) -> None:
@@ -157,7 +130,19 @@ def _gradients(
         raise Unsupported(
             "rng_state must be given with dropout_p: it is the mask's seed, which the forward pass returned"
         )
-    _check_saved(saved, given, rng_state, call.packed is not None)
+    # What the forward pass left, and where gradients go, have the shapes that belong to q, k and v: kernels rely on it.
+    packed = call.packed is not None
+    queries, keys = ("total_q", "total_k") if packed else ("batch seq_q", "batch seq_k")
+    inputs = {"q": f"{queries} heads dim_qk", "k": f"{keys} kv_heads dim_qk", "v": f"{keys} kv_heads dim_v"}
+    outputs = dict.fromkeys(("out", "dout"), f"{queries} heads dim_v")
+    specs = (
+        *(TensorSpec(name, dims, FLOATS, same_dtype_as="q") for name, dims in (inputs | outputs).items()),
+        TensorSpec("softmax_lse", "heads total_q" if packed else "batch heads seq_q", (torch.float32,)),
+        *(TensorSpec(f"d{name}", dims, FLOATS, optional=True, same_dtype_as="q") for name, dims in inputs.items()),
+        TensorSpec("rng_state", "numbers", (torch.int64,), optional=True),
+    )
+    names = ("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv", "rng_state")
+    bind(specs, dict(zip(names, (*saved, *given, rng_state), strict=True)))
     seed = rng_state[:1] if call.dropout_p and rng_state is not None else None
     dout, q, k, v, out, lse = contiguous_last(*saved)
     with torch.no_grad():

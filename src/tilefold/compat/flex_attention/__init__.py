@@ -36,7 +36,7 @@ from ...ops.sparse.listed import tiles_refusals
 from ...ops.watch import is_transformed
 from ...plan.device import Device
 from ...sparse import BlockIndex
-from ...sparse.lists import lists_to_map, padded
+from ...sparse.convert import maps_of_flex
 from .translate import translated
 
 __all__ = [
@@ -240,11 +240,9 @@ def _with_blocks(
     refusals = tiles_refusals(q, k, v, Call(**dense))
     if (why := refusals.forward or (refusals.backward if graded else None)) is None:
         return _Planned(tensors, dense)
-    if mask.full_kv_num_blocks is None or not inner:  # all that is listed is partial, or whole
-        options = {**options, "mask": inner[0] if inner else None}
-    else:
-        options = {**options, "mask": table}
-    return _Planned(tensors, options, _kept(mask, BlockIndex.from_flex), why)
+    alike = mask.full_kv_num_blocks is None or not inner  # all that is listed is partial, or whole
+    within = table if not alike else inner[0] if inner else None
+    return _Planned(tensors, {**options, "mask": within}, _kept(mask, BlockIndex.from_flex), why)
 
 
 @_eager
@@ -303,17 +301,10 @@ def _is_served(block: tuple[int, ...]) -> bool:
 
 def _kinds_of(mask: BlockMask) -> torch.Tensor:
     """Of each block of a BlockMask 0 if it is not listed, 1 if it is partial, 2 if it is full: the table of `masks.blocks`."""
-    columns = -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1])
     with torch.inference_mode(False):  # so that torch counts its changes: there are none
-        kinds = _listed(mask.kv_indices, mask.kv_num_blocks, columns).to(torch.uint8)
-        if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
-            kinds = torch.where(_listed(mask.full_kv_indices, mask.full_kv_num_blocks, columns), 2, kinds)
-        return kinds
-
-
-def _listed(indices: torch.Tensor, counts: torch.Tensor, columns: int) -> torch.Tensor:
-    """bool [batch, heads, Q blocks, KV blocks]."""
-    return lists_to_map(padded(indices, 4), padded(counts, 3), columns)
+        partial, full = maps_of_flex(mask)
+        kinds = partial.to(torch.uint8)
+        return kinds if full is None else torch.where(full, 2, kinds)
 
 
 def _kept(mask: BlockMask, make: Callable[[BlockMask], Made]) -> Made:

@@ -11,7 +11,7 @@ import itertools
 import linecache
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch._functorch import pyfunctorch
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from ...device.mods import softcap
 from ...errors import DeviceError, DtypeError, ShapeError, Unsupported
@@ -89,7 +90,7 @@ class _Number(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        trace = next(each for each in _flat((*args, *(kwargs or {}).values())) if isinstance(each, _Number)).trace
+        trace = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, _Number)).trace
         return trace.operation(func, args, kwargs or {})
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -303,7 +304,7 @@ class _Trace:
         rule = OPERATIONS.get(name[:-1] if in_place else name)
         if rule is None:
             self.refuse(f"torch's {name}")
-        self.materialise([each for each in _flat((*args, *kwargs.values())) if isinstance(each, _Number)])
+        self.materialise([each for each in tree_leaves((args, kwargs)) if isinstance(each, _Number)])
         try:
             made = rule(self, *args, **kwargs)
         except TypeError:
@@ -331,9 +332,7 @@ class _Trace:
 
     def text(self, found: Any) -> str:
         """The source of the function that returns what the mod returned."""
-        if (isinstance(found, torch.Tensor) and not isinstance(found, _Number)) or isinstance(
-            found, bool | int | float
-        ):
+        if isinstance(found, torch.Tensor) and not isinstance(found, _Number):
             found = self.taken(found)
         if not isinstance(found, _Number | bool | int | float):
             self.refuse(f"a result of {type(found).__name__}")
@@ -377,17 +376,9 @@ class _Trace:
         of = {"score"}
         for line in self.lines:
             name, _, value = line.partition(" = ")
-            if of & set(value.replace("(", " ").replace(")", " ").replace(",", " ").replace(".", " ").split()):
+            if of & set(re.findall(r"\w+", value)):
                 of.add(name)
         return result in of
-
-
-def _flat(values: Any) -> Any:
-    for each in values:
-        if isinstance(each, list | tuple):
-            yield from _flat(each)
-        else:
-            yield each
 
 
 # ---------------------------------------------------------------- helpers of the functions that are written
@@ -488,6 +479,26 @@ OPERATIONS |= {
 }
 
 
+def _binary(template: str, natural: Callable[[Iterable[bool]], bool] = all, kind: torch.dtype | None = None) -> Any:
+    """A rule of two numbers in one dtype, `kind` or torch's; natural: how many must not be negative for the result not to be."""
+
+    def rule(trace: _Trace, a: Any, b: Any) -> _Number:
+        dtype = kind or trace.dtype_of(a, b)
+        whole = dtype != torch.bool and not dtype.is_floating_point
+        return trace.write(template, dtype, whole and natural(map(_is_natural, (a, b))), a=trace.operand(a, dtype),
+                           b=trace.operand(b, dtype))  # fmt: skip
+
+    return rule
+
+
+for name, sign in {"and": "&", "or": "|", "xor": "^"}.items():
+    OPERATIONS |= dict.fromkeys((f"bitwise_{name}", f"__{name}__"), _binary(f"{{a}} {sign} {{b}}"))
+    OPERATIONS[f"logical_{name}"] = _binary(f"{{a}} {sign} {{b}}", kind=torch.bool)
+OPERATIONS |= dict.fromkeys(("bitwise_left_shift", "__lshift__"), _binary("{a} << {b}"))
+OPERATIONS |= dict.fromkeys(("bitwise_right_shift", "__rshift__"), _binary("{a} >> {b}"))
+OPERATIONS |= {"maximum": _binary("tl.maximum({a}, {b})", any), "minimum": _binary("tl.minimum({a}, {b})")}
+
+
 def _comparison(sign: str) -> Any:
     def rule(trace: _Trace, a: Any, b: Any) -> _Number:
         dtype = trace.dtype_of(a, b)
@@ -502,28 +513,6 @@ def _comparison(sign: str) -> Any:
 OPERATIONS |= {
     name: _comparison(sign)
     for name, sign in {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}.items()
-}
-
-
-def _bits(sign: str, logical: bool) -> Any:
-    def rule(trace: _Trace, a: Any, b: Any) -> _Number:
-        dtype = torch.bool if logical else trace.dtype_of(a, b)
-        natural = dtype != torch.bool and _is_natural(a) and _is_natural(b)
-        return trace.write(f"{{a}} {sign} {{b}}", dtype, natural, a=trace.operand(a, dtype), b=trace.operand(b, dtype))
-
-    return rule
-
-
-OPERATIONS |= {
-    f"{kind}_{name}": _bits(sign, kind == "logical")
-    for kind in ("bitwise", "logical")
-    for name, sign in {"and": "&", "or": "|", "xor": "^"}.items()
-}
-OPERATIONS |= {"__and__": _bits("&", False), "__or__": _bits("|", False), "__xor__": _bits("^", False)}
-OPERATIONS |= {
-    name: _bits(sign, False)
-    for sign, names in {"<<": ("bitwise_left_shift", "__lshift__"), ">>": ("bitwise_right_shift", "__rshift__")}.items()
-    for name in names
 }
 
 
@@ -548,20 +537,7 @@ def _masked_fill(trace: _Trace, a: Any, mask: Any, value: Any) -> _Number:
                        v=trace.operand(value, a.dtype))  # fmt: skip
 
 
-def _extreme(name: str) -> Any:
-    def rule(trace: _Trace, a: Any, b: Any) -> _Number:
-        dtype = trace.dtype_of(a, b)
-        some = _is_natural(a) or _is_natural(b) if name == "maximum" else _is_natural(a) and _is_natural(b)
-        return trace.write(f"tl.{name}({{a}}, {{b}})", dtype, some and not dtype.is_floating_point,
-                           a=trace.operand(a, dtype), b=trace.operand(b, dtype))  # fmt: skip
-
-    return rule
-
-
-OPERATIONS |= {"maximum": _extreme("maximum"), "minimum": _extreme("minimum")}
-
-
-@_rule("clamp", "clip", "clamp_min", "clamp_max")
+@_rule("clamp", "clip", "clamp_min")
 def _clamp(trace: _Trace, a: Any, min: Any = None, max: Any = None) -> _Number:
     for name, limit in (("maximum", min), ("minimum", max)):
         a = a if limit is None else OPERATIONS[name](trace, a, limit)
@@ -613,47 +589,42 @@ FLOATING = {
 }
 OTHERS = {"abs": "tl.abs({a})", "neg": "-{a}", "relu": "tl.maximum({a}, 0)", "square": "{a} * {a}"}
 ROUNDED = {"floor": "tl.floor({a})", "ceil": "tl.ceil({a})", "trunc": "tl.where({a} < 0, tl.ceil({a}), tl.floor({a}))"}
-SIGN = "tl.where({a} > 0, 1, tl.where({a} < 0, -1, 0))"
+TESTS = {"isnan": "{a} != {a}", "isinf": 'tl.abs({a}) == float("inf")'}
 
 
-def _unary(template: str, floating: bool, natural: bool = False) -> Any:
+def _unary(template: str, natural: bool = False, result: torch.dtype | None = None) -> Any:
     def rule(trace: _Trace, a: Any) -> _Number:
-        dtype = _floating(trace, a) if floating else a.dtype
-        return trace.write(template, dtype, natural, a=trace.operand(a, dtype))
+        return trace.write(template, result or a.dtype, natural, a=trace.operand(a))
 
     return rule
 
 
-OPERATIONS |= {name: _unary(template, True) for name, template in FLOATING.items()}
-OPERATIONS |= {name: _unary(template, False, name in ("abs", "relu")) for name, template in OTHERS.items()}
+def _of_floats(template: str) -> Any:
+    def rule(trace: _Trace, a: Any) -> _Number:
+        dtype = _floating(trace, a)
+        return trace.write(template, dtype, a=trace.operand(a, dtype))
+
+    return rule
 
 
 def _rounded(template: str) -> Any:
     def rule(trace: _Trace, a: Any) -> _Number:
-        if not a.dtype.is_floating_point:
-            return a  # type: ignore[no-any-return]
-        return trace.write(template, a.dtype, a=trace.operand(a))
+        return trace.write(template, a.dtype, a=trace.operand(a)) if a.dtype.is_floating_point else a
 
     return rule
 
 
+OPERATIONS |= {name: _of_floats(template) for name, template in FLOATING.items()}
+OPERATIONS |= {name: _unary(template, name in ("abs", "relu")) for name, template in OTHERS.items()}
 OPERATIONS |= {name: _rounded(template) for name, template in ROUNDED.items()}
+OPERATIONS |= {name: _unary(template, result=torch.bool) for name, template in TESTS.items()}
 
 
 @_rule("sign", "sgn")
 def _sign(trace: _Trace, a: Any) -> _Number:
-    made = trace.write(SIGN, torch.int32, a=trace.operand(a))
+    sign = "tl.where({a} > 0, 1, tl.where({a} < 0, -1, 0))"
+    made = trace.write(sign, torch.int32, a=trace.operand(a))
     return trace.value(trace.operand(made, a.dtype), a.dtype)
-
-
-@_rule("isnan")
-def _isnan(trace: _Trace, a: Any) -> _Number:
-    return trace.write("{a} != {a}", torch.bool, a=trace.operand(a))
-
-
-@_rule("isinf")
-def _isinf(trace: _Trace, a: Any) -> _Number:
-    return trace.write('tl.abs({a}) == float("inf")', torch.bool, a=trace.operand(a))
 
 
 @_rule("_to_copy")
@@ -685,5 +656,5 @@ def _filled(number: Any) -> Any:
     return rule
 
 
-OPERATIONS |= {f"{name}_like": _filled(n) for name, n in {"zeros": 0, "ones": 1, "full": None}.items()}
-OPERATIONS |= {f"new_{name}": _filled(n) for name, n in {"zeros": 0, "ones": 1, "full": None}.items()}
+for name, number in {"zeros": 0, "ones": 1, "full": None}.items():
+    OPERATIONS |= dict.fromkeys((f"{name}_like", f"new_{name}"), _filled(number))
