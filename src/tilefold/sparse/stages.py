@@ -1,7 +1,7 @@
 """What the stages of sparse video attention are asked for, and what they made."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
@@ -9,7 +9,7 @@ import torch
 from ..check import check_share
 from ..errors import ValueRangeError
 from .index import BlockIndex
-from .select_arguments import Number, check_method
+from .select_arguments import METHODS, Number, check_method
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,17 @@ class SelectOptions:
     force: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        check_method(self.method, vars(self))
+        check_method(self.method, {name: getattr(self, name) for names in METHODS.values() for name in names})
         for name in ("tau_min", "tau_max", "top_p", "sparsity"):
             if isinstance(getattr(self, name), int | float):
                 check_share(name, getattr(self, name))
 
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments of `select`."""
-        return dict(vars(self))
+        return {name: getattr(self, name) for name in _SELECT_FIELDS}  # torch 2.11 does not trace dict(vars(self))
+
+
+_SELECT_FIELDS = tuple(one.name for one in fields(SelectOptions))
 
 
 @dataclass(frozen=True, eq=False)

@@ -100,28 +100,12 @@ class DiffusersAdapter(Adapter):
         return True
 
     def hooks(self, model: nn.Module, now: Callable[[], Pass]) -> list[Any]:
-        first, turned, last = (functools.partial(hook, now) for hook in (self._tile, self._turn, self._untile))
-        handles = [model.get_submodule(self.embed).register_forward_hook(first)]
-        handles.append(model.get_submodule(self.last).register_forward_pre_hook(last, with_kwargs=True))
+        turn = _Turn(self, now)
+        handles = [model.get_submodule(self.embed).register_forward_hook(turn.embed)]
+        handles.append(model.get_submodule(self.last).register_forward_pre_hook(turn.last, with_kwargs=True))
         if self.rope is not None:
-            handles.append(model.get_submodule(self.rope).register_forward_hook(turned))
+            handles.append(model.get_submodule(self.rope).register_forward_hook(turn.rope))
         return handles
-
-    def _tile(self, now: Callable[[], Pass], module: nn.Module, args: Any, found: Any) -> Any:
-        current = now()
-        return self.embedded(found, current) if current.tiled else found
-
-    def _turn(self, now: Callable[[], Pass], module: nn.Module, args: Any, found: Tables) -> Pass:
-        return self.with_tables(now(), *(table if table.dim() > 2 else table[None] for table in found))
-
-    def _untile(self, now: Callable[[], Pass], module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        current = now()
-        if not current.tiled:
-            return None
-        tiling = current.tiling
-        if args:
-            return (tiling.untile(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": tiling.untile(kwargs["hidden_states"])}
 
     # ------------------------------------------------------------ what differs between models
 
@@ -160,6 +144,29 @@ class Processor:
             )
         given = (hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
         return self.adapter.forward(attn, self.attend, *given)
+
+
+class _Turn:
+    """The hooks of a model: what they get turned into the order of the present pass."""
+
+    def __init__(self, adapter: DiffusersAdapter, now: Callable[[], Pass]) -> None:
+        self.adapter, self.now = adapter, now
+
+    def embed(self, module: nn.Module, args: Any, found: Any) -> Any:
+        now = self.now()
+        return self.adapter.embedded(found, now) if now.tiled else found
+
+    def rope(self, module: nn.Module, args: Any, found: Tables) -> Pass:
+        cos, sin = (table if table.dim() > 2 else table[None] for table in found)
+        return self.adapter.with_tables(self.now(), cos, sin)
+
+    def last(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        now = self.now()
+        if not now.tiled:
+            return None
+        if args:
+            return (now.tiling.untile(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": now.tiling.untile(kwargs["hidden_states"])}
 
 
 def _projected(layer: Any, x: torch.Tensor) -> list[torch.Tensor]:
