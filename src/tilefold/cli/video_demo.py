@@ -58,11 +58,11 @@ class Demo:
         tokens, grid = scene.patches(self.frames, PATCH)
         self.tiling, self.head = GridTiling(grid), head
         self.heads = heads
-        self.qkv = scene.project(tokens, self.tiling, heads, DIM, seed=seed)
-        site = video.Site(0, 1, heads, None, self.tiling, DIM**-0.5, {})
         t, h, w = (side // 2 for side in grid) if query is None else whole_numbers(query, "query")
         if not (t < grid[0] and h < grid[1] and w < grid[2]):
             raise ValueRangeError(f"query must lie in the grid {grid} of tokens, got {(t, h, w)}")
+        self.qkv = scene.project(tokens, self.tiling, heads, DIM, seed=seed)
+        site = video.Site(0, 1, heads, None, self.tiling, DIM**-0.5, {})
         _, down, across = grid
         self.block = int(self.tiling.destination(device)[(t * down + h) * across + w]) // self.tiling.slots
         self.dense = dense_results(*self.qkv, self.tiling, site.scale)

@@ -95,8 +95,8 @@ class Session:
             index = torch.cuda.current_device()
             device = device_of(torch.device("cuda", index))
             declare = {name: _mean(each) for name, each in self._seen.items()} | self._declare
-            self._profile = profile_of(exported(self._profiler), device, load_roofs(index), declare)
-            self._profiler = None
+            found, self._profiler = exported(self._profiler), None
+            self._profile = profile_of(found, device, load_roofs(index), declare)
             FINISHED.append(self._profile)
 
     def _declared_by_launch(self, metadata: Any) -> None:

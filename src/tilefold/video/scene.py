@@ -130,5 +130,5 @@ def project(
     q = q * torch.linspace(1, PEAKED, heads, device=q.device)[:, None]
     if rotary is None:
         return q, k, v
-    tables = rotary.tiled_tables(tiling, dim, q.device)
+    tables = rotary.tiled_tables(tiling, dim, q.device, q.dtype)
     return rotate(q, *tables, rotary.interleaved), rotate(k, *tables, rotary.interleaved), v

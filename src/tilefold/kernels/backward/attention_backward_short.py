@@ -7,8 +7,8 @@ made beside, and nothing is added in memory: the same bits every run.
 Scores are made transposed, [BLOCK_N, BLOCK_M], as in `attention_backward_keys`: p^T and ds^T are left operands of dv and dk, and
 ds alone is turned, for dq.
 
-A batch of packed sequences is the same with CuQ and CuK, as in `attention_backward`.  Rows of no sequence get zeros, to which
-each sequence's programs give a share.
+A batch of packed sequences is the same with CuQ and CuK, as in `attention_backward`; its lse lies [H, queries], so stride_lh is
+the number of all queries.  Rows of no sequence get zeros, to which each sequence's programs give a share.
 """
 
 import triton

@@ -13,13 +13,12 @@ ROWS = 64  # queries, or keys, of a tile at most
 MOST = {32: 256, 64: 128, 128: 64}
 """Queries, and keys, at most by the padded head dim."""
 MOST_CHANGED = 64  # the same up to which it is taken with changes of scores or dropout, and on other GPUs than sm_90
-MOST_PACKED = 128  # the same of packed sequences, whose shorter ones have the slices of the longest
-MOST_BANDED = 160  # the same with a causal mask or a window, whose tiles it does not skip
+MOST_SPARED = 128
+"""The same of packed sequences, whose shorter ones have the slices of the longest, and with a causal mask or a window (of which
+none was measured), whose hidden tiles are not skipped."""
 PADDED = 160  # up to so many, tiles of 32 where those of 64 would be padding by half of one or more
-WARPS_OF_GROUPS = {
-    (16, 128): 4,
-    (32, 64): 1,
-}  # where not those of single heads, by the longer side and the padded head dim
+WARPS_OF_GROUPS = {(16, 128): 4, (32, 64): 1}
+"""Of tiles below 64 rows where they differ from those of single heads, by the longer side and the padded head dim."""
 
 
 def width_of(problem: AttentionProblem) -> int:
@@ -56,7 +55,7 @@ def is_short(problem: AttentionProblem, device: Device) -> bool:
         return False
     most = MOST_CHANGED
     if n.unchanged and device.architecture is SM_90:
-        most = MOST_PACKED if n.varlen else MOST_BANDED if max(n.sides) >= 0 else max(MOST.values())
+        most = MOST_SPARED if n.varlen or max(n.sides) >= 0 else max(MOST.values())
     few = max(n.seq_q, n.seq_k) <= most
     return device.backend == "cuda" and filled and few and short_refusal(n, device) is None
 

@@ -35,9 +35,8 @@ RING_BYTES = 256  # barriers of such a ring, and what its boxes leave free
 MOD_BYTES = {"bias": 4, "mask": 2}  # what an element of a tile takes in all of its buffers, at most
 
 LEAST_DIM, LEAST_DIM_CHANGED = 16, 32  # below 64 they are padded; without, with changes of scores
-LEAST_BIASED = (
-    256  # tokens from which on portable tiles fold a bias of head dims up to 32 faster (results/changed_scores.jsonl)
-)
+LEAST_BIASED = 256
+"""Tokens from which on portable tiles fold a bias of head dims up to 32 faster (benchmarks/results/changed_scores.jsonl)."""
 STAGES = {(64, 64): 4, (128, 128): 2}  # measured; elsewhere as many as there is room for
 THREE_FROM = (
     3072  # keys a query sees, from which on masked halves of tiles of 192 queries cost less than three warpgroups save
