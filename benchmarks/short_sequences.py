@@ -8,7 +8,7 @@ is learned, "fixed" is not; "grouped" has four query heads a KV head.  --packed:
 (FlashAttention-2); sequences have so many tokens, or from one to so many, of as many tokens in all.  Gradients are those of q, k
 and v, and of a learned bias.  plan: what is taken.  Tiles are block_m x block_n x warps x stages, of the portable forward kernel
 or of `attention_backward_short`.  before: gradients by the kernel that is taken without that.  Results are held to the plan's
-first; results/short_sequences.jsonl has what was measured, and a test holds the plans to it."""
+first; results/short_sequences.jsonl and short_packed.jsonl have what was measured, and a test holds the plans to them."""
 
 import argparse
 import contextlib
@@ -151,15 +151,15 @@ def peer_calls(tensors: tuple[torch.Tensor, ...], learned: list[torch.Tensor], d
 def packed_peer(tensors: tuple[torch.Tensor, ...], options: dict[str, Any]) -> Any:
     from torch.nn.attention.varlen import varlen_attn
 
-    attend: Any = varlen_attn
+    call: Any = varlen_attn
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    causal, known = options.get("causal", False), inspect.signature(attend).parameters
+    causal, known = options.get("causal", False), inspect.signature(call).parameters
     more: dict[str, Any] = {"window_size": (-1, 0) if causal else (-1, -1)}
     if "window_size" not in known:  # before torch 2.11
         more = {"is_causal": causal}
     if "enable_gqa" in known:
         more["enable_gqa"] = True
-    return attend(*tensors, *(options[name] for name in names), **more)
+    return call(*tensors, *(options[name] for name in names), **more)
 
 
 def packed(made: list[torch.Tensor], tokens: int, how: str) -> tuple[list[torch.Tensor], dict[str, Any]]:

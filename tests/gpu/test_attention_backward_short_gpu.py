@@ -48,7 +48,7 @@ PACKED = {
 @pytest.mark.parametrize("dim", [32, 64, 80, 128])
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_sequences(name, dim, dtype, device):
-    """Both passes, by the planner's own tiles; zeros where there is no sequence."""
+    """Forward by the planner's tile, gradients by the largest of the kernel; zeros where there is no sequence."""
     if PACKED[name][0][0] > MOST[max(32, 1 << (dim - 1).bit_length())]:
         pytest.skip("longer than the kernel takes")
     for heads, kv_heads, band in ((3, 3, {}), (2, 2, {"causal": True}), (4, 2, {"window": (17, 5)})):

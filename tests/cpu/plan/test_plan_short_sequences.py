@@ -36,7 +36,7 @@ def problem_of(record: dict[str, Any]) -> AttentionProblem:
     if "packed" in record:
         total = (
             (16 << 20) // (tokens * record["heads"] * dim) * tokens
-        )  # at most, of uniform lengths less than one sequence less
+        )  # of uniform lengths less, by less than a sequence
         more |= {"varlen": True, "mean_q": mean_of(total, record["batch"])}
     sizes = (record["batch"], tokens, tokens, record["heads"], record["kv_heads"], dim, dim)
     return AttentionProblem(*sizes, dtype="bfloat16", **more)

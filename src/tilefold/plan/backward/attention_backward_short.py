@@ -13,7 +13,7 @@ ROWS = 64  # queries, or keys, of a tile at most
 MOST = {32: 256, 64: 128, 128: 64}
 """Queries, and keys, at most by the padded head dim."""
 MOST_CHANGED = 64  # the same up to which it is taken with changes of scores or dropout, and on other GPUs than sm_90
-MOST_SPARED = 128
+MOST_PACKED_OR_MASKED = 128
 """The same of packed sequences, whose shorter ones have the slices of the longest, and with a causal mask or a window (of which
 none was measured), whose hidden tiles are not skipped."""
 PADDED = 160  # up to so many, tiles of 32 where those of 64 would be padding by half of one or more
@@ -55,7 +55,7 @@ def is_short(problem: AttentionProblem, device: Device) -> bool:
         return False
     most = MOST_CHANGED
     if n.unchanged and device.architecture is SM_90:
-        most = MOST_SPARED if n.varlen or max(n.sides) >= 0 else max(MOST.values())
+        most = MOST_PACKED_OR_MASKED if n.varlen or max(n.sides) >= 0 else max(MOST.values())
     few = max(n.seq_q, n.seq_k) <= most
     return device.backend == "cuda" and filled and few and short_refusal(n, device) is None
 

@@ -1,7 +1,7 @@
 """When the Gluon kernel for sm_90 serves dense attention: its tiles, its versions, and which of them were measured.
 
-What was not timed beside the portable kernels is refused by `hopper_unmeasured` alone, and the versions that `hopper_options`
-does not name run only where a plan asks for them (`with_tile`).
+What was not timed beside the portable kernels, or was slower, is refused by `hopper_unmeasured` alone, and the versions that
+`hopper_options` does not name run only where a plan asks for them (`with_tile`).
 
 To try a tile, at a head dim of 64 (PlanError says what does not fit, by `hopper_violation`):
 
